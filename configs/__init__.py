@@ -58,30 +58,25 @@ def parse_overrides(overrides: Sequence[str]) -> dict[str, Any]:
     import yaml
     from omegaconf import OmegaConf
 
-    merged: dict[str, Any] = {}
+    merged: Any = OmegaConf.create()
     for override in overrides:
         if not is_override(override):
             raise InputError(override, "is no override; overrides look like steps=20 or attention.num_iterations=3")
-        key, _, value = override.partition("=")
         try:
-            parsed = OmegaConf.to_container(OmegaConf.from_dotlist([override]), resolve=False)
+            merged.merge_with_dotlist([override])
         except yaml.YAMLError as error:
+            key, _, value = override.partition("=")
             raise InputError(key, f"has a value that is not YAML: {value!r}") from error
-        merged = deep_merge(merged, typing.cast(dict[str, Any], parsed))
-    return merged
+    return typing.cast(dict[str, Any], OmegaConf.to_container(merged, resolve=False))
 
 
-def deep_merge(base: Mapping[str, Any], top: Mapping[str, Any], *, by_kind: bool = False) -> dict[str, Any]:
-    """`base` with the entries of `top` laid over it, mappings merged recursively.
-
-    Args:
-        by_kind: whether a mapping that has a `kind` takes the place of the one below, of which nothing is left.
-    """
+def deep_merge(base: Mapping[str, Any], top: Mapping[str, Any]) -> dict[str, Any]:
+    """`base` with the entries of `top` laid over it, mappings merged recursively, but for those with a `kind`."""
     merged = dict(base)
     for key, value in top.items():
         below = merged.get(key)
-        if isinstance(below, Mapping) and isinstance(value, Mapping) and not (by_kind and "kind" in value):
-            value = deep_merge(below, value, by_kind=by_kind)
+        if isinstance(below, Mapping) and isinstance(value, Mapping) and "kind" not in value:
+            value = deep_merge(below, value)
         merged[key] = value
     return merged
 
@@ -143,10 +138,9 @@ def read_yaml(name: str, *, group: str, argument: str = "config") -> dict[str, A
 def check_keys(known: type | Sequence[str], values: Mapping[str, Any], *, prefix: str = "") -> None:
     """Raise InputError for the first key of `values` that is not known: a field of a dataclass, or one of these."""
     names = [field.name for field in dataclasses.fields(known)] if isinstance(known, type) else list(known)
-    for key in values:
+    for key in map(str, values):
         if key not in names:
-            listed = ", ".join(names) or "none"
-            raise InputError(prefix + str(key), f"is no known key{suggest(str(key), names)}; known: {listed}")
+            raise InputError(prefix + key, f"is no known key{suggest(key, names)}; known: {', '.join(names) or 'none'}")
 
 
 def build(schema: type[Config], values: Mapping[str, Any], *, prefix: str = "") -> Config:

@@ -61,6 +61,7 @@ _ADVICE = (
 _GONE = {
     "parallel_by": ("heads", "ranks always share heads; leave it out"),
     "batch_guidance": (False, "guidance takes two forward calls a step; leave it out"),
+    "save_videos": (True, "comparisons keep every method's video; leave it out"),
 }
 
 
@@ -166,24 +167,27 @@ def recipe_names() -> list[str]:
     return preset_names("recipes")
 
 
-def merge_attention(below: Any, above: Any, *, recipes: bool = True) -> Any:
-    """One attention entry over another.
-
-    Args:
-        recipes: whether `below` may be a recipe.
-    """
-    if not isinstance(above, Mapping) or "name" in above:
-        return above
-    if isinstance(below, str):
-        below = resolve_method(below, recipes=recipes).to_dict()
-    if not isinstance(below, Mapping):
+def merge_attention(below: Any, above: Any) -> Any:
+    """One attention entry over another, which it replaces unless it is a mapping without a name."""
+    if not isinstance(above, Mapping) or "name" in above or not isinstance(below, str | Mapping):
         return above
     # The label named the options as they were, and a hash the file that another takes the place of.
-    kept = {key: v for key, v in below.items() if key != "label" and key.removesuffix("_sha256") not in above}
-    merged = deep_merge(kept, above, by_kind=True)
+    stale = {"label", *(f"{key}_sha256" for key in above)}
+    below = {key: value for key, value in _entry(below).items() if key not in stale}
+    merged = deep_merge(below, above)
     if "attention" in above:
-        merged["attention"] = merge_attention(below.get("attention"), above["attention"], recipes=False)
+        merged["attention"] = merge_attention(below.get("attention"), above["attention"])
     return merged
+
+
+def _entry(spec: str | Mapping[str, Any], prefix: str = "attention.") -> dict[str, Any]:
+    """Name, label and options of an attention entry, by the names that options have now."""
+    if not isinstance(spec, str):
+        return options_now(spec, prefix)
+    name, _, words = (part.strip() for part in spec.partition(":"))
+    # Commas inside of values are followed by no key.
+    values = parse_overrides(re.split(r",\s*(?=[a-z_][\w.]*=)", words)) if words else {}
+    return {"name": name, "label": spec.strip() if values else name} | options_now(values, prefix)
 
 
 def resolve_method(
@@ -197,28 +201,31 @@ def resolve_method(
     Raises:
         InputError: an unknown name, an unknown option, or a value that the processor refuses.
     """
-    if isinstance(spec, str):
-        name, _, words = (part.strip() for part in spec.partition(":"))
-        # Commas inside of values are followed by no key.
-        values = parse_overrides(re.split(r",\s*(?=[a-z_][\w.]*=)", words)) if words else {}
-        label = spec.strip() if values else name
-    elif isinstance(spec, Mapping):
-        values = dict(spec)
-        name, label = values.pop("name", None), values.pop("label", "")
-    else:
+    if not isinstance(spec, str | Mapping):
         raise InputError(argument, f"must be a method's name or a mapping with one, got {spec!r}")
-    values = options_now(values, f"{argument}.")
-    before, name = name, _name_now(name, values, argument)
+    values = _entry(spec, f"{argument}.")
+    before, label = str(values.pop("name", None)), values.pop("label", "")
+    recorded = OLD_RECIPES if isinstance(values.get("attention"), Mapping) else {}
+    name = (OLD_METHODS | recorded).get(before, before)
     if label.partition(":")[0] == before:
         label = label.replace(before, name, 1)
+    note = f"{before!r} is called {name!r} now; the next release does not know the old name" if name != before else ""
+    if argument == "recipe" and name in OLD_RECIPES:
+        note = f"{name!r} is an attention method; the recipe that had this name is {OLD_RECIPES[name]!r}"
+    if note and values.keys().isdisjoint({"kind", "processor", "attention"}):
+        # Records are read without a word.
+        warnings.warn(note, FutureWarning, stacklevel=2)
     if name in recipe_names() and not recipes:
         raise InputError(argument, f"must be an attention method, got the recipe {name!r}")
     known = method_names() + recipe_names() * recipes
     if name not in known:
-        listed = ", ".join(known)
-        raise InputError(argument, f"must be one of {listed}, got {name!r}{suggest(str(name), known)}")
+        raise InputError(argument, f"must be one of {', '.join(known)}, got {name!r}{suggest(name, known)}")
     if name in recipe_names():
         return _recipe(name, values, label, argument)
+    for key in ("attention", *vars(Stack())):
+        if key in values:
+            listed = ", ".join(map(repr, recipe_names()))
+            raise InputError(f"{argument}.{key}", f"is for recipes, and {name!r} is a method: recipes are {listed}")
     shipped = read_yaml(name, group="attention")
     processor = shipped.pop("processor")
     # Until 2026-11-28 records had `kind`, which told controls apart, too.
@@ -226,18 +233,17 @@ def resolve_method(
     with _naming_the_option(f"{argument}."):
         if values.get("processor", processor) != processor:
             raise InputError("processor", f"must be {processor!r} here, got {values['processor']!r}")
-        options = _complete(processor, _listed(deep_merge(shipped, given, by_kind=True)))
-    label = label or _label(name, given, resolve_method(name).options if given else {})
-    return AttentionMethod(name, processor, options, label)
+        options = _complete(processor, _listed(deep_merge(shipped, given)))
+        defaults = {} if label or not given else _made(processor, shipped).config | shipped
+    return AttentionMethod(name, processor, options, label or _label(name, given, defaults))
 
 
 def _recipe(name: str, values: Mapping[str, Any], label: str, argument: str) -> AttentionMethod:
     """The recipe of this name in `configs/recipes/`, with `values` over what it says."""
     shipped = read_yaml(name, group="recipes")
-    above = values.get("attention", {})
-    attention = merge_attention(shipped["attention"], above, recipes=False) if above else shipped["attention"]
+    attention = merge_attention(shipped["attention"], values.get("attention", {}))
     method = resolve_method(attention, argument=f"{argument}.attention")
-    given = deep_merge(shipped, values, by_kind=True) | {"attention": method.label}
+    given = deep_merge(shipped, values) | {"attention": method.label}
     stack = build(Stack, {key: value for key, value in given.items() if key != "attention"}, prefix=f"{argument}.")
     label = label or _label(name, given, vars(Stack()) | shipped)
     return dataclasses.replace(method, name=name, label=label, stack=stack, attention=method)
@@ -255,6 +261,8 @@ def _complete(processor: str, given: dict[str, Any]) -> dict[str, Any]:
     Raises:
         TypeError, ValueError: an option is unknown or refused, or names a file that is missing or not what it was.
     """
+    from vmonarch.plan import plan_file
+
     if processor == "full":
         check_keys((), given)
         return {}
@@ -263,13 +271,9 @@ def _complete(processor: str, given: dict[str, Any]) -> dict[str, Any]:
     if processor != "control":
         # Controls check their own, which depend on which it is.
         check_keys(known, given)
-    options = _made(processor, given).config
-    if given.get("adapter") is not None:
-        # It decides on all that is not given.
-        options = {}
-    options = {name: value for name, value in options.items() if name != "grid"} | given
-    from vmonarch.plan import plan_file
-
+    made = {name: value for name, value in _made(processor, given).config.items() if name != "grid"}
+    # An adapter decides on all that is not given.
+    options = given if given.get("adapter") is not None else made | given
     for option, find in (("plan", plan_file), ("adapter", _adapter_file)):
         if isinstance(word := options.get(option), str):
             try:
@@ -281,7 +285,7 @@ def _complete(processor: str, given: dict[str, Any]) -> dict[str, Any]:
                 raise InputError(option, f"{word!r} is not the file that it was: its SHA-256 is {found}")
             # A record must find it from any folder; what ships has its name everywhere.
             named = not Path(word).expanduser().is_file()
-            options |= {entry: found, option: word if named else str(file.resolve())}
+            options = options | {entry: found, option: word if named else str(file.resolve())}
     return options
 
 
@@ -324,8 +328,7 @@ def _listed(value: Any) -> Any:
     """Options as JSON has them."""
     if isinstance(value, Mapping):
         return {key: _listed(entry) for key, entry in value.items()}
-    value = plain(value)
-    return [_listed(entry) for entry in value] if isinstance(value, tuple) else value
+    return [_listed(entry) for entry in value] if isinstance(value, tuple | list) else plain(value)
 
 
 def options_now(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -348,29 +351,3 @@ def options_now(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     if "cube" in given:
         given["tile"] = given["query_tile"] = given.pop("cube")
     return given
-
-
-def _name_now(name: Any, values: Mapping[str, Any], argument: str) -> Any:
-    """What a method or recipe is called now, by a name that may be an old one; warns unless a record has it.
-
-    Raises:
-        InputError: the name was a recipe's and is a method's now, and has what only recipes have.
-    """
-    if not isinstance(name, str):
-        return name
-    recipe = OLD_RECIPES.get(name)
-    if recipe and isinstance(values.get("attention"), Mapping):
-        # As records have it.
-        return recipe
-    for key in values:
-        if recipe and key in ("attention", *vars(Stack())):
-            problem = f"is for recipes, and {name!r} is a method: the recipe is called {recipe!r} now"
-            raise InputError(f"{argument}.{key}", problem)
-    if {"kind", "processor"}.isdisjoint(values):
-        if name in OLD_METHODS:
-            note = f"{name!r} is called {OLD_METHODS[name]!r} now; the next release does not know the old name"
-            warnings.warn(note, FutureWarning, stacklevel=3)
-        elif recipe and argument == "recipe":
-            note = f"{name!r} is an attention method; the recipe that had this name is {recipe!r}"
-            warnings.warn(note, FutureWarning, stacklevel=3)
-    return OLD_METHODS.get(name, name)

@@ -41,8 +41,7 @@ class Stack:
         known = ", ".join(CACHES)
         if not isinstance(self.cache, Mapping) or "kind" not in self.cache:
             raise InputError("cache", f"must be null or a mapping with a kind of {known}, got {self.cache!r}")
-        kind = self.cache["kind"]
-        if kind not in CACHES:
+        if (kind := self.cache["kind"]) not in CACHES:
             raise InputError("cache.kind", f"must be one of {known}, got {kind!r}{suggest(str(kind), CACHES)}")
 
     def __bool__(self) -> bool:

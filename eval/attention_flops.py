@@ -13,11 +13,12 @@ import copy
 import dataclasses
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._pytree import tree_map_only
 from torch.utils.flop_counter import FlopCounterMode
 
 from vmonarch.configs.methods import AttentionMethod, resolve_method
@@ -29,38 +30,25 @@ from vmonarch.residuals import Refresh
 STEP_KINDS = ("dense", "exact", "kept", "skipped", "approximate")
 
 
-@dataclass
+@dataclasses.dataclass
 class TransformerCall:
     """One forward call of a transformer, tensors without their data.
 
     Args:
         kind, config: of the transformer.
-        args, kwargs: of the call.
-        attention: (args, kwargs) of the calls of its self-attention modules.
+        inputs: (args, kwargs) of the call.
+        attention: those of the calls of its self-attention modules.
     """
 
     kind: Any = None
     config: Any = None
-    args: tuple[Any, ...] = ()
-    kwargs: dict[str, Any] = field(default_factory=dict)
-    attention: list[tuple[tuple[Any, ...], dict[str, Any]]] = field(default_factory=list)
+    inputs: Any = None
+    attention: list[Any] = dataclasses.field(default_factory=list)
 
 
-@dataclass
-class _Components:
-    """What of a pipeline a method is put on."""
-
-    transformer: Any = None
-    transformer_2: Any = None
-
-
-def _without_data(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        # The model that counts is in float32, whichever the real one is in.
-        return torch.empty_like(value, device="meta", dtype=torch.float32 if value.is_floating_point() else None)
-    if isinstance(value, (list, tuple)):
-        return type(value)(_without_data(item) for item in value)
-    return {key: _without_data(item) for key, item in value.items()} if isinstance(value, dict) else value
+def _without_data(tensor: torch.Tensor) -> torch.Tensor:
+    # The model that counts is in float32, whichever the real one is in.
+    return torch.empty_like(tensor, device="meta", dtype=torch.float32 if tensor.is_floating_point() else None)
 
 
 @contextmanager
@@ -69,13 +57,13 @@ def recorded_call(pipe: Any) -> Iterator[TransformerCall]:
     block runs."""
     call = TransformerCall()
 
-    def record(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        call.kind, call.config = type(module), dict(module.config)  # type: ignore[arg-type]
-        call.args, call.kwargs = _without_data((args, kwargs))
+    def record(module: Any, *inputs: Any) -> None:
+        call.kind, call.config = type(module), dict(module.config)
+        call.inputs = tree_map_only(torch.Tensor, _without_data, inputs)
         call.attention.clear()
 
-    def record_attention(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        call.attention.append(_without_data((args, kwargs)))
+    def record_attention(module: Any, *inputs: Any) -> None:
+        call.attention.append(tree_map_only(torch.Tensor, _without_data, inputs))
 
     hooks = []
     for transformer in find_transformers(pipe).values():
@@ -148,7 +136,7 @@ def attention_flops(call: TransformerCall, method: AttentionMethod, component: s
         method = dataclasses.replace(method, options=method.options | {"implementation": "torch"})
     with torch.device("meta"):
         transformer = call.kind.from_config(call.config)
-    method.install(_Components(**{component: transformer}))
+    method.install(SimpleNamespace(**{"transformer": None, component: transformer}))
     modules = [module for _, module in self_attention_modules(transformer)]
 
     def attend(*args: Any, **kwargs: Any) -> None:
@@ -157,17 +145,14 @@ def attention_flops(call: TransformerCall, method: AttentionMethod, component: s
 
     # What is between them may look at the data, such as the lengths of prompts.
     transformer.forward = attend
+    args, kwargs = call.inputs
     # The counter knows the products that SDPA consists of, not its fused form on the CPU.
     with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
-        transformer(*call.args, **call.kwargs)
+        transformer(*args, **kwargs)
     counts = {module: sum(flops.values()) for module, flops in counter.get_flop_counts().items()}
-    kind = type(transformer).__name__
-    projections = sum(
-        counts.get(f"{kind}.{name}", 0)
-        for name, module in transformer.named_modules()
-        if isinstance(module, torch.nn.Linear)
-    )
-    return counts[kind] - projections
+    kind = call.kind.__name__
+    linears = (name for name, module in transformer.named_modules() if isinstance(module, torch.nn.Linear))
+    return counts[kind] - sum(counts.get(f"{kind}.{name}", 0) for name in linears)
 
 
 def relative_flops(

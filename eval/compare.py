@@ -9,23 +9,14 @@ print(comparison.table())
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping
-from functools import partial
-from typing import TYPE_CHECKING, Any
 
-from vmonarch.eval.evaluate import Evaluation, Item, check_measures, run_items
+from vmonarch.eval.evaluate import Evaluation, check_measures, run_items
 from vmonarch.eval.settings import CompareConfig
-from vmonarch.files import AtomicFiles, short_hash
+from vmonarch.files import short_hash
 from vmonarch.pipelines.config import complete
 from vmonarch.pipelines.loading import LoadedModel
 from vmonarch.pipelines.model_folder import find_model
 from vmonarch.pipelines.outputs import prepare_output_dir, reserve_number
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    import numpy as np
-    from numpy.typing import NDArray
 
 
 def compare(
@@ -55,39 +46,10 @@ def compare(
         for record in (target / "flops.json", *target.glob("items/*/item.json")):
             record.unlink(missing_ok=True)
         try:
-            also = partial(_write_pictures, config, target)
-            made = run_items(config, folder, target, progress=progress, model=model, command=command, also=also)
+            made = run_items(config, folder, target, progress=progress, model=model, command=command)
             # The record has what is in it.
             (target / "flops.json").unlink()
             return made
         finally:
             if new and not any(target.glob("items/*/item.json")):
                 shutil.rmtree(target)
-
-
-def _write_pictures(
-    config: CompareConfig,
-    target: Path,
-    files: AtomicFiles,
-    item: Item,
-    pictures: Mapping[str, NDArray[np.uint8]],
-    rows: Mapping[str, Mapping[str, Any]],
-) -> None:
-    """Write the methods' videos of an item side by side, as mp4 and as strips."""
-    from vmonarch.pipelines.video_io import encode_video, side_by_side, strips, verify_video
-
-    assert config.fps is not None
-    notes = {label: _note(row) for label, row in rows.items()}
-    video = side_by_side(pictures, notes=notes)
-    path = files.stage(target / f"{item.number:04d}-side-by-side.mp4")
-    encode_video(path, video, config.fps)
-    verify_video(path, video)
-    picture = strips(pictures, notes=notes, title=f"{item.prompt} · seed {item.seed}", count=config.strip_frames)
-    picture.save(files.stage(target / f"{item.number:04d}-strips.png"))
-
-
-def _note(row: Mapping[str, Any]) -> str:
-    spent = f"{row['seconds']:.1f} s"
-    if row["psnr"] is None:
-        return f"reference · {spent}"
-    return f"PSNR {float(row['psnr']):.1f} dB · SSIM {row['ssim']:.3f} · {spent}"

@@ -21,43 +21,37 @@ import contextlib
 import dataclasses
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from filelock import FileLock, Timeout
 
 from vmonarch.configs import InputError, file_sha256
+from vmonarch.configs.methods import options_now, resolve_method
 from vmonarch.eval import summary
-from vmonarch.eval.methods import load_for, prompt_scorer, sample_methods, warm_up
 from vmonarch.eval.render.table import aligned
-from vmonarch.eval.settings import EvalConfig
+from vmonarch.eval.settings import CompareConfig, EvalConfig
 from vmonarch.files import AtomicFiles, file_name, short_hash
 from vmonarch.pipelines import recipes
 from vmonarch.pipelines.config import complete
 from vmonarch.pipelines.devices import choose_device, choose_dtype
-from vmonarch.pipelines.loading import LoadedModel
+from vmonarch.pipelines.loading import LoadedModel, complete_and_load
 from vmonarch.pipelines.lora import lora_sha256
-from vmonarch.pipelines.model_folder import ModelFolder, find_model
+from vmonarch.pipelines.model_folder import PROXY_RECORD, ModelFolder, find_model
 from vmonarch.pipelines.outputs import GenerationError, keep_elsewhere, prepare_output_dir
 from vmonarch.pipelines.processes import Shard
 from vmonarch.pipelines.records import frames_sha256
-from vmonarch.pipelines.sampling import Batch, denoise
+from vmonarch.pipelines.sampling import Batch, decode, denoise, sample
 
 if TYPE_CHECKING:
     import numpy as np
     import torch
     from numpy.typing import NDArray
-
-    # Writes more of an item, with its files: pictures by method, and the methods' rows.
-    Also = Callable[[AtomicFiles, "Item", Mapping[str, NDArray[np.uint8]], Mapping[str, Mapping[str, Any]]], None]
-
-Given = TypeVar("Given")
-Found = TypeVar("Found")
 
 EVALUATION_FORMAT = "vmonarch-eval-1"
 # Settings that change no number of an item.
@@ -67,8 +61,6 @@ _FREE = (
 )
 # These say nothing of an evaluation on another machine.
 _LOCAL = ("output_dir", "overwrite", "device")
-# Videos that are measured and written at once, at most.
-_THREADS = 8
 
 
 @dataclass(frozen=True)
@@ -82,6 +74,10 @@ class Item:
     @property
     def name(self) -> str:
         return f"{self.number:04d}-{short_hash(self.prompt, self.seed)}"
+
+    def is_done(self, output: Path) -> bool:
+        """Whether its folder is complete: its JSON is what is written last."""
+        return (output / "items" / self.name / "item.json").is_file()
 
 
 @dataclass(frozen=True)
@@ -135,15 +131,15 @@ def evaluate(
     folder = model.folder if model else find_model(config.model, config.revision)
     config = complete(config, folder)
     output = prepare_output_dir(config.output_dir)
-    _check_settings(output, _settings(config, folder))
+    _check_settings(output, config, folder)
     return run_items(config, folder, output, progress=progress, model=model, shard=shard, command=command)
 
 
 def check_measures(config: EvalConfig) -> None:
     """Raise InputError if LPIPS or VBench is asked for and cannot be measured: before anything is sampled."""
-    from vmonarch.eval.similarity import alexnet_weights
-
     if config.lpips:
+        from vmonarch.eval.similarity import alexnet_weights
+
         alexnet_weights()
     if config.vbench:
         from vmonarch.eval.vbench import installation, scoring
@@ -155,65 +151,19 @@ def check_measures(config: EvalConfig) -> None:
             raise InputError("vbench", f"cannot be scored: its {error}") from error
 
 
-def run_items(
-    config: EvalConfig,
-    folder: ModelFolder,
-    output: Path,
-    *,
-    progress: bool = False,
-    model: LoadedModel | None = None,
-    shard: Shard | None = None,
-    command: str = "",
-    also: Also | None = None,
-) -> Evaluation:
-    """Make the items that are missing in `output`, and the report if none is left.
-
-    Args:
-        config: completed.
-        folder: of the model.
-        also: writes more of every item.
-
-    Raises:
-        InputError, ModelError, GenerationError: see `evaluate`.
-    """
-    shard = shard or Shard()
-    jobs = [Item(number, *job) for number, job in enumerate((job for b in config.batches() for job in b), start=1)]
-    batches = [jobs[i : i + config.batch_size] for i in range(0, len(jobs), config.batch_size)]
-    left = [n for n, batch in enumerate(batches) if not all(is_done(output, item) for item in batch)]
-    own = [batches[n] for n in left if n % shard.size == shard.rank]
-    if own:
-        config, model = load_for(config, model)
-        # What is counted is the same for all processes, so the first that has anything to do counts.
-        counts = shard.rank == min(n % shard.size for n in left)
-        with recipes.room_for_versions(config.methods):
-            _Run(config, model, output, progress, counts, also).run(own, len(jobs))
-    missing = sum(not is_done(output, item) for item in jobs)
-    if missing:
-        return Evaluation(output, None, missing)
-    return _finish(config, folder, output, jobs, command)
-
-
-def is_done(output: Path, item: Item) -> bool:
-    """Whether the item's folder is complete: its JSON is what is written last."""
-    return (output / "items" / item.name / "item.json").is_file()
-
-
-def _settings(config: EvalConfig, folder: ModelFolder) -> dict[str, Any]:
-    """All that an item's numbers depend on, but versions and machine."""
-    # Older evaluations do not have the settings that may be empty.
-    values = {key: value for key, value in config.to_dict().items() if key not in _FREE and value != []}
-    dtype = choose_dtype(config.dtype, choose_device(config.device))
-    if hashes := lora_sha256(config):
-        values["lora_sha256"] = hashes
-    return values | {"dtype": str(dtype).removeprefix("torch."), "model_files": folder.fingerprint()}
-
-
-def _check_settings(output: Path, settings: dict[str, Any]) -> None:
-    """Write `settings.json` into a new folder; in one that has it, the settings must be the same.
+def _check_settings(output: Path, config: EvalConfig, folder: ModelFolder) -> None:
+    """Write `settings.json`, all that an item's numbers depend on but versions and machine, into a new folder; in one
+    that has it, the settings must be the same.
 
     Raises:
         InputError: they differ, and in what; or something else is in the folder.
     """
+    # Older evaluations do not have the settings that may be empty.
+    settings = {key: value for key, value in config.to_dict().items() if key not in _FREE and value != []}
+    dtype = choose_dtype(config.dtype, choose_device(config.device))
+    settings |= {"dtype": str(dtype).removeprefix("torch."), "model_files": folder.fingerprint()}
+    if hashes := lora_sha256(config):
+        settings["lora_sha256"] = hashes
     path = output / "settings.json"
     others = [entry.name for entry in output.iterdir() if not entry.name.startswith(".")]
     # Another call may have begun meanwhile, and these be its files.
@@ -221,8 +171,13 @@ def _check_settings(output: Path, settings: dict[str, Any]) -> None:
         raise InputError("output_dir", f"must be empty or hold an evaluation; {str(output)!r} holds something else")
     with contextlib.suppress(FileExistsError), AtomicFiles() as files:
         files.stage(path).write_text(summary.json_text(settings), encoding="utf-8")
+    before = options_now(_read(path))
+    # Until 2026-11-28 methods had `kind`, and other options.
+    now = lambda method: resolve_method(method, recipes=True).to_dict() if "kind" in method else method
+    before |= {"reference": now(before["reference"]), "methods": [now(method) for method in before["methods"]]}
     # JSON has no tuples.
-    if changed := list(_changes(_read(path), json.loads(json.dumps(settings)))):
+    before, settings = json.loads(json.dumps([before, settings]))
+    if changed := list(_changes(before, settings)):
         raise InputError("output_dir", f"{str(output)!r} holds an evaluation with other settings: {'; '.join(changed)}")
 
 
@@ -255,77 +210,115 @@ def _changes(before: Any, now: Any, place: str = "") -> Iterator[str]:
         yield f"{place} was {was}, is {is_now}"
 
 
-def in_threads(function: Callable[[Given], Found], items: Iterable[Given]) -> list[Found]:
-    """`function` of every item, in their order, several at a time.
-
-    Raises:
-        whatever the function raises for the first of the items that fail.
-    """
-    with ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1)) as pool:
-        return list(pool.map(function, items))
-
-
-class _Run:
-    """The sampling of items by one process.
+def run_items(
+    config: EvalConfig,
+    folder: ModelFolder,
+    output: Path,
+    *,
+    progress: bool = False,
+    model: LoadedModel | None = None,
+    shard: Shard | None = None,
+    command: str = "",
+) -> Evaluation:
+    """Make the items that are missing in `output`, and the report if none is left.
 
     Args:
-        counts: whether this process counts the methods' FLOPs, which it does before its first item.
-        also: writes more of every item.
+        config: completed.
+        folder: of the model.
+
+    Raises:
+        InputError, ModelError, GenerationError: see `evaluate`.
     """
+    from vmonarch.pipelines.environment import environment
 
-    def __init__(
-        self, config: EvalConfig, model: LoadedModel, output: Path, progress: bool, counts: bool, also: Also | None
-    ) -> None:
-        from vmonarch.pipelines.environment import environment
+    shard = shard or Shard()
+    numbers = iter(range(1, 1 + len(config.prompts) * len(config.seeds)))
+    batches = [[Item(next(numbers), *job) for job in batch] for batch in config.batches()]
+    items = [item for batch in batches for item in batch]
+    left = [n for n, batch in enumerate(batches) if not all(item.is_done(output) for item in batch)]
+    own = [batches[n] for n in left if n % shard.size == shard.rank]
+    if own:
+        config, model = complete_and_load(config, model)
+        # What the pipeline cannot carry shows before minutes are spent.
+        for method in config.methods:
+            recipes.apply(model.pipe, method, steps=config.steps)
+        # What is counted is the same for all processes, so the first that has anything to do counts.
+        counts = shard.rank == min(n % shard.size for n in left)
+        with recipes.room_for_versions(config.methods):
+            _Run(config, model, output, progress, environment(model.device)).run(own, len(items), counts)
+    missing = sum(not item.is_done(output) for item in items)
+    if missing:
+        return Evaluation(output, None, missing)
+    return _finish(config, folder, output, items, command)
 
-        self.counts, self.also = counts, also
-        self.config, self.model, self.output, self.progress = config, model, output, progress
-        self.score = prompt_scorer(model, config.prompt_set)
-        self.environment = environment(model.device)
 
-    def run(self, batches: Sequence[Sequence[Item]], total: int) -> None:
+@dataclass(frozen=True)
+class _Run:
+    """The sampling of items by one process."""
+
+    config: EvalConfig
+    model: LoadedModel
+    output: Path
+    progress: bool
+    environment: dict[str, Any]
+
+    def run(self, batches: Sequence[Sequence[Item]], total: int, counts: bool) -> None:
+        """Make batches of items; `counts`: and the methods' FLOPs first."""
         (self.output / "items").mkdir(exist_ok=True)
-        self._warm_up(batches[0])
+        prompts, seeds = [item.prompt for item in batches[0]], [item.seed for item in batches[0]]
+        if counts and not (self.output / "flops.json").exists():
+            self._count(prompts, seeds)
+        self._warm_up(prompts, seeds)
         for batch in batches:
+            # Given back by the system, however the process ends; what another call has, it makes.
             claim = FileLock(self.output / "items" / f".{batch[0].name}.lock", timeout=0)
-            try:
-                # Given back by the system, however the process ends.
-                with claim:
-                    if not all(is_done(self.output, item) for item in batch):
-                        self._make(batch, total)
-            except Timeout:
-                # Another call makes it.
-                continue
+            with contextlib.suppress(Timeout), claim, ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
+                if not all(item.is_done(self.output) for item in batch):
+                    self._make(batch, total, pool)
 
-    def _warm_up(self, batch: Sequence[Item]) -> None:
-        """Warm up and, if that is for this process to do, count FLOPs on what the transformer was called with."""
+    def _count(self, prompts: Sequence[str], seeds: Sequence[int]) -> None:
+        """Write the methods' attention FLOPs relative to full attention's, of what the transformer is called with."""
         from vmonarch.eval.attention_flops import recorded_call, relative_flops, transformers_by_step
 
-        pairs = [(item.prompt, item.seed) for item in batch]
-        # This step is recorded by itself, because what is compiled cannot be recorded.
+        assert self.config.steps is not None
+        # A step of full attention by itself, because what is compiled cannot be recorded.
         recipes.apply(self.model.pipe, "full", steps=self.config.steps)
         with recorded_call(self.model.pipe) as call:
-            denoise(self.model, self.config, *zip(*pairs, strict=True), steps=1)
-        warm_up(self.model, self.config, pairs, progress=self.progress)
-        path = self.output / "flops.json"
-        if self.counts and not path.exists():
-            assert self.config.steps is not None
-            steps = transformers_by_step(self.model.pipe, self.config.steps)
-            shares = relative_flops(call, self.config.methods, steps)
-            with AtomicFiles(overwrite=True) as files:
-                files.stage(path).write_text(summary.json_text(shares), encoding="utf-8")
+            denoise(self.model, self.config, prompts, seeds, steps=1)
+        shares = relative_flops(call, self.config.methods, transformers_by_step(self.model.pipe, self.config.steps))
+        with AtomicFiles(overwrite=True) as files:
+            files.stage(self.output / "flops.json").write_text(summary.json_text(shares), encoding="utf-8")
 
-    def _make(self, batch: Sequence[Item], total: int) -> None:
+    def _warm_up(self, prompts: Sequence[str], seeds: Sequence[int]) -> None:
+        """One step of every method, and one decoding, at the full shape of a batch.
+
+        Nothing that is timed afterwards is charged for compilation, or for what the first call of a process
+        initialises. A method that compiles runs all its steps: each kind of step compiles something, and the last kind
+        may come late.
+        """
+        for method in self.config.methods:
+            title = f"warm-up, {method.label}" if self.progress else None
+            steps = self.config.steps if method.stack.compile else 1
+            # The only step may be a dense one, which would warm up nothing of the method.
+            warmed = method.without_dense() if steps == 1 else method
+            recipes.apply(self.model.pipe, warmed, steps=self.config.steps)
+            latents = denoise(self.model, self.config, prompts, seeds, steps=steps, progress=title).latents
+        decode(self.model.pipe, latents[:1])
+
+    def _make(self, batch: Sequence[Item], total: int, pool: Executor) -> None:
         """Sample, measure and write what is missing of a batch."""
-        title = f"item {batch[0].number} of {total}" if self.progress else None
-        samples = sample_methods(self.model, self.config, [(item.prompt, item.seed) for item in batch], title=title)
+        prompts, seeds, samples = [item.prompt for item in batch], [item.seed for item in batch], {}
+        for method in self.config.methods:
+            recipes.apply(self.model.pipe, method, steps=self.config.steps)
+            title = f"item {batch[0].number} of {total}, {method.label}" if self.progress else None
+            samples[method.label] = sample(self.model, self.config, prompts, seeds, progress=title)
         for index, item in enumerate(batch):
-            if is_done(self.output, item):
+            if item.is_done(self.output):
                 continue
             frames = {label: result.frames[index] for label, result in samples.items()}
-            rows = in_threads(partial(self._measured, item, frames, samples), frames)
+            rows = list(pool.map(partial(self._measured, item, frames, samples), frames))
             try:
-                self._write(item, frames, rows)
+                self._write(item, frames, rows, pool)
             except OSError as error:
                 text = summary.json_text({"prompt": item.prompt, "seed": item.seed, "results": rows})
                 kept = keep_elsewhere("item.json", partial(Path.write_text, data=text, encoding="utf-8"))
@@ -358,7 +351,7 @@ class _Run:
             # A batch's time is shared out evenly.
             "seconds": result.seconds["total"] / len(result.frames),
             "transformer_seconds_per_step": result.seconds["transformer"] / len(result.frames) / self.config.steps,
-            "prompt_score": self.score(video, item.prompt),
+            "prompt_score": prompt_score(self.model.folder, video, item.prompt, self.config.prompt_set),
             "frames_sha256": frames_sha256(video),
         }
         return summary.json_values(row | self._closeness(label, frames))
@@ -372,7 +365,9 @@ class _Run:
         pair = [frames[name].to(self.model.device) for name in (label, self.config.reference.label)]
         return vars(similarity.similarity(*pair)) | (vars(similarity.lpips(*pair)) if self.config.lpips else {})
 
-    def _write(self, item: Item, frames: Mapping[str, torch.Tensor], rows: Sequence[dict[str, Any]]) -> None:
+    def _write(
+        self, item: Item, frames: Mapping[str, torch.Tensor], rows: Sequence[dict[str, Any]], pool: Executor
+    ) -> None:
         """Write an item's videos, measure what is read back from them, and commit it with its JSON."""
         from vmonarch.eval.similarity import frames_of_file
         from vmonarch.pipelines.video_io import VideoError, encode_video, to_uint8, verify_video
@@ -397,9 +392,9 @@ class _Run:
         with AtomicFiles(overwrite=True) as files:
             paths = {label: files.stage(folder / f"{file_name(label)}.mp4") for label in frames}
             try:
-                decoded = dict(zip(frames, in_threads(encode, frames), strict=True))
-                if self.also is not None:
-                    self.also(files, item, pictures, {row["method"]: row for row in rows})
+                decoded = dict(zip(frames, pool.map(encode, frames), strict=True))
+                if isinstance(self.config, CompareConfig):
+                    write_pictures(self.config, self.output, files, item, pictures, rows)
             except VideoError as error:
                 raise GenerationError(f"item {item.name}: {error}") from error
             record = {
@@ -407,7 +402,7 @@ class _Run:
                 "prompt": item.prompt,
                 "seed": item.seed,
                 "created": datetime.now(UTC).isoformat(timespec="seconds"),
-                "results": in_threads(finished, rows),
+                "results": list(pool.map(finished, rows)),
                 "environment": self.environment,
             }
             files.stage(folder / "item.json").write_text(summary.json_text(record), encoding="utf-8")
@@ -415,41 +410,74 @@ class _Run:
             left.unlink(missing_ok=True)
 
 
-def read_items(output: Path, items: Sequence[Item]) -> list[dict[str, Any]]:
-    """The records of all items, each with its number and folder, their videos checked.
+def write_pictures(
+    config: CompareConfig,
+    target: Path,
+    files: AtomicFiles,
+    item: Item,
+    pictures: Mapping[str, NDArray[np.uint8]],
+    rows: Sequence[Mapping[str, Any]],
+) -> None:
+    """Write the methods' videos of an item, [F, H, W, 3] by label, side by side, as mp4 and as strips."""
+    from vmonarch.pipelines.video_io import encode_video, side_by_side, strips, verify_video
 
-    Raises:
-        GenerationError: a record cannot be read, or a video is missing or no longer the one that was measured.
+    assert config.fps is not None
+    notes = {}
+    for row in rows:
+        close = "reference" if row["psnr"] is None else f"PSNR {float(row['psnr']):.1f} dB · SSIM {row['ssim']:.3f}"
+        notes[row["method"]] = f"{close} · {row['seconds']:.1f} s"
+    video = side_by_side(pictures, notes=notes)
+    path = files.stage(target / f"{item.number:04d}-side-by-side.mp4")
+    encode_video(path, video, config.fps)
+    verify_video(path, video)
+    picture = strips(pictures, notes=notes, title=f"{item.prompt} · seed {item.seed}", count=config.strip_frames)
+    picture.save(files.stage(target / f"{item.number:04d}-strips.png"))
+
+
+def prompt_score(folder: ModelFolder, frames: torch.Tensor, prompt: str, prompt_set: str | None = None) -> float | None:
+    """`vmonarch.eval.prompt_score.PromptMatch.score` of frames [F, 3, H, W].
+
+    It is None for prompts in other words than the embedded model's, and, unless its prompts are asked for by
+    `prompt_set`, for models other than that one and its proxies (`eval/studies/proxy.py`).
+
+    Args:
+        folder: of the model.
     """
-    records = []
-    for item in items:
-        folder = output / "items" / item.name
-        try:
-            record = json.loads((folder / "item.json").read_text(encoding="utf-8"))
-            for row in record["results"]:
-                path = folder / row["video"]
-                if file_sha256(path) != row["video_sha256"]:
-                    raise ValueError(f"{path} is not the video that was measured")
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            again = f"remove {folder} and run the command again to make it anew"
-            raise GenerationError(f"{folder / 'item.json'} cannot be used: {error}; {again}") from error
-        records.append({"number": item.number, "folder": f"items/{item.name}", **record})
-    return records
+    if "embedded" not in (folder.name, prompt_set) and not (folder.path / PROXY_RECORD).is_file():
+        return None
+    from vmonarch.eval.prompt_score import parse_prompt, score_video
+
+    if len(frames) < 2 or not parse_prompt(prompt):
+        return None
+    return score_video(frames.permute(0, 2, 3, 1), prompt).score
 
 
 def _finish(config: EvalConfig, folder: ModelFolder, output: Path, items: Sequence[Item], command: str) -> Evaluation:
-    """Put all items together, and write `evaluation.json`, `table.md` and `report.html`."""
+    """Put all items together, and write `evaluation.json`, `table.md` and `report.html`.
+
+    Raises:
+        GenerationError: an item's record cannot be read, or a video is missing or no longer the one that was measured.
+    """
     from vmonarch.eval.report import report
 
-    records = read_items(output, items)
+    records: list[dict[str, Any]] = []
     environments: list[dict[str, Any]] = []
-    for item in records:
-        about = item.pop("environment")
+    for item in items:
+        place = output / "items" / item.name
+        try:
+            found = json.loads((place / "item.json").read_text(encoding="utf-8"))
+            for row in found["results"]:
+                if file_sha256(place / row["video"]) != row["video_sha256"]:
+                    raise ValueError(f"{place / row['video']} is not the video that was measured")
+            about = found.pop("environment")
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            again = f"remove {place} and run the command again to make it anew"
+            raise GenerationError(f"{place / 'item.json'} cannot be used: {error}; {again}") from error
+        records.append({"number": item.number, "folder": f"items/{item.name}", **found})
         known = next((entry for entry in environments if entry["environment"] == about), None)
         if known is None:
-            known = {"environment": about, "items": []}
-            environments.append(known)
-        known["items"].append(item["number"])
+            environments.append(known := {"environment": about, "items": []})
+        known["items"].append(item.number)
     labels, baseline = config.labels, config.chosen_baseline
     vbench = _vbench_scores(config, output, records)
     statistics = summary.statistics(records, labels)
@@ -472,8 +500,7 @@ def _finish(config: EvalConfig, folder: ModelFolder, output: Path, items: Sequen
         "model_files": folder.fingerprint(),
         "environments": environments,
     }
-    record |= summary.document_table(record)
-    text = summary.json_text(record)
+    text = summary.json_text(record | summary.document_table(record))
     # As it is read back: JSON has no tuples.
     record = json.loads(text)
     page, evaluation = report(record, output), Evaluation(output, record, 0)

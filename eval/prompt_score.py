@@ -131,48 +131,38 @@ def read_video(video: torch.Tensor | np.ndarray) -> list[ObjectReading]:
     xs = torch.arange(width, device=device)[None, :] + 0.5
     readings = []
     for index, colour in enumerate(COLOURS):
-        mask = nearest == index
-        areas = mask.sum((1, 2)).float()  # [F]
-        present = areas >= MIN_AREA
-        if present.float().mean() < 0.8:
-            continue
-        # A clean edge lies half-way between the object's chroma and that of the background.
-        strong = torch.quantile(chroma[mask][:: max(1, int(mask.sum()) // 20_000)], 0.8)
-        mask = mask & (chroma > max(MIN_CHROMA, 0.5 * float(strong)))
-        areas = mask.sum((1, 2)).float()
-        present = areas >= MIN_AREA / 2
-        if present.float().mean() < 0.8:
-            continue
-        weights = mask.float() / areas.clamp(min=1)[:, None, None]
-        centres = torch.stack(((weights * xs).sum((1, 2)), (weights * ys).sum((1, 2))), -1)  # [F, 2]
-        travel = _travel(centres[present], torch.nonzero(present)[:, 0].float(), frames)
-        overlaps = _overlaps(mask[present], centres[present], areas[present], xs, ys)
-        best = int(overlaps.argmax())
-        readings.append(
-            ObjectReading(
-                colour=colour,
-                shape=SHAPES[best] if overlaps[best] >= MIN_OVERLAP else None,
-                direction=_direction(travel),
-                travel=travel,
-                area=float(areas.median()),
-                overlap=float(overlaps[best]),
+        mask, least, strong = nearest == index, float(MIN_AREA), MIN_CHROMA
+        for _ in range(2):
+            mask = mask & (chroma > strong)
+            areas = mask.sum((1, 2)).float()  # [F]
+            present = areas >= least
+            if present.float().mean() < 0.8:
+                break
+            # A clean edge lies half-way between the object's chroma and that of the background.
+            some = chroma[mask][:: max(1, int(mask.sum()) // 20_000)]
+            least, strong = MIN_AREA / 2, max(MIN_CHROMA, 0.5 * float(torch.quantile(some, 0.8)))
+        else:
+            weights = mask.float() / areas.clamp(min=1)[:, None, None]
+            centres = torch.stack(((weights * xs).sum((1, 2)), (weights * ys).sum((1, 2))), -1)[present]
+            # Displacement over the whole clip, by the least-squares line through the centres [n, 2].
+            numbers = torch.nonzero(present)[:, 0].float()
+            deviation = numbers - numbers.mean()
+            slope = (deviation[:, None] * (centres - centres.mean(0))).sum(0) / deviation.square().sum().clamp(min=1e-6)
+            right, down = (slope * (frames - 1)).tolist()
+            towards = lambda name, right=right, down=down: right * DIRECTIONS[name][0] + down * DIRECTIONS[name][1]
+            overlaps = _overlaps(mask[present], centres, areas[present], xs, ys)
+            best = int(overlaps.argmax())
+            readings.append(
+                ObjectReading(
+                    colour=colour,
+                    shape=SHAPES[best] if overlaps[best] >= MIN_OVERLAP else None,
+                    direction=max(DIRECTIONS, key=towards) if math.hypot(right, down) >= MIN_TRAVEL else None,
+                    travel=(right, down),
+                    area=float(areas.median()),
+                    overlap=float(overlaps[best]),
+                )
             )
-        )
     return sorted(readings, key=lambda reading: -reading.area)
-
-
-def _travel(centres: torch.Tensor, numbers: torch.Tensor, frames: int) -> tuple[float, float]:
-    """Displacement over the whole clip of the least-squares line through the centres [n, 2] at frame `numbers` [n]."""
-    deviation = numbers - numbers.mean()
-    slope = (deviation[:, None] * (centres - centres.mean(0))).sum(0) / deviation.square().sum().clamp(min=1e-6)
-    x, y = (slope * (frames - 1)).tolist()
-    return x, y
-
-
-def _direction(travel: tuple[float, float]) -> str | None:
-    if math.hypot(*travel) < MIN_TRAVEL:
-        return None
-    return max(DIRECTIONS, key=lambda name: travel[0] * DIRECTIONS[name][0] + travel[1] * DIRECTIONS[name][1])
 
 
 def _overlaps(
@@ -207,18 +197,13 @@ def score_readings(readings: Sequence[ObjectReading], expected: Sequence[Expecte
     """
     if not expected:
         raise ValueError("expected must name at least one object")
-    left = list(readings)
-    pairs: list[tuple[ExpectedObject, ObjectReading | None]] = []
-    rest = []
+    left, pairs = list(readings), []
     for want in expected:
         found = next((reading for reading in left if reading.colour == want.colour), None)
-        if found is None:
-            rest.append(want)
-        else:
-            left.remove(found)
-            pairs.append((want, found))
-    colour = not [want for want in rest if want.colour is not None] and len(readings) == len(expected)
-    pairs += [(want, left.pop(0) if left else None) for want in rest]
+        pairs.append((want, found))
+        left = [reading for reading in left if reading is not found]
+    colour = all(found or want.colour is None for want, found in pairs) and len(readings) == len(expected)
+    pairs = [(want, found or (left.pop(0) if left else None)) for want, found in pairs]
     matches = lambda name: all(
         getattr(want, name) is None or (found is not None and getattr(found, name) == getattr(want, name))
         for want, found in pairs
@@ -239,15 +224,11 @@ def score_video(video: torch.Tensor | np.ndarray, prompt: str | SceneAttributes)
     return score_readings(read_video(video), expected)
 
 
-_WORDS: dict[str, tuple[str, str]] = {}
-for _kind, _table in (("colour", COLOUR_WORDS), ("shape", SHAPE_WORDS), ("direction", DIRECTION_WORDS)):
-    for _name, _phrases in _table.items():
-        for _phrase in _phrases:
-            _WORDS[_phrase] = (_kind, _name)
-for _name, _verbs in SOLE_VERBS.items():
-    for _pair in _verbs:
-        for _phrase in _pair:
-            _WORDS[_phrase] = ("direction", _name)
+_TABLES = {"colour": COLOUR_WORDS, "shape": SHAPE_WORDS, "direction": DIRECTION_WORDS}
+_WORDS = {
+    **{phrase: (kind, name) for kind, table in _TABLES.items() for name, some in table.items() for phrase in some},
+    **{phrase: ("direction", name) for name, verbs in SOLE_VERBS.items() for pair in verbs for phrase in pair},
+}
 _WORD_PATTERN = re.compile(
     r"(?<![\w-])(" + "|".join(re.escape(phrase) for phrase in sorted(_WORDS, key=len, reverse=True)) + r")(?![\w-])"
 )

@@ -10,8 +10,6 @@ from vmonarch.configs import InputError, suggest
 from vmonarch.configs.methods import AttentionMethod, resolve_method
 from vmonarch.pipelines.config import SamplingConfig
 
-PROMPT_SETS = ("embedded",)
-
 
 def resolved(specs: Sequence[Any], argument: str, *, recipes: bool = True) -> tuple[AttentionMethod, ...]:
     """The methods of an argument, which must differ.
@@ -96,8 +94,8 @@ class EvalConfig(MethodsConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_least(self, num_prompts=1, report_items=0, report_megabytes=0)
-        if self.prompt_set not in (None, *PROMPT_SETS):
-            raise InputError("prompt_set", f"must be one of {', '.join(PROMPT_SETS)}, got {self.prompt_set!r}")
+        if self.prompt_set not in (None, "embedded"):
+            raise InputError("prompt_set", f"must be one of embedded, got {self.prompt_set!r}")
         if not self.vbench_timeout > 0:
             raise InputError("vbench_timeout", f"must be above 0 seconds, got {self.vbench_timeout}")
         if self.baseline is not None and self.baseline not in self.labels:
@@ -117,9 +115,8 @@ class EvalConfig(MethodsConfig):
     @property
     def chosen_baseline(self) -> str:
         """Label of the method that the others are compared with; the reference where there is no other."""
-        if self.baseline is not None:
-            return self.baseline
-        return "vmonarch" if "vmonarch" in self.labels else self.labels[min(1, len(self.labels) - 1)]
+        first = "vmonarch" if "vmonarch" in self.labels else self.labels[min(1, len(self.labels) - 1)]
+        return self.baseline or first
 
 
 @dataclass(frozen=True)
@@ -128,15 +125,11 @@ class CompareConfig(EvalConfig):
 
     Args:
         strip_frames: columns of the PNG strips (default 6).
-        save_videos: True; every method's video is kept in its item's folder, whether this is asked for or not.
     """
 
     output_dir: str = "outputs/compare"
     strip_frames: int = 6
-    save_videos: bool = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_least(self, strip_frames=1)
-        if not self.save_videos:
-            raise InputError("save_videos", "must be true: the methods' videos are what is measured; leave it out")

@@ -53,18 +53,17 @@ def check_pair(video: torch.Tensor, reference: torch.Tensor, least: int = 6) -> 
     """
     for name, frames in (("video", video), ("reference", reference)):
         if not isinstance(frames, torch.Tensor) or not frames.is_floating_point():
-            kind = frames.dtype if isinstance(frames, torch.Tensor) else type(frames).__name__
-            raise TypeError(f"{name} must be a floating-point tensor [F, 3, H, W] with values in [0, 1], got {kind}")
+            raise TypeError(
+                f"{name} must be a floating-point tensor [F, 3, H, W], got {getattr(frames, 'dtype', frames)}"
+            )
         if frames.ndim != 4 or frames.shape[1] != 3 or 0 in frames.shape or min(frames.shape[2:]) < least:
             form = f"[F, 3, H, W], not empty, and frames of at least {least}×{least} pixels"
             raise ValueError(f"{name} must have shape {form}, got {tuple(frames.shape)}")
         if not ((frames >= 0) & (frames <= 1)).all():
             raise ValueError(f"{name} must have finite values in [0, 1]")
     if video.shape != reference.shape:
-        raise ValueError(
-            f"video must have the shape of reference {tuple(reference.shape)}, got {tuple(video.shape)};"
-            " nothing is cropped, resized or skipped"
-        )
+        shapes = f"{tuple(reference.shape)}, got {tuple(video.shape)}"
+        raise ValueError(f"video must have the shape of reference {shapes}; nothing is cropped, resized or skipped")
 
 
 def _psnr(video: torch.Tensor, reference: torch.Tensor) -> float:
@@ -80,8 +79,8 @@ def _frames_ssim(video: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
     after the other: torchmetrics' square one gives the same, but takes dozens of times as long on a CPU.
     """
     found = []
-    for start in range(0, len(video), _CHUNK):
-        x, y = (frames[start : start + _CHUNK].double() for frames in (video, reference))
+    for x, y in zip(video.split(_CHUNK), reference.split(_CHUNK), strict=True):
+        x, y = x.double(), y.double()
         mean_x, mean_y, xx, yy, xy = (_blurred(maps) for maps in (x, y, x * x, y * y, x * y))
         luminance = (2 * mean_x * mean_y + 0.01**2) / (mean_x**2 + mean_y**2 + 0.01**2)
         covariance, variances = xy - mean_x * mean_y, xx - mean_x**2 + yy - mean_y**2
@@ -164,15 +163,13 @@ def lpips(video: torch.Tensor, reference: torch.Tensor) -> PerceptualDistance:
     # AlexNet's last pooling leaves nothing of smaller frames.
     check_pair(video, reference, least=32)
     # One frame by itself first: it is asked for, and the rest need not be told apart.
-    parts = [(0, 1), *((start, min(start + _CHUNK, len(video))) for start in range(1, len(video), _CHUNK))]
+    parts = [1, *(min(_CHUNK, len(video) - start) for start in range(1, len(video), _CHUNK))]
     sums = []
     # The metric holds the sum of what it was given, which other threads must not add to.
     with _LPIPS_LOCK:
         metric = _lpips_metric().to(video.device)
-        for start, end in parts:
-            metric.reset()
-            metric.update(video[start:end].float(), reference[start:end].float())
-            sums.append(float(metric.compute()) * (end - start))
+        for x, y in zip(video.float().split(parts), reference.float().split(parts), strict=True):
+            sums.append(float(metric(x, y)) * len(x))
     return PerceptualDistance(lpips=sum(sums) / len(video), first_frame_lpips=sums[0])
 
 

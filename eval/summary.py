@@ -50,22 +50,19 @@ _SCORED = ("imaging_quality", "subject_consistency", "overall_consistency")
 TIMES = ("seconds", "transformer_seconds_per_step")
 
 
-def _values(records: Sequence[Mapping[str, Any]], label: str, measure_: str) -> list[float | None]:
+def _values(records: Sequence[Mapping[str, Any]], label: str, measure: str) -> list[float | None]:
     """A measure of one method, item by item; "inf" is infinity again.
 
     Raises:
         GenerationError: only some of the items have it. Prompts in words of their own have no prompt score.
     """
-    found = []
-    for record in records:
-        rows = [row for row in record["results"] if row["method"] == label]
-        if len(rows) != 1:
-            raise GenerationError(f"method {label} has {len(rows)} results in item {record['number']}")
-        value = rows[0][measure_]
-        found.append(None if value is None else float(value))
-    known = sum(value is not None for value in found)
-    if measure_ != "prompt_score" and known not in (0, len(found)):
-        raise GenerationError(f"method {label} has {measure_} for {known} of {len(found)} items")
+    rows = [row for record in records for row in record["results"] if row["method"] == label]
+    if len(rows) != len(records):
+        raise GenerationError(f"method {label} has {len(rows)} results in {len(records)} items")
+    found = [None if row[measure] is None else float(row[measure]) for row in rows]
+    known = len(found) - found.count(None)
+    if measure != "prompt_score" and known not in (0, len(found)):
+        raise GenerationError(f"method {label} has {measure} for {known} of {len(found)} items")
     return found
 
 
@@ -80,16 +77,13 @@ def interval(values: Sequence[float]) -> dict[str, Any]:
     import numpy as np
     from scipy.stats import bootstrap
 
-    sample = np.asarray(values, np.float64)
-    mean = float(sample.mean())
-    low = high = None
-    if len(sample) > 1 and math.isfinite(mean):
+    mean, low, high = float(np.mean(values)), None, None
+    if len(values) > 1 and math.isfinite(mean):
         # Half a million numbers at a time: 10,000 resamples of thousands of items would not fit in memory.
-        batch = max(1, 500_000 // len(sample))
-        settings = {"n_resamples": _RESAMPLES, "batch": batch, "method": "percentile"}
-        found = bootstrap((sample,), np.mean, **settings, rng=np.random.default_rng(_SEED))
+        settings = {"n_resamples": _RESAMPLES, "batch": max(1, 500_000 // len(values)), "method": "percentile"}
+        found = bootstrap((values,), np.mean, **settings, rng=np.random.default_rng(_SEED))
         low, high = map(float, found.confidence_interval)
-    return json_values({"mean": mean, "low": low, "high": high, "items": len(sample)})
+    return json_values({"mean": mean, "low": low, "high": high, "items": len(values)})
 
 
 def statistics(records: Sequence[Mapping[str, Any]], labels: Sequence[str]) -> dict[str, dict[str, Any]]:
@@ -107,17 +101,14 @@ def differences(
     records: Sequence[Mapping[str, Any]], labels: Sequence[str], baseline: str
 ) -> dict[str, dict[str, Any]]:
     """`interval` of the paired differences, method minus baseline, item by item; None for what one of them lacks."""
-    table: dict[str, dict[str, Any]] = {}
-    for label in labels:
-        if label == baseline:
-            continue
-        table[label] = {}
-        for key in MEASURES:
-            pairs = zip(_values(records, label, key), _values(records, baseline, key), strict=True)
-            # Two videos that both equal the reference do not differ, though infinity has no difference to itself.
-            gaps = [0.0 if a == b else a - b for a, b in pairs if a is not None and b is not None]
-            table[label][key] = interval(gaps) if gaps and not {math.inf, -math.inf} <= set(gaps) else None
-    return table
+
+    def of(label: str, key: str) -> dict[str, Any] | None:
+        pairs = zip(_values(records, label, key), _values(records, baseline, key), strict=True)
+        # Two videos that both equal the reference do not differ, though infinity has no difference to itself.
+        gaps = [0.0 if a == b else a - b for a, b in pairs if a is not None and b is not None]
+        return interval(gaps) if gaps and not {math.inf, -math.inf} <= set(gaps) else None
+
+    return {label: {key: of(label, key) for key in MEASURES} for label in labels if label != baseline}
 
 
 def summary_rows(

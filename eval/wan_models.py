@@ -1,14 +1,16 @@
-"""The shape of a Wan pipeline, on which its speed depends: from `configs/models/`, a YAML file or a pipeline's folder.
+"""The models that benchmarks measure: their shapes, on which speed depends, with random weights or with their own.
 
-A YAML file holds the arguments of `WanTransformer3DModel`; beside them `vae` and `text_encoder`, arguments that differ
-from those of Wan2.1's, and `boundary_ratio` (there are two transformers) and `expand_timesteps` (a timestep for every
-token) as in `WanPipeline`. Its weights are random; a folder or a model of the hub brings its own.
+A YAML file of `configs/models/` or of the user holds the arguments of `WanTransformer3DModel`; beside them `vae` and
+`text_encoder`, arguments that differ from those of Wan2.1's, and `boundary_ratio` (there are two transformers) and
+`expand_timesteps` (a timestep for every token) as in `WanPipeline`. Its weights are random; a pipeline's folder and a
+model of the hub bring their own.
 """
 
 from __future__ import annotations
 
+import copy
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -32,10 +34,6 @@ UMT5_XXL: dict[str, Any] = {
 }
 
 
-# What a YAML file may have beside the transformer's arguments.
-_BESIDE = ("vae", "text_encoder", "boundary_ratio", "expand_timesteps")
-
-
 @dataclass(frozen=True)
 class WanModel:
     """The shape of a text-to-video pipeline, and how to build its parts.
@@ -46,110 +44,90 @@ class WanModel:
         boundary_ratio: noise level below which a second transformer takes over; None if there is none.
         expand_timesteps: the transformer gets a timestep for every token.
         folder: where the weights are; None for random ones.
+
+    Raises:
+        InputError: it is no text-to-video model.
     """
 
     name: str
     transformer: dict[str, Any]
-    vae: dict[str, Any] = field(default_factory=dict)
+    vae: dict[str, Any]
     text_encoder: dict[str, Any] = field(default_factory=lambda: dict(UMT5_XXL))
     boundary_ratio: float | None = None
     expand_timesteps: bool = False
     folder: ModelFolder | None = None
 
-    @property
-    def scale(self) -> tuple[int, int, int]:
-        """Frames, and pixels of height and width, of one latent."""
-        space = self.vae.get("scale_factor_spatial") or 8
-        return self.vae.get("scale_factor_temporal") or 4, space, space
+    def __post_init__(self) -> None:
+        if self.transformer.get("image_dim") is not None or self.transformer.get("added_kv_proj_dim") is not None:
+            raise InputError("model", f"{self.name!r} takes an image; supported: text-to-video models")
 
     @property
     def transformers(self) -> tuple[str, ...]:
         """Names of the pipeline's transformers."""
         return ("transformer",) if self.boundary_ratio is None else ("transformer", "transformer_2")
 
-    def latents(self, frames: int, height: int, width: int, *, argument: str) -> tuple[int, int, int]:
-        """Latent [T, h, w] of a video.
+    def latents(self, size: Sequence[int], *, argument: str) -> tuple[int, int, int]:
+        """Latent [T, h, w] of a video of [frames, height, width].
 
         Raises:
             InputError: the VAE or the patches do not divide it.
         """
-        temporal, *spatial = self.scale
+        frames, *pixels = size
+        temporal, space = self.vae.get("scale_factor_temporal") or 4, self.vae.get("scale_factor_spatial") or 8
         if frames < 1 or (frames - 1) % temporal:
             raise InputError(argument, f"must have frames 1 more than a multiple of {temporal}, got {frames}")
-        for name, pixels, scale, patch in zip(
-            ("height", "width"), (height, width), spatial, self.transformer["patch_size"][1:], strict=True
-        ):
-            if pixels < 1 or pixels % (scale * patch):
-                raise InputError(argument, f"must have a {name} that is a multiple of {scale * patch}, got {pixels}")
-        return (frames - 1) // temporal + 1, height // spatial[0], width // spatial[1]
+        for name, side, patch in zip(("height", "width"), pixels, self.transformer["patch_size"][1:], strict=True):
+            if side < 1 or side % (space * patch):
+                raise InputError(argument, f"must have a {name} that is a multiple of {space * patch}, got {side}")
+        return (frames - 1) // temporal + 1, pixels[0] // space, pixels[1] // space
 
-    def grid(self, latents: tuple[int, int, int]) -> LatentGrid:
-        """The transformer's tokens."""
+    def grid(self, size: Sequence[int], *, argument: str) -> LatentGrid:
+        """The transformer's tokens of a video of this size; raises as `latents`."""
+        latents = self.latents(size, argument=argument)
         return LatentGrid(*(n // patch for n, patch in zip(latents, self.transformer["patch_size"], strict=True)))
 
     def check_parts(self, *, argument: str) -> None:
-        """Check that VAE and text encoder fit the transformer, before any of them is built.
-
-        Raises:
-            InputError: they do not.
-        """
+        """Raise InputError if VAE and text encoder do not fit the transformer, before any of them is built."""
         z_dim, text_dim = self.vae.get("z_dim", 16), self.text_encoder["d_model"]
-        for name, ours, theirs, of in (
-            ("in_channels", self.transformer["in_channels"], z_dim, "vae.z_dim"),
-            ("text_dim", self.transformer["text_dim"], text_dim, "text_encoder.d_model"),
-        ):
-            if ours != theirs:
-                raise InputError(argument, f"{self.name!r} has {name} {ours} but {of} {theirs}: they must be equal")
+        for name, theirs, of in (("in_channels", z_dim, "vae.z_dim"), ("text_dim", text_dim, "text_encoder.d_model")):
+            if self.transformer[name] != theirs:
+                problem = f"has {name} {self.transformer[name]} but {of} {theirs}: they must be equal"
+                raise InputError(argument, f"{self.name!r} {problem}")
 
-    def parameters(self, *, transformer_only: bool) -> int:
-        """Of what is in memory at a time: all transformers, or the text encoder."""
-        from diffusers import WanTransformer3DModel
-        from transformers import UMT5Config, UMT5EncoderModel
-
-        with torch.device("meta"):
-            parts = [WanTransformer3DModel.from_config(self.transformer)]
-            if not transformer_only:
-                parts.append(UMT5EncoderModel(UMT5Config(**self.text_encoder)))
-        counts = [sum(parameter.numel() for parameter in part.parameters()) for part in parts]
-        return max([len(self.transformers) * counts[0], *counts[1:]])
-
-    def build_transformer(self, name: str, device: torch.device, dtype: torch.dtype) -> torch.nn.Module:
-        """One of `transformers`, for inference; what diffusers keeps in float32 is in float32."""
-        from diffusers import WanTransformer3DModel
-
-        if self.folder is not None:
-            return self._loaded(name, device, dtype)
-        torch.manual_seed(self.transformers.index(name))
-        with device:
-            model = WanTransformer3DModel(**self.transformer)
-        kept = set(WanTransformer3DModel._keep_in_fp32_modules)
-        for path, parameter in model.named_parameters():
-            if not kept & set(path.split(".")):
-                parameter.data = parameter.data.to(dtype)
-        return model.eval().requires_grad_(False)
-
-    def build_vae(self, device: torch.device) -> torch.nn.Module:
-        """The VAE, in float32."""
-        from diffusers import AutoencoderKLWan
-
-        if self.folder is not None:
-            return self._loaded("vae", device, torch.float32)
-        with device:
-            return AutoencoderKLWan(**self.vae).eval().requires_grad_(False)
-
-    def build_text_encoder(self, device: torch.device, dtype: torch.dtype) -> torch.nn.Module:
-        """The text encoder."""
+    def build(self, part: str, device: torch.device, dtype: torch.dtype) -> Any:
+        """One of its `transformers`, its "vae" or its "text_encoder", for inference."""
+        from diffusers import AutoencoderKLWan, WanTransformer3DModel
         from transformers import UMT5Config, UMT5EncoderModel
 
         if self.folder is not None:
-            return self._loaded("text_encoder", device, dtype)
-        with device:
-            return UMT5EncoderModel(UMT5Config(**self.text_encoder)).to(dtype).eval().requires_grad_(False)
+            return self.folder.read_component(part, dtype).to(device).eval().requires_grad_(False)
+        if part == "text_encoder":
+            with device:
+                return UMT5EncoderModel(UMT5Config(**self.text_encoder)).to(dtype).eval().requires_grad_(False)
+        if part == "vae":
+            return random_model(AutoencoderKLWan, self.vae, device, dtype)
+        return random_model(WanTransformer3DModel, self.transformer, device, dtype)
 
-    def _loaded(self, name: str, device: torch.device, dtype: torch.dtype) -> torch.nn.Module:
-        assert self.folder is not None
-        model: torch.nn.Module = self.folder.read_component(name, dtype)
-        return model.to(device).eval().requires_grad_(False)
+
+def random_model(cls: Any, config: Mapping[str, Any], device: torch.device, dtype: torch.dtype) -> Any:
+    """A model of diffusers with random weights, for inference; what diffusers keeps in float32 is in float32."""
+    torch.manual_seed(0)
+    with device:
+        model = cls(**config)
+    kept = set(cls._keep_in_fp32_modules or ())
+    for path, parameter in model.named_parameters():
+        # Modulations begin as zeros, which would leave attention out.
+        if not parameter.any():
+            torch.nn.init.normal_(parameter, std=0.02)
+        if not kept & set(path.split(".")):
+            parameter.data = parameter.data.to(dtype)
+    return model.eval().requires_grad_(False)
+
+
+def share_weights(model: torch.nn.Module) -> Any:
+    """A copy of the modules with the same parameters and buffers: its processors and compiled code are its own."""
+    tensors = [*model.parameters(), *model.buffers()]
+    return copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
 
 
 def read_model_config(name: str, *, argument: str = "model") -> WanModel:
@@ -161,29 +139,27 @@ def read_model_config(name: str, *, argument: str = "model") -> WanModel:
     from diffusers import AutoencoderKLWan, WanTransformer3DModel
     from transformers import UMT5Config
 
-    contents = read_yaml(name, group="models", argument=argument)
-    contents = {"vae": {}, "text_encoder": {}, "boundary_ratio": None, "expand_timesteps": False} | contents
-    vae, text_encoder, boundary_ratio, expand_timesteps = (contents.pop(key) for key in _BESIDE)
-    for part, values, known in (
-        ("", contents, [*_defaults(WanTransformer3DModel), *_BESIDE]),
-        ("vae", vae, list(_defaults(AutoencoderKLWan))),
-        ("text_encoder", text_encoder, list(UMT5Config().to_dict())),
+    transformer = read_yaml(name, group="models", argument=argument)
+    beside: dict[str, Any] = {"vae": {}, "text_encoder": {}, "boundary_ratio": None, "expand_timesteps": False}
+    vae, text, boundary, expand = (transformer.pop(key, default) for key, default in beside.items())
+    for prefix, values, cls, more in (
+        ("", transformer, WanTransformer3DModel, beside),
+        ("vae.", vae, AutoencoderKLWan, ()),
+        ("text_encoder.", text, UMT5Config, ()),
     ):
         if not isinstance(values, Mapping):
-            raise InputError(argument, f"{name!r} must have a mapping as {part}, got {values!r}")
+            raise InputError(argument, f"{name!r} must have a mapping as {prefix[:-1]}, got {values!r}")
+        known = [*inspect.signature(cls).parameters, *more]
         for key in (key for key in values if key not in known):
-            shown = f"{part}.{key}" if part else key
-            problem = f"no usable key {shown}{suggest(key, known)}; known: {', '.join(sorted(known))}"
+            problem = f"no usable key {prefix}{key}{suggest(key, known)}; known: {', '.join(sorted(known))}"
             raise InputError(argument, f"{name!r} has {problem}")
-    if boundary_ratio is not None and not (isinstance(boundary_ratio, float) and 0 < boundary_ratio < 1):
-        raise InputError(argument, f"{name!r} must have a boundary_ratio between 0 and 1, got {boundary_ratio!r}")
-    if not isinstance(expand_timesteps, bool):
-        raise InputError(argument, f"{name!r} must have true or false as expand_timesteps, got {expand_timesteps!r}")
-    transformer = _defaults(WanTransformer3DModel) | contents
-    text = UMT5_XXL | text_encoder
+    if boundary is not None and not (isinstance(boundary, float) and 0 < boundary < 1):
+        raise InputError(argument, f"{name!r} must have a boundary_ratio between 0 and 1, got {boundary!r}")
+    if not isinstance(expand, bool):
+        raise InputError(argument, f"{name!r} must have true or false as expand_timesteps, got {expand!r}")
+    defaults = {key: given.default for key, given in inspect.signature(WanTransformer3DModel).parameters.items()}
     # Folders of this machine are nobody else's.
-    model = WanModel(Path(name).name, transformer, dict(vae), text, boundary_ratio, expand_timesteps)
-    return _text_to_video(model, argument)
+    return WanModel(Path(name).name, defaults | transformer, dict(vae), UMT5_XXL | dict(text), boundary, expand)
 
 
 def read_model(name: str, *, argument: str = "model") -> WanModel:
@@ -193,41 +169,23 @@ def read_model(name: str, *, argument: str = "model") -> WanModel:
         InputError: it is none of these, or no text-to-video model.
         ModelError: the folder holds no complete Wan pipeline.
     """
-    path = Path(name).expanduser()
-    if name in preset_names("models") or path.is_file() or path.suffix in (".yaml", ".yml"):
+    path, presets = Path(name).expanduser(), preset_names("models")
+    if name in presets or path.is_file() or path.suffix in (".yaml", ".yml"):
         return read_model_config(name, argument=argument)
     if not path.is_dir() and "/" not in name and name != "embedded":
-        known = ", ".join(preset_names("models"))
-        raise InputError(
-            argument,
-            f"must be one of {known}, a YAML file, the folder of a Wan pipeline, embedded or a hub id such as"
-            f" Wan-AI/Wan2.1-T2V-1.3B-Diffusers; got {name!r}{suggest(name, preset_names('models'))}",
+        problem = (
+            f"must be one of {', '.join(presets)}, a YAML file, the folder of a Wan pipeline, embedded or a hub id"
         )
+        example = "such as Wan-AI/Wan2.1-T2V-1.3B-Diffusers"
+        raise InputError(argument, f"{problem} {example}; got {name!r}{suggest(name, presets)}")
     folder = find_model(name)
     if folder.pipeline != TEXT_TO_VIDEO:
         raise InputError(argument, f"{name!r} is a {folder.pipeline}; supported: {TEXT_TO_VIDEO}")
     index = read_json(folder.path / "model_index.json")
-    transformer, vae, text = (
-        read_json(folder.path / part / "config.json") for part in ("transformer", "vae", "text_encoder")
-    )
-    model = WanModel(
+    return WanModel(
         folder.path.name if path.is_dir() else name,
-        transformer,
-        vae,
-        text,
-        index.get("boundary_ratio") if folder.two_stage else None,
-        bool(index.get("expand_timesteps")),
-        folder,
+        **{part: read_json(folder.path / part / "config.json") for part in ("transformer", "vae", "text_encoder")},
+        boundary_ratio=index.get("boundary_ratio") if folder.two_stage else None,
+        expand_timesteps=bool(index.get("expand_timesteps")),
+        folder=folder,
     )
-    return _text_to_video(model, argument)
-
-
-def _defaults(cls: Any) -> dict[str, Any]:
-    parameters = inspect.signature(cls.__init__).parameters
-    return {name: parameter.default for name, parameter in parameters.items() if name != "self"}
-
-
-def _text_to_video(model: WanModel, argument: str) -> WanModel:
-    if model.transformer.get("image_dim") is not None or model.transformer.get("added_kv_proj_dim") is not None:
-        raise InputError(argument, f"{model.name!r} takes an image; supported: text-to-video models")
-    return model

@@ -268,6 +268,6 @@ def finetune_config(*layers: Mapping[str, Any]) -> FinetuneConfig:
         check_keys(FinetuneConfig, layer)
         attention = values["attention"]
         if "attention" in layer:
-            attention = merge_attention(attention, layer["attention"], recipes=False)
+            attention = merge_attention(attention, layer["attention"])
         values = deep_merge(values, layer) | {"attention": attention}
     return build(FinetuneConfig, values | {"attention": resolve_method(values["attention"])})

@@ -38,7 +38,6 @@ from vmonarch.finetune.checkpoints import CheckpointError
 from vmonarch.finetune.config import FinetuneConfig, OptimizerConfig, require
 from vmonarch.finetune.data.loader import Batch, DataError, LatentLoader
 from vmonarch.finetune.data.parquet import ParquetFolder
-from vmonarch.finetune.data.schema import TEXT_LENGTH
 from vmonarch.finetune.models import (
     Annealing,
     BeforeLora,
@@ -139,7 +138,6 @@ class Trainer:
             world_size=self.data_world,
             mean=facts.mean,
             std=facts.std,
-            text_length=TEXT_LENGTH,
             text_dim=facts.text_dim,
             bad_fraction=self.config.data.bad_fraction,
             **options,

@@ -1,86 +1,65 @@
-"""Seconds per video: whole denoising steps of Wan models with VMonarch and with full attention: `vmonarch bench e2e`.
+"""Seconds per video: denoising steps of Wan models with VMonarch and with full attention: `vmonarch bench e2e`.
 
 A case is a model and a video size; its ways are methods, each eager and compiled. All share the weights of one
-transformer and take turns, step after step. A step is what diffusers' `WanPipeline` does: two forward calls, guidance,
-one step of the scheduler. VAE and text encoder are timed once, because no method changes them. Seconds per video are
-extrapolated from measured steps; where `refresh` or `dense_steps` make steps differ, from those of each kind.
+transformer and take turns, step after step. diffusers' `WanPipeline` does the steps. VAE and text encoder are timed
+once, because no method changes them. Seconds per video are extrapolated from measured steps; where `refresh`,
+`dense_steps` or a cache make steps differ, from those of each kind.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from functools import cache, partial
+import itertools
+import re
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from diffusers import ContextParallelConfig, UniPCMultistepScheduler, WanPipeline
 
 from vmonarch.configs import InputError, read_document, suggest
 from vmonarch.configs.methods import AttentionMethod, resolve_method
 from vmonarch.eval.attention_flops import STEP_KINDS, step_kinds, transformers_by_step
 from vmonarch.eval.bench.clock import Clock, allocated, release_memory, summary
-from vmonarch.eval.bench.denoiser import (
-    GUIDANCE,
-    TEXT_TOKENS,
-    Denoiser,
-    compiled_graphs,
-    settings_of_torch,
-    share_weights,
-    steps_to_measure,
-)
 from vmonarch.eval.bench.gate import MODEL_BOUNDS, failure
 from vmonarch.eval.bench.machine import measured_dtype
-from vmonarch.eval.bench.parts import PARTS, profiled_parts
-from vmonarch.eval.bench.runner import Bench, Way, Ways, choose, run_bench
+from vmonarch.eval.bench.runner import Bench, Way, Ways, choose, profiled
 from vmonarch.eval.bench.tables import caption
 from vmonarch.eval.render.table import shown_number
-from vmonarch.eval.wan_models import WanModel, read_model
+from vmonarch.eval.wan_models import WanModel, read_model, share_weights
 from vmonarch.files import check_output, write_json
-from vmonarch.grid import LatentGrid
 from vmonarch.pipelines import recipes
-from vmonarch.pipelines.environment import memory_bytes
 
 FORMAT = "vmonarch-e2e-1"
 MODES = ("eager", "compiled")
+TEXT_TOKENS = 512
+GUIDANCE = 5.0
 FORMULAE = {
-    "step": "two forward calls (prompt and negative prompt, batch 1), guidance, one step of UniPC; where steps differ,"
-    " their mean, Σ number · median / steps, and so for forward; without guidance a step is one forward call",
-    "video": "steps · median step + VAE decode + 2 · text encoder: extrapolated from the measured steps",
-    "error": "‖x − x₀‖ / ‖x₀‖ of one forward call, x₀ by stock diffusers, eager, in the same dtype",
+    "step": "two forward calls (prompt and negative prompt, batch 1) or without guidance one, guidance, one step of"
+    " UniPC; where steps differ, their mean, Σ number · median / steps",
+    "video": "steps · median step + VAE decode + 2 · text encoder (1 without guidance): extrapolated from the measured"
+    " steps",
+    "error": "‖x − x₀‖ / ‖x₀‖ of the forward calls with the prompt, x₀ by the same method, eager, in one process",
 }
 
 
-@dataclass(frozen=True)
-class Setting:
-    """A model, of `configs/models/` or whatever `read_model` takes, and a video size."""
+class Setting(NamedTuple):
+    """A model, of `configs/models/` or whatever `read_model` takes, and a video's (frames, height, width)."""
 
     label: str
     model: str
-    frames: int
-    height: int
-    width: int
-
-    def latents(self, model: WanModel) -> tuple[int, int, int]:
-        """Latent [T, h, w] of the video.
-
-        Raises:
-            InputError: the model has none of this size.
-        """
-        return model.latents(self.frames, self.height, self.width, argument="settings")
-
-    def grid(self, model: WanModel) -> LatentGrid:
-        """The transformer's tokens."""
-        return model.grid(self.latents(model))
+    size: tuple[int, ...]
 
 
 # Table 1 of the VMonarch paper.
 SETTINGS = (
-    Setting("1.3b-61x448x832", "wan2.1-1.3b", 61, 448, 832),
-    Setting("1.3b-141x448x832", "wan2.1-1.3b", 141, 448, 832),
-    Setting("1.3b-61x720x1280", "wan2.1-1.3b", 61, 720, 1280),
-    Setting("14b-93x704x1280", "wan2.1-14b", 93, 704, 1280),
-    Setting("5b-93x704x1280", "wan2.2-5b", 93, 704, 1280),
+    Setting("1.3b-61x448x832", "wan2.1-1.3b", (61, 448, 832)),
+    Setting("1.3b-141x448x832", "wan2.1-1.3b", (141, 448, 832)),
+    Setting("1.3b-61x720x1280", "wan2.1-1.3b", (61, 720, 1280)),
+    Setting("14b-93x704x1280", "wan2.1-14b", (93, 704, 1280)),
+    Setting("5b-93x704x1280", "wan2.2-5b", (93, 704, 1280)),
 )
 
 
@@ -101,20 +80,13 @@ def choose_settings(words: Sequence[str] | None, model: str | None, quick: bool 
         return SETTINGS[:1] if quick else SETTINGS
     chosen = []
     for word in words:
-        numbers = word.split("x")
-        if word in known:
-            setting = known[word]
-            size = (setting.frames, setting.height, setting.width)
-        elif len(numbers) == 3 and all(number.isdecimal() for number in numbers) and model is not None:
-            size = (int(numbers[0]), int(numbers[1]), int(numbers[2]))
-        else:
-            problem = (
-                f"must be of {', '.join(known)}, or with --model frames x height x width such as 61x448x832; got"
-                f" {word!r}{suggest(word, known)}"
-            )
-            raise InputError("settings", problem)
-        own = Setting(f"{Path(model).name}-{'x'.join(map(str, size))}", model, *size) if model else setting
-        chosen.append(own)
+        own = re.fullmatch(r"(\d+)x(\d+)x(\d+)", word) if model is not None else None
+        if word not in known and own is None:
+            problem = f"must be of {', '.join(known)}, or with --model frames x height x width such as 61x448x832"
+            raise InputError("settings", f"{problem}; got {word!r}{suggest(word, known)}")
+        size = known[word].size if own is None else tuple(map(int, own.groups()))
+        label = f"{Path(model).name}-{'x'.join(map(str, size))}" if model is not None else word
+        chosen.append(Setting(label, model or known[word].model, size))
     choose("settings", [setting.label for setting in chosen])
     return tuple(chosen)
 
@@ -127,9 +99,10 @@ class Options:
         modes: of MODES. Eager rows use diffusers' standard attention backend, compiled ones cuDNN's. Recipes that
             compile have compiled rows alone.
         steps: of a video.
-        guidance: whether a step takes two forward calls; else it takes one, measured all the same in pairs.
+        guidance: whether a step takes two forward calls, not one.
         transformer_only: no VAE and no text encoder.
         compile_backend: of torch.compile; "eager" compiles nothing and only tries the benchmark.
+        ranks: processes of this group that share the tokens of the video.
     """
 
     modes: Sequence[str] = MODES
@@ -137,173 +110,221 @@ class Options:
     guidance: bool = True
     transformer_only: bool = False
     compile_backend: str = "inductor"
+    ranks: int = 1
 
 
-def build(method: AttentionMethod, mode: str, stock: torch.nn.Module, backend: str) -> Any:
-    """A transformer with the weights of `stock` and the method, compiled if it is to be."""
-    transformer = share_weights(stock)
-    recipes.apply(transformer, method, compile_backend=backend)
-    if not method.stack.compile:
-        compiled, on_gpu = mode == "compiled", next(stock.parameters()).is_cuda
-        transformer.set_attention_backend("_native_cudnn" if compiled and on_gpu else "native")
-        if compiled:
-            transformer.compile_repeated_blocks(fullgraph=True, dynamic=False, backend=backend)
-    return transformer
+class Steps(WanPipeline):
+    """diffusers' pipeline on random noise and texts, which does only some of the denoising steps and times them.
+
+    Every step begins with the same noise, so that the velocities of methods can be compared. Of a model with two
+    transformers, which are alike, the first one does all steps.
+
+    Attributes:
+        names: of the transformer that does a step in the model's own pipeline, for all steps.
+        marks: of every step that was done, its number, and when it began and ended.
+    """
+
+    @classmethod
+    def of(cls, transformer: Any, model: WanModel, noise: Any, texts: Any, options: Options, clock: Clock) -> Steps:
+        """The pipeline with this transformer.
+
+        Args:
+            noise: [1, C, T, h, w]. texts: embeddings of the prompt and of the negative prompt, [2, 1, 512, text_dim].
+        """
+        scheduler = UniPCMultistepScheduler(
+            prediction_type="flow_prediction", use_flow_sigmas=True, num_train_timesteps=1000, flow_shift=3.0
+        )
+        second = None if model.boundary_ratio is None else transformer
+        pipe = cls(None, None, None, scheduler, transformer, second, model.boundary_ratio, model.expand_timesteps)
+        pipe.set_progress_bar_config(disable=True)
+        pipe.noise, pipe.texts, pipe.options, pipe.clock, pipe.marks = noise, texts, options, clock, []
+        pipe.names = transformers_by_step(pipe, options.steps)
+        transformer.register_forward_hook(lambda *call: pipe.velocities.setdefault(pipe.step, call[-1][0]))
+        return pipe
+
+    def do(self, steps: Collection[int]) -> dict[int, torch.Tensor]:
+        """The velocities [1, C, T, h, w] with the prompt of these steps, by their numbers."""
+        self.velocities: dict[int, torch.Tensor] = {}
+        self.wanted, self.numbers = steps, itertools.count()
+        # Every method, and every kind of step, has its version of a block.
+        with torch._dynamo.config.patch(recompile_limit=recipes.RECOMPILE_LIMIT):
+            self(
+                prompt_embeds=self.texts[0],
+                negative_prompt_embeds=self.texts[1],
+                latents=self.noise,
+                num_inference_steps=self.options.steps,
+                guidance_scale=GUIDANCE if self.options.guidance else 1.0,
+                output_type="latent",
+                callback_on_step_end=self._ended,
+            )
+        return self.velocities
+
+    @property
+    def interrupt(self) -> bool:
+        """What the pipeline asks before every step: whether to leave it out."""
+        self.step = next(self.numbers)
+        if self.step not in self.wanted:
+            return True
+        if self.transformer.is_cache_enabled:
+            # diffusers' step caches count the calls of their transformer.
+            call = self.names[: self.step].count(self.names[self.step])
+            registries = [getattr(module, "_diffusers_hook", None) for module in self.transformer.modules()]
+            hooks = [hook for registry in registries if registry is not None for hook in registry.hooks.values()]
+            for name in ("cond", "uncond"):
+                with self.transformer.cache_context(name):
+                    for hook in hooks:
+                        hook.state_manager.get_state().current_step = call - 1
+        self.began = self.clock.mark()
+        return False
+
+    def _ended(self, pipe: Any, step: int, timestep: Any, tensors: Any) -> dict[str, Any]:
+        self.marks.append((step, self.began, self.clock.mark()))
+        return {"latents": self.noise}
+
+    def seconds(self, clock: Clock, last: int, kinds: Sequence[str]) -> dict[str, Any]:
+        """{"step_s", "kinds"}: seconds of a video's mean step, and of every kind of steps, of the slowest process.
+
+        Args:
+            clock: of all processes. last: how many of the last steps that were done count.
+            kinds: of all steps of a video.
+        """
+        clock.wait()
+        done = self.marks[-last:]
+        of_ranks = clock.everywhere([clock.between(start, stop) / 1e3 for _, start, stop in done])
+        times = [(kinds[step], max(of)) for (step, *_), of in zip(done, zip(*of_ranks, strict=True), strict=True)]
+        by_kind: dict[str, Any] = {}
+        for kind in sorted(set(kinds), key=STEP_KINDS.index):
+            found = summary([seconds for of, seconds in times if of == kind])
+            by_kind[kind] = {"steps": kinds.count(kind), "step_s": found}
+        total = lambda key: sum(of["steps"] * of["step_s"][key] for of in by_kind.values())
+        return {"step_s": {key: total(key) / len(kinds) for key in ("median", "min", "p20", "p80")}, "kinds": by_kind}
 
 
-def rows_of(methods: Sequence[AttentionMethod], modes: Sequence[str]) -> dict[str, tuple[AttentionMethod, str]]:
-    """(method, mode) by the name of the way."""
-    pairs = [(method, mode) for method in methods for mode in modes if mode == "compiled" or not method.stack.compile]
-    return {f"{method.label} {mode}": (method, mode) for method, mode in pairs}
+def steps_to_measure(kinds: Sequence[str]) -> list[int]:
+    """Steps, as few as possible, among which there is one of every kind.
+
+    An approximate step comes with the steps before it, back to the one whose residual it uses, and a skipped one with
+    those back to the last that was computed.
+
+    Args:
+        kinds: of all steps (`step_kinds`).
+    """
+    found: set[int] = set()
+    for kind in reversed(STEP_KINDS):
+        if kind not in kinds or any(kinds[step] == kind for step in found):
+            continue
+        first = last = kinds.index(kind)
+        if kind == "skipped":
+            first = max(step for step in range(last) if kinds[step] != "skipped")
+        if kinds[first] == "approximate" and "kept" in kinds[:first]:
+            first = max(step for step in range(first) if kinds[step] == "kept")
+        found |= set(range(first, last + 1))
+    return sorted(found)
 
 
 def ways(
-    methods: Sequence[AttentionMethod], options: Options, setting: Setting, device: torch.device, dtype: torch.dtype
+    rows: Mapping[str, tuple[AttentionMethod, str]],
+    options: Options,
+    setting: Setting,
+    device: torch.device,
+    dtype: torch.dtype,
 ) -> Ways:
-    """All methods in all modes on one transformer; a call of one is a turn: a step of every kind."""
-    model, clock = read_model(setting.model), Clock(device)
-    before = allocated(device)
-    # All are there as in a pipeline; they are alike, so that the first one stands for all.
-    stock, *others = (model.build_transformer(name, device, dtype) for name in model.transformers)
-    generator = torch.Generator(device).manual_seed(setting.frames)
+    """All rows on one transformer; a call of one is a turn: a step of every kind.
+
+    Args:
+        rows: a method and its mode, by the name of the way.
+    """
+    from torch._dynamo.utils import counters
+
+    model, clock, before = read_model(setting.model), Clock(device), allocated(device)
+    # All are there as in a pipeline.
+    transformers = [model.build(name, device, dtype) for name in model.transformers]
+    generator = torch.Generator(device).manual_seed(setting.size[0])
     randn = partial(torch.randn, generator=generator, device=device)
-    noise = randn(1, model.transformer["in_channels"], *setting.latents(model))
-    texts = [randn(1, TEXT_TOKENS, model.transformer["text_dim"]).to(dtype) for _ in range(2)]
+    noise = randn(1, model.transformer["in_channels"], *model.latents(setting.size, argument="settings"))
+    texts = randn(2, 1, TEXT_TOKENS, model.transformer["text_dim"]).to(dtype)
     torch.compiler.reset()
+    graphs = counters["stats"]["unique_graphs"]
 
-    def make(transformer: torch.nn.Module) -> Denoiser:
-        return Denoiser(transformer, model, noise, texts, options.steps, clock, *others)
-
-    # Velocities of eager rows by (label, step).
-    known: dict[tuple[str, int], torch.Tensor] = {}
-    reference = cache(lambda: make(share_weights(stock)))
-
-    @cache
-    @torch.no_grad()
-    def of_stock(step: int) -> torch.Tensor:
-        reference().begin(step)
-        return reference().forward()
+    def pipeline(method: AttentionMethod, mode: str, ranks: int) -> Steps:
+        transformer = share_weights(transformers[0])
+        compiled, on_gpu = mode == "compiled", device.type == "cuda"
+        transformer.set_attention_backend("_native_cudnn" if compiled and on_gpu else "native")
+        recipes.apply(transformer, method, compile_backend=options.compile_backend)
+        pipe = Steps.of(transformer, model, noise, texts, options, clock)
+        if ranks > 1:
+            grid = model.grid(setting.size, argument="settings")
+            uneven = grid.tokens % ranks > 0 or model.transformer["num_attention_heads"] % ranks > 0
+            transformer.enable_parallelism(config=ContextParallelConfig(ulysses_degree=ranks, ulysses_anything=uneven))
+            # diffusers' hooks read signatures in their first call, which cannot be compiled.
+            pipe.do([0])
+        if compiled and not method.stack.compile:
+            fullgraph, backend = ranks == 1, options.compile_backend
+            transformer.compile_repeated_blocks(fullgraph=fullgraph, dynamic=False, backend=backend)
+        return pipe
 
     def way(method: AttentionMethod, mode: str) -> Way:
-        graphs = compiled_graphs()
-        denoiser = make(build(method, mode, stock, options.compile_backend))
-        kinds = step_kinds(method, transformers_by_step(denoiser, options.steps))
-        ranges = steps_to_measure(kinds)
-        # The steps whose velocities are compared.
-        compared = {"": ranges[0].start, "_approximate": ranges[-1][-1]} if len(set(kinds)) > 1 else {"": 0}
-        exact = (method.attention or method).name == "full" and not method.stack.linears
-
-        @torch.no_grad()
-        def run() -> list[torch.Tensor]:
-            velocities = [velocity for steps in ranges for velocity in denoiser.run(steps)]
-            # The other rows need the memory of the residuals.
-            denoiser.begin()
-            return velocities
+        pipe = pipeline(method, mode, options.ranks)
+        kinds = step_kinds(method, pipe.names)
+        steps = steps_to_measure(kinds)
 
         def found(velocities: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
-            if mode == "compiled" and compiled_graphs() == graphs:
+            if mode == "compiled" and counters["stats"]["unique_graphs"] == graphs:
                 raise RuntimeError("torch.compile compiled nothing")
             if not all(bool(velocity.isfinite().all()) for velocity in velocities):
                 raise RuntimeError("the output is not finite")
-            of_steps = dict(zip((step for steps in ranges for step in steps), velocities, strict=True))
-            if mode == "eager":
-                known.update({(method.label, step): of_steps[step] for step in compared.values()})
-            return {
-                f"to_{other}{name}": of_steps[step].movedim(1, -1)
-                for name, step in compared.items()
-                for other in ("stock", "eager")
-            }
+            return {f"step {n}": velocity.movedim(1, -1) for n, velocity in zip(steps, velocities, strict=True)}
 
         def expected() -> dict[str, torch.Tensor]:
-            others = {f"to_stock{name}": of_stock(step) for name, step in compared.items()}
-            for name, step in compared.items():
-                if mode == "compiled" and (method.label, step) in known:
-                    others[f"to_eager{name}"] = known[method.label, step]
-            return {name: other.movedim(1, -1).float() for name, other in others.items()}
+            if mode == "eager" and options.ranks == 1:
+                return {}
+            eager = replace(method, stack=replace(method.stack, compile=False))
+            velocities = pipeline(eager, "eager", 1).do(steps)
+            return {f"step {n}": velocity.movedim(1, -1).float() for n, velocity in velocities.items()}
 
         def more(clock: Clock, row: dict[str, Any]) -> None:
-            row["options"] = method.to_dict()
-            times = denoiser.step_times(row["rounds"] * sum(map(len, ranges)))
-            row.update(step_seconds(times, kinds, options.guidance))
-            # The last step is taken apart, an approximate one where steps differ; those of other kinds come before it.
-            # Kernels of eager blocks are launched without an operator that a profile could name.
-            if mode == "eager":
-                return
-            with torch.no_grad():
-                denoiser.run(ranges[-1][:-1])
-                row.update(profiled_parts(denoiser.forward, device, denoiser.tokens, model.transformer))
-                denoiser.begin()
+            row.update(pipe.seconds(clock, row["rounds"] * len(steps), kinds), options=method.to_dict())
+            row["kernels"] = profiled(lambda: pipe.do(steps), clock)
 
-        names = [f"to_eager{name}" for name in compared] + (["to_stock"] if exact else [])
-        return Way(run, found, expected, dict.fromkeys(names, MODEL_BOUNDS[dtype]), before=before, more=more)
+        # Layers in float8 round what compiled code and eager code have summed up in another order.
+        bounds = {} if method.stack.linears else {f"step {n}": MODEL_BOUNDS[dtype] for n in steps}
+        return Way(lambda: list(pipe.do(steps).values()), found, expected, bounds, before=before, more=more)
 
-    return {name: partial(way, *of) for name, of in rows_of(methods, options.modes).items()}
+    return {name: partial(way, *of) for name, of in rows.items()}
 
 
-def step_seconds(
-    times: Sequence[tuple[int, float, list[float]]], kinds: Sequence[str], guidance: bool
-) -> dict[str, Any]:
-    """{"forward_s", "step_s"} of a whole video's mean step, and {"kinds"} where there are several.
-
-    Args:
-        times: of `Denoiser.step_times`. kinds: of all steps of a video.
-    """
-    by_kind: dict[str, dict[str, Any]] = {}
-    for kind in sorted(set(kinds), key=STEP_KINDS.index):
-        found = [(whole, forward) for step, whole, forward in times if kinds[step] == kind]
-        forward_s = summary([seconds for _, forward in found for seconds in forward])
-        step_s = summary([whole for whole, _ in found]) if guidance else forward_s
-        by_kind[kind] = {"steps": list(kinds).count(kind), "forward_s": forward_s, "step_s": step_s}
-    mean = {
-        name: {
-            key: sum(of["steps"] * of[name][key] for of in by_kind.values()) / len(kinds)
-            for key in ("median", "min", "p20", "p80")
-        }
-        for name in ("forward_s", "step_s")
-    }
-    return mean | ({"kinds": by_kind} if len(by_kind) > 1 else {})
-
-
-def _seconds_of(make: Callable[[], Any], call: Callable[[Any], Any], clock: Clock) -> dict[str, Any]:
-    """Seconds of the second call of a model that is built for it, or why there are none."""
-    try:
-        with torch.no_grad():
-            model = make()
-            call(model)
-            clock.wait()
-            return {"status": "ok", "seconds": clock.time(lambda: call(model)) / 1e3}
-    except Exception as error:
-        return failure(error)
-
-
-def describe(options: Options, texts: dict[str, Any], setting: Setting, clock: Clock) -> dict[str, Any]:
-    """What the JSON says of a setting; the VAE decodes one video, the text encoder (`texts`, by model) one prompt."""
+def describe(options: Options, setting: Setting, clock: Clock) -> dict[str, Any]:
+    """What the JSON says of a setting; the VAE decodes one video, the text encoder one prompt."""
     model, device = read_model(setting.model), clock.device
-    dtype, latents, grid = measured_dtype(device), setting.latents(model), setting.grid(model)
-    vae: dict[str, Any] = {"status": "left out", "problem": "--transformer-only"}
-    if options.transformer_only:
-        texts[setting.model] = vae
-    else:
-        size = (1, model.transformer["out_channels"], *latents)
-        noise = torch.randn(size, device=device)
-        vae = _seconds_of(lambda: model.build_vae(device), lambda it: it.decode(noise, return_dict=False), clock)
-        release_memory(device)
-    if setting.model not in texts:
-        tokens = torch.randint(0, model.text_encoder["vocab_size"], (1, TEXT_TOKENS), device=device)
-        encode = lambda encoder: encoder(tokens, torch.ones_like(tokens))
-        texts[setting.model] = _seconds_of(lambda: model.build_text_encoder(device, dtype), encode, clock)
-        release_memory(device)
+    latents, grid = model.latents(setting.size, argument="settings"), model.grid(setting.size, argument="settings")
+    noise = torch.randn(1, model.transformer["out_channels"], *latents, device=device)
+    tokens = torch.randint(0, model.text_encoder["vocab_size"], (1, TEXT_TOKENS), device=device)
+
+    @torch.no_grad()
+    def seconds(part: str, inputs: torch.Tensor, dtype: torch.dtype) -> dict[str, Any]:
+        if options.transformer_only:
+            return {"status": "left out", "problem": "--transformer-only"}
+        try:
+            built = model.build(part, device, dtype)
+            call = partial(getattr(built, "decode", built), inputs)
+            call()
+            clock.wait()
+            return {"status": "ok", "seconds": clock.time(call) / 1e3}
+        except Exception as error:
+            return failure(error)
+        finally:
+            release_memory(device)
+
     return {
-        **asdict(setting),
         "setting": setting.label,
         "model": model.name,
         "weights": "random" if model.folder is None else "the model's own",
-        "size": [setting.height, setting.width],
-        "grid": list(grid),
+        "size": setting.size,
+        "grid": grid,
         "tokens": grid.tokens,
         "transformers": len(model.transformers),
-        "text_encoder": texts[setting.model],
-        "vae": vae,
+        "vae": seconds("vae", noise, torch.float32),
+        "text_encoder": seconds("text_encoder", tokens, measured_dtype(device)),
     }
 
 
@@ -312,25 +333,10 @@ def finish(options: Options, case: dict[str, Any]) -> None:
     vae, text = case.get("vae", {}), case.get("text_encoder", {})
     for row in case["rows"]:
         row["method"], _, row["mode"] = row["method"].rpartition(" ")
-        row["errors"] = {name: error["relative"] for name, error in row.get("errors", {}).items()}
-        if "step_s" not in row:
-            continue
-        row["denoise_s"] = options.steps * row["step_s"]["median"]
-        complete = vae["status"] == text["status"] == "ok"
-        around = vae["seconds"] + (1 + options.guidance) * text["seconds"] if complete else 0.0
-        row["video_s"] = row["denoise_s"] + around if complete else None
-
-
-def _check(method: AttentionMethod, steps: int) -> None:
-    """Raise InputError if a method cannot compute a video, or its steps cannot be told beforehand."""
-    if not method.stack.predictable:
-        problem = f"{method.label!r} has a cache whose steps depend on the data; supported: taylorseer"
-        raise InputError("methods", problem)
-    try:
-        recipes.cache_config(method.stack, steps)
-        step_kinds(method, ["transformer"] * steps)
-    except ValueError as error:
-        raise InputError("methods", f"{method.label!r} cannot compute this video: {error}") from error
+        if "step_s" in row:
+            row["denoise_s"], row["video_s"] = options.steps * row["step_s"]["median"], None
+            if vae.get("status") == text.get("status") == "ok":
+                row["video_s"] = row["denoise_s"] + vae["seconds"] + (1 + options.guidance) * text["seconds"]
 
 
 def bench(
@@ -354,58 +360,46 @@ def bench(
     choose("methods", [method.label for method in resolved])
     choose("modes", of.modes, MODES)
     for method in resolved:
-        _check(method, of.steps)
+        if not method.stack.predictable:
+            problem = f"{method.label!r} has a cache whose steps depend on the data; supported: taylorseer"
+            raise InputError("methods", problem)
+        try:
+            recipes.cache_config(method.stack, of.steps)
+            step_kinds(method, ["transformer"] * of.steps)
+        except ValueError as error:
+            raise InputError("methods", f"{method.label!r} cannot compute this video: {error}") from error
     for setting in chosen:
         wan = read_model(setting.model)
-        setting.grid(wan)
+        wan.latents(setting.size, argument="settings")
         if not of.transformer_only:
             wan.check_parts(argument="model")
+    pairs = [
+        (method, mode) for method in resolved for mode in of.modes if mode == "compiled" or not method.stack.compile
+    ]
+    rows = {f"{method.label} {mode}": (method, mode) for method, mode in pairs}
     return Bench(
         name="e2e",
-        methods=tuple(rows_of(resolved, of.modes)),
+        methods=tuple(rows),
         ours=(),
         cases=chosen,
-        ways=partial(ways, resolved, of),
+        ways=partial(ways, rows, of),
         formulae=FORMULAE,
         settings={
             "batch": 1,
+            **asdict(of),
             "guidance": GUIDANCE if of.guidance else None,
-            "steps": of.steps,
-            "transformer_only": of.transformer_only,
-            "text_tokens": TEXT_TOKENS,
             "attention": "diffusers' standard backend in eager rows, cuDNN's in compiled ones",
-            "compiled": f"compile_repeated_blocks(fullgraph=True, dynamic=False, backend={of.compile_backend!r})",
-            "timing": "device events around whole steps and their forward calls, rows in turns",
+            "compiled": "compile_repeated_blocks(fullgraph=True, dynamic=False)",
+            "timing": "device events around whole steps, rows in turns",
             "memory": "peak_bytes: the most that is allocated during steps, weights of all transformers and residuals"
             " counted, VAE and text encoder not",
-            "parts": "kernels of one profiled call by the shapes of their products; what is fused is rest",
-            "bounds": {"model": list(MODEL_BOUNDS.values())},
         },
-        describe=partial(describe, of, {}),
+        describe=partial(describe, of),
         finish=partial(finish, of),
         document=lambda run, base: document([run]),
         way_seconds=1e6,
         flushes=1,
     )
-
-
-def measure(bench: Bench, *, device: str, **options: Any) -> dict[str, Any]:
-    """`run_bench`, with room for the code of all methods.
-
-    Raises:
-        InputError: an argument cannot be used; or weights in float32 take more than half of the CPU's memory, the rest
-            of which is for what is computed.
-    """
-    for setting in bench.cases if device == "cpu" else ():
-        needed = 4 * read_model(setting.model).parameters(transformer_only=bench.settings["transformer_only"])
-        if 2 * needed > memory_bytes():
-            problem = (
-                f"cpu has not the memory for {setting.label}: the weights of its model take {needed / 2**30:.0f} GiB"
-                f" in float32, more than half of {memory_bytes() / 2**30:.0f} GiB; give a smaller --model"
-            )
-            raise InputError("device", problem)
-    with settings_of_torch():
-        return run_bench(bench, device=device, **options)
 
 
 def merge_files(parts: Sequence[Path], output: Path) -> None:
@@ -417,16 +411,16 @@ def merge_files(parts: Sequence[Path], output: Path) -> None:
     documents = [read_document("parts", path, FORMAT, "JSON of `vmonarch bench e2e`") for path in parts]
     check_output(output)
     merged = document([run for part in documents for run in part["runs"]])
-    made = {None, *(table["name"] for table in merged["tables"])}
-    merged["tables"] += [t for part in documents for t in part.get("tables", ()) if t.get("name") not in made]
+    merged["tables"] += [
+        t for part in documents for t in part.get("tables", ()) if t.get("name") not in (None, "steps")
+    ]
     write_json(output, merged)
 
 
 def document(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """{"format", "runs", "wrong", "tables", "caption"} of several runs.
 
-    Where a row was measured more than once, the last one that has times counts; ratios are of one run. The tables are
-    seconds per video, steps, steps of each kind, and where a forward call spends its time.
+    Where a row was measured more than once, the last one that has times counts; ratios are of one run.
     """
     newest: dict[tuple[str, str, str], tuple[dict[str, Any], dict[str, Any]]] = {}
     for case in (case for run in runs for case in run["cases"]):
@@ -434,36 +428,24 @@ def document(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
             key = case.get("setting", case.get("case", "")), row["method"], row["mode"]
             if row["status"] == "ok" or key not in newest:
                 newest[key] = row, case
-    videos, steps, kinds, parts = ([] for _ in range(4))
+    whole = lambda row: row.get("video_s") or row["denoise_s"]
+    lines = []
     for (setting, method, mode), (row, case) in newest.items():
         name = [setting, f"{method}, {mode}"]
         if "step_s" not in row:
-            steps.append([*name, row["status"], *["–"] * 5])
+            lines.append([*name, row["status"], *["–"] * 5])
             continue
         stock = {r["mode"]: r for r in case["rows"] if r["method"] == "full" and "step_s" in r and r is not row}
-        step, error = row["step_s"]["median"], row["errors"].get("to_stock")
-        faster = [shown_number(stock[m]["step_s"]["median"] / step if m in stock else None, 2, "{}×") for m in MODES]
-        gigabytes = shown_number(row.get("peak_bytes"), factor=1e-9)
-        errors = "–" if error is None else f"{error:.1e}"
-        steps.append([*name, f"{row['forward_s']['median']:.3f}", f"{step:.3f}", *faster, gigabytes, errors])
-        if row.get("video_s"):
-            base = stock.get("compiled", {}).get("video_s")
-            ratio = shown_number(base / row["video_s"] if base else None, 2, "{}×")
-            videos.append([*name, f"{case['tokens']:,}", f"{row['video_s']:.1f}", ratio, gigabytes])
-        for kind, of in row.get("kinds", {}).items():
-            kinds.append([*name, kind, str(of["steps"]), f"{of['step_s']['median']:.3f}"])
-        if "parts" in row:
-            parts.append([*name, *(f"{100 * row['parts'][part] / row['parts_of_ms']:.0f} %" for part in PARTS)])
-    tables = [
-        {"name": name, "header": ["setting", "method", *header], "rows": rows}
-        for name, header, rows in (
-            ("video", ["tokens", "video s", "× stock compiled", "GB"], videos),
-            ("steps", ["forward s", "step s", "× stock eager", "× stock compiled", "GB", "error"], steps),
-            ("kinds", ["kind of steps", "number", "step s"], kinds),
-            ("parts", PARTS, parts),
+        faster = [shown_number(whole(stock[m]) / whole(row) if m in stock else None, 2, "{}×") for m in MODES]
+        seconds = [shown_number(row["step_s"]["median"], 3), shown_number(row.get("video_s"))]
+        lines.append(
+            [*name, f"{case['tokens']:,}", *seconds, *faster, shown_number(row.get("peak_bytes"), factor=1e-9)]
         )
-        if rows
-    ]
-    made = " ".join(dict.fromkeys(caption(run) for run in runs))
-    wrong = [entry for run in runs for entry in run.get("wrong", ())]
-    return {"format": FORMAT, "runs": list(runs), "wrong": wrong, "tables": tables, "caption": made}
+    head = ["setting", "method", "tokens", "step s", "video s", *(f"× full, {mode}" for mode in MODES), "GB"]
+    return {
+        "format": FORMAT,
+        "runs": list(runs),
+        "wrong": [entry for run in runs for entry in run.get("wrong", ())],
+        "tables": [{"name": "steps", "header": head, "rows": lines}],
+        "caption": " ".join(dict.fromkeys(caption(run) for run in runs)),
+    }

@@ -11,12 +11,14 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import diffusers
 import torch
 from diffusers.models.attention_dispatch import attention_backend
+from torch.utils._pytree import tree_map_only
 
 from vmonarch.configs.methods import resolve_method
-from vmonarch.eval.bench.denoiser import share_weights
 from vmonarch.eval.bench.runner import Bench, Case, Way, Ways, bytes_of
+from vmonarch.eval.wan_models import random_model, share_weights
 from vmonarch.exact import ExactBlocks
 from vmonarch.families import known_family
 from vmonarch.grid import LatentGrid
@@ -31,73 +33,11 @@ FORMULAE = {
     "blocks": "block.compile(fullgraph=True, dynamic=False) of every block",
     "error": "‖x − x₀‖ / ‖x₀‖, x₀ by stock diffusers, eager; for VMonarch that of all blocks exact, by its kernels",
 }
-Noise = Callable[..., torch.Tensor]
 Inputs = dict[str, Any]
 
 
-def _hunyuan(grid: LatentGrid, noise: Noise) -> Inputs:
-    return {
-        "hidden_states": noise(1, 16, grid.frames, 2 * grid.height, 2 * grid.width),
-        "timestep": torch.tensor([500]),
-        "encoder_hidden_states": noise(1, 256, 4096),
-        "encoder_attention_mask": torch.ones(1, 256),
-        "pooled_projections": noise(1, 768),
-        "guidance": torch.tensor([6000.0]),
-    }
-
-
-def _hunyuan15(grid: LatentGrid, noise: Noise) -> Inputs:
-    return {
-        "hidden_states": noise(1, 65, *grid),
-        # In the dtype of the weights, as the pipeline gives it.
-        "timestep": 500 + 0 * noise(1),
-        "encoder_hidden_states": noise(1, 1000, 3584),
-        "encoder_attention_mask": torch.ones(1, 1000),
-        "encoder_hidden_states_2": noise(1, 256, 1472),
-        "encoder_attention_mask_2": torch.ones(1, 256),
-        # Nothing but zeros says that there is no image.
-        "image_embeds": 0 * noise(1, 729, 1152),
-    }
-
-
-def _ltx2(grid: LatentGrid, noise: Noise) -> Inputs:
-    sound = 126
-    return {
-        "hidden_states": noise(1, grid.tokens, 128),
-        "audio_hidden_states": noise(1, sound, 128),
-        "encoder_hidden_states": noise(1, 1024, 3840),
-        "audio_encoder_hidden_states": noise(1, 1024, 3840),
-        "timestep": torch.tensor([500.0]),
-        "num_frames": grid.frames,
-        "height": grid.height,
-        "width": grid.width,
-        "fps": 24.0,
-        "audio_num_frames": sound,
-    }
-
-
-def _kandinsky5(grid: LatentGrid, noise: Noise) -> Inputs:
-    return {
-        "hidden_states": noise(1, grid.frames, 2 * grid.height, 2 * grid.width, 4),
-        "encoder_hidden_states": noise(1, 256, 3584),
-        "timestep": torch.tensor([500.0]),
-        "pooled_projections": noise(1, 768),
-        "visual_rope_pos": tuple(torch.arange(size) for size in grid),
-        "text_rope_pos": torch.arange(256),
-    }
-
-
-def _cosmos(grid: LatentGrid, noise: Noise) -> Inputs:
-    return {
-        "hidden_states": noise(1, 16, grid.frames, 2 * grid.height, 2 * grid.width),
-        "timestep": torch.tensor([500]),
-        "encoder_hidden_states": noise(1, 512, 1024),
-        "fps": 24,
-    }
-
-
 def case_of(
-    name: str, model: str, config: Inputs, grid: LatentGrid, of: int, inputs: Callable[[LatentGrid, Noise], Inputs]
+    name: str, model: str, config: Inputs, grid: LatentGrid, of: int, inputs: Callable[[LatentGrid, Any], Inputs]
 ) -> Case:
     """A model at a size.
 
@@ -117,7 +57,14 @@ CASES = (
         {"num_layers": 1, "num_single_layers": 1},
         LatentGrid(33, 45, 80),
         60,
-        _hunyuan,
+        lambda grid, noise: {
+            "hidden_states": noise(1, 16, grid.frames, 2 * grid.height, 2 * grid.width),
+            "timestep": torch.tensor([500]),
+            "encoder_hidden_states": noise(1, 256, 4096),
+            "encoder_attention_mask": torch.ones(1, 256),
+            "pooled_projections": noise(1, 768),
+            "guidance": torch.tensor([6000.0]),
+        },
     ),
     case_of(
         "HunyuanVideo-1.5 720p",
@@ -125,16 +72,51 @@ CASES = (
         {"num_layers": 2, "task_type": "t2v"},
         LatentGrid(31, 45, 80),
         54,
-        _hunyuan15,
+        lambda grid, noise: {
+            "hidden_states": noise(1, 65, *grid),
+            # In the dtype of the weights, as the pipeline gives it.
+            "timestep": 500 + 0 * noise(1),
+            "encoder_hidden_states": noise(1, 1000, 3584),
+            "encoder_attention_mask": torch.ones(1, 1000),
+            "encoder_hidden_states_2": noise(1, 256, 1472),
+            "encoder_attention_mask_2": torch.ones(1, 256),
+            # Nothing but zeros says that there is no image.
+            "image_embeds": 0 * noise(1, 729, 1152),
+        },
     ),
-    case_of("LTX-2 1088p", "LTX2VideoTransformer3DModel", {"num_layers": 4}, LatentGrid(16, 34, 60), 48, _ltx2),
+    case_of(
+        "LTX-2 1088p",
+        "LTX2VideoTransformer3DModel",
+        {"num_layers": 4},
+        LatentGrid(16, 34, 60),
+        48,
+        lambda grid, noise: {
+            "hidden_states": noise(1, grid.tokens, 128),
+            "audio_hidden_states": noise(1, 126, 128),
+            "encoder_hidden_states": noise(1, 1024, 3840),
+            "audio_encoder_hidden_states": noise(1, 1024, 3840),
+            "timestep": torch.tensor([500.0]),
+            "num_frames": grid.frames,
+            "height": grid.height,
+            "width": grid.width,
+            "fps": 24.0,
+            "audio_num_frames": 126,
+        },
+    ),
     case_of(
         "Kandinsky 5 Lite 10 s",
         "Kandinsky5Transformer3DModel",
         {"model_dim": 1792, "ff_dim": 7168, "num_visual_blocks": 2},
         LatentGrid(61, 32, 48),
         32,
-        _kandinsky5,
+        lambda grid, noise: {
+            "hidden_states": noise(1, grid.frames, 2 * grid.height, 2 * grid.width, 4),
+            "encoder_hidden_states": noise(1, 256, 3584),
+            "timestep": torch.tensor([500.0]),
+            "pooled_projections": noise(1, 768),
+            "visual_rope_pos": tuple(torch.arange(size) for size in grid),
+            "text_rope_pos": torch.arange(256),
+        },
     ),
     case_of(
         "Cosmos 2.5 2B 704p",
@@ -142,7 +124,12 @@ CASES = (
         {"num_attention_heads": 16, "num_layers": 4, "extra_pos_embed_type": None, "concat_padding_mask": False},
         LatentGrid(24, 44, 80),
         28,
-        _cosmos,
+        lambda grid, noise: {
+            "hidden_states": noise(1, 16, grid.frames, 2 * grid.height, 2 * grid.width),
+            "timestep": torch.tensor([500]),
+            "encoder_hidden_states": noise(1, 512, 1024),
+            "fps": 24,
+        },
     ),
 )
 
@@ -156,44 +143,12 @@ class UnmaskedAttentionProcessor(FullAttentionProcessor):
         return super().attend_joint(query, key, value, None)
 
 
-def build(case: Case, device: torch.device, dtype: torch.dtype) -> Any:
-    """The model with random weights, for inference; what diffusers keeps in float32 is in float32."""
-    import diffusers
-
-    torch.manual_seed(0)
-    cls = getattr(diffusers, case.model)
-    with device:
-        model = cls(**case.config)
-    kept = set(cls._keep_in_fp32_modules or ())
-    for path, parameter in model.named_parameters():
-        # Modulations begin as zeros, which would leave attention out.
-        if not parameter.any():
-            torch.nn.init.normal_(parameter, std=0.02)
-        if not kept & set(path.split(".")):
-            parameter.data = parameter.data.to(dtype)
-    return model.eval().requires_grad_(False)
-
-
 def inputs_of(case: Case, device: torch.device, dtype: torch.dtype) -> Inputs:
     """What the model is called with, on the device."""
     generator = torch.Generator(device).manual_seed(1)
-
-    def noise(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=generator, device=device).to(dtype)
-
-    def there(value: Any) -> Any:
-        if isinstance(value, tuple):
-            return tuple(there(part) for part in value)
-        return value.to(device) if isinstance(value, torch.Tensor) else value
-
-    return {name: there(value) for name, value in case.inputs(case.grid, noise).items()} | {"return_dict": False}
-
-
-def forward(model: Any, inputs: Inputs) -> tuple[torch.Tensor, ...]:
-    """(what the model predicts of the video,)"""
-    with torch.no_grad():
-        out = model(**inputs)
-    return (out[0] if isinstance(out, tuple) else out,)
+    noise = lambda *shape: torch.randn(*shape, generator=generator, device=device).to(dtype)
+    inputs: Inputs = tree_map_only(torch.Tensor, lambda x: x.to(device), case.inputs(case.grid, noise))
+    return inputs | {"return_dict": False}
 
 
 def compiled(model: Any) -> Any:
@@ -208,22 +163,19 @@ def ways(case: Case, device: torch.device, dtype: torch.dtype) -> Ways:
     """All ways to compute a case, by transformers that share their weights."""
     # Code for the sizes before would count against torch's limit of variants.
     torch.compiler.reset()
-    stock, inputs = build(case, device, dtype), inputs_of(case, device, dtype)
+    stock = random_model(getattr(diffusers, case.model), case.config, device, dtype)
+    inputs = inputs_of(case, device, dtype)
+
+    @torch.no_grad()
+    def forward(model: Any) -> torch.Tensor:
+        out = model(**inputs)
+        return out[0] if isinstance(out, tuple) else out
 
     @functools.cache
-    def expected() -> dict[str, torch.Tensor]:
-        return {"out": forward(stock, inputs)[0].float()}
-
-    @functools.cache
-    def all_exact() -> dict[str, torch.Tensor]:
+    def all_exact() -> torch.Tensor:
         model = share_weights(stock)
         apply(model, VMonarchProcessor(exact=ExactBlocks(band=case.grid.frames)))
-        return {"out": forward(model, inputs)[0]}
-
-    def approximate(results: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
-        if not bool(results[0].isfinite().all()):
-            raise RuntimeError("the output is not finite")
-        return all_exact()
+        return forward(model)
 
     def way(method: str) -> Way:
         model = share_weights(stock)
@@ -237,15 +189,17 @@ def ways(case: Case, device: torch.device, dtype: torch.dtype) -> Ways:
 
         def run() -> tuple[torch.Tensor, ...]:
             with attention_backend(backend):
-                return forward(model, inputs)
+                return (forward(model),)
 
-        return Way(
-            run,
-            approximate if method in PRESETS else lambda results: {"out": results[0]},
-            expected,
-            input_bytes=bytes_of(x for x in inputs.values() if isinstance(x, torch.Tensor)),
-        )
+        def found(results: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
+            if not bool(results[0].isfinite().all()):
+                raise RuntimeError("the output is not finite")
+            return {"out": all_exact() if method in PRESETS else results[0]}
 
+        of = bytes_of(x for x in inputs.values() if isinstance(x, torch.Tensor))
+        return Way(run, found, expected, input_bytes=of)
+
+    expected = functools.cache(lambda: {"out": forward(stock).float()})
     return {method: functools.partial(way, method) for method in METHODS}
 
 

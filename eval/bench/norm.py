@@ -56,7 +56,7 @@ def standard_cases() -> list[Case]:
     return [
         case_of(
             setting.label,
-            setting.grid(model),
+            model.grid(setting.size, argument="settings"),
             of(model, "num_attention_heads"),
             of(model, "attention_head_dim"),
             training,

@@ -435,6 +435,7 @@ def run_bench(
     device: str,
     command: str,
     say: Callable[[str], None],
+    clock: Clock | None = None,
 ) -> dict[str, Any]:
     """Measure, and write the JSON after each case.
 
@@ -444,6 +445,7 @@ def run_bench(
         rounds: measurements of each method, at most.
         budget: seconds after which nothing is begun.
         command: as documents show it. say: told what is done.
+        clock: of the device; None for one of this process alone.
 
     Returns:
         what was written: {"format", "benchmark", "date", "hardware", "versions", "command", "settings", "rates",
@@ -500,4 +502,5 @@ def run_bench(
         return document
 
     write([])
-    return write(measure_cases(bench, chosen, names, Clock(on), limits, write, say, results["rates"]), complete=True)
+    clock = Clock(on) if clock is None else clock
+    return write(measure_cases(bench, chosen, names, clock, limits, write, say, results["rates"]), complete=True)

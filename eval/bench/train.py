@@ -7,73 +7,64 @@ Full attention is cuDNN's.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
+from diffusers import WanTransformer3DModel
 
 from vmonarch.configs import InputError
 from vmonarch.configs.methods import AttentionMethod, resolve_method
 from vmonarch.eval.bench.clock import Clock
+from vmonarch.eval.bench.e2e import TEXT_TOKENS
 from vmonarch.eval.bench.runner import Bench, Case, Way, Ways, choose, profiled
-from vmonarch.eval.wan_models import WanModel, read_model_config
+from vmonarch.eval.wan_models import read_model_config
 from vmonarch.finetune.config import OptimizerConfig
-from vmonarch.finetune.data.schema import TEXT_LENGTH
-from vmonarch.finetune.models import Experts
 from vmonarch.finetune.objective import NoiseLevels, Objective, experts_of
 from vmonarch.finetune.trainer import make_optimizer
 
 
-class TrainingStep:
-    """Steps of training on random clips of one size.
+def training_step(config: dict[str, Any], size: Sequence[int], device: torch.device) -> tuple[Any, Callable[[], None]]:
+    """(a transformer, what trains it by one step on a random clip).
 
     Args:
         config: of a `WanTransformer3DModel`.
         size: latent [T, h, w].
-        precision: as in `FinetuneConfig`.
     """
+    torch.manual_seed(0)
+    with device:
+        transformer = WanTransformer3DModel(**config).train()
+    transformer.enable_gradient_checkpointing()
+    on_gpu = device.type == "cuda"
+    # Full attention, the text's too, and under every method.
+    transformer.set_attention_backend("_native_cudnn" if on_gpu else "native")
+    parameters = list(transformer.parameters())
+    optimizer = make_optimizer(parameters, OptimizerConfig(), device)
+    objective = Objective(NoiseLevels(), experts_of(["transformer"], None), seed=0)
+    latents = torch.randn(1, config["in_channels"], *size, device=device)
+    text = torch.randn(1, TEXT_TOKENS, config["text_dim"], device=device)
+    numbers = itertools.count()
 
-    def __init__(self, config: dict[str, Any], size: tuple[int, int, int], device: torch.device, precision: str):
-        from diffusers import WanTransformer3DModel
-
-        torch.manual_seed(0)
-        with device:
-            self.transformer = WanTransformer3DModel(**config)
-        self.transformer.enable_gradient_checkpointing()
-        # Full attention, the text's too, and under every method.
-        self.transformer.set_attention_backend("_native_cudnn" if device.type == "cuda" else "native")
-        self.experts = Experts({"transformer": self.transformer}).train()
-        self.parameters = list(self.experts.parameters())
-        self.optimizer = make_optimizer(self.parameters, OptimizerConfig(), device)
-        self.objective = Objective(NoiseLevels(), experts_of(["transformer"], None), seed=0)
-        self.latents = torch.randn(1, config["in_channels"], *size, device=device)
-        self.text = torch.randn(1, TEXT_LENGTH, config["text_dim"], device=device)
-        self.autocast = torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16")
-        self.step = 0
-
-    def __call__(self) -> None:
-        draw = self.objective.draw(self.latents, step=self.step)
-        with self.autocast:
-            losses = self.objective.losses(
-                lambda **given: self.experts(draw.expert.name, **given), draw, self.latents, self.text, {}
-            )
+    def step() -> None:
+        draw = objective.draw(latents, step=next(numbers))
+        with torch.autocast(device.type, torch.bfloat16, enabled=on_gpu):
+            losses = objective.losses(transformer, draw, latents, text, {})
         losses.mean().backward()
-        self.step += 1
-        torch.nn.utils.clip_grad_norm_(self.parameters, OptimizerConfig().clip)
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
+        torch.nn.utils.clip_grad_norm_(parameters, OptimizerConfig().clip)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    return transformer, step
 
 
-def ways(
-    model: WanModel, methods: Sequence[AttentionMethod], case: Case, device: torch.device, dtype: torch.dtype
-) -> Ways:
+def ways(methods: Sequence[AttentionMethod], case: Case, device: torch.device, dtype: torch.dtype) -> Ways:
     """A step by every method, all on the same transformer."""
-    latents = model.latents(case.frames, *case.size, argument="frames")
-    step = TrainingStep(model.transformer, latents, device, "bf16" if device.type == "cuda" else "fp32")
+    transformer, step = training_step(case.config, case.latents, device)
 
     def run(method: AttentionMethod) -> tuple[torch.Tensor, ...]:
-        method.install(step.transformer)
+        method.install(transformer)
         step()
         return ()
 
@@ -101,26 +92,27 @@ def bench(
         InputError: an argument cannot be used.
     """
     wan = read_model_config(model, argument="model")
-    grids = [wan.grid(wan.latents(count, *size, argument="frames")) for count in frames]
     resolved = [resolve_method(name, argument="methods") for name in methods]
     labels = choose("methods", [method.label for method in resolved])
     if "full" not in labels:
         raise InputError("methods", "must hold full, which the others are compared with")
-    cases = [
-        Case(label="x".join(map(str, (count, *size))), frames=count, size=tuple(size), grid=grid, tokens=grid.tokens)
-        for count, grid in zip(frames, grids, strict=True)
-    ]
+    cases = []
+    for clip in ((count, *size) for count in frames):
+        latents, grid = wan.latents(clip, argument="frames"), wan.grid(clip, argument="frames")
+        about = {"config": wan.transformer, "latents": latents, "grid": grid, "tokens": grid.tokens}
+        cases.append(Case(label="x".join(map(str, clip)), **about))
+    with torch.device("meta"):
+        parameters = sum(parameter.numel() for parameter in WanTransformer3DModel(**wan.transformer).parameters())
     return Bench(
         name="train",
         methods=labels,
         ours=labels,
         cases=cases,
-        ways=partial(ways, wan, resolved),
+        ways=partial(ways, resolved),
         base="full",
         settings={
             "model": model,
-            "config": wan.transformer,
-            "parameters": wan.parameters(transformer_only=True) // len(wan.transformers),
+            "parameters": parameters,
             "batch": 1,
             "precision": "bfloat16 products (float32 on a CPU), float32 weights and AdamW",
             "gradient_checkpointing": True,

@@ -6,8 +6,8 @@ because a Monarch row has a log-partition of its own (docs/attention.md, "The lo
 full attention does: entropy, and how much of its mass lies on the first frame, on a query's own frame, and at every
 distance in time.
 
-What a head loses says little of what the model loses: later layers mend some errors and let others grow. So a recorded
-call is computed again (`watched`), once with gradients. With u drawn from N(0, 1) for every number of the model's
+What a head loses says little of what the model loses: later layers mend some errors and let others grow. So recorded
+calls are computed again (`watched`), once with gradients. With u drawn from N(0, 1) for every number of the model's
 output v, and g = ∂⟨u, v⟩/∂o at a head's output o, the error δ of a candidate there changes ⟨u, v⟩ by ⟨g, δ⟩ to first
 order, and E ⟨g, δ⟩² = ‖J δ‖², the square of what it changes in v: for all layers, heads and candidates from one
 backward pass (Hutchinson's estimator). First order is far off where errors grow, tenfold and more in first layers. So
@@ -22,22 +22,24 @@ Shapes: B batch, S = T·H·W tokens, H heads, D head dim; statistics are [steps,
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
 
+from vmonarch import apply, restore
 from vmonarch.configs import InputError
 from vmonarch.context_parallel import Share
 from vmonarch.grid import LatentGrid
-from vmonarch.installation import find_transformers
+from vmonarch.installation import find_transformers, self_attention_modules
 from vmonarch.kernels.flash_entropy.api import flash_entropy_attention
 from vmonarch.options import Options, VMonarchOptions
-from vmonarch.plan import FULL, method_attention, method_dict, method_flops
+from vmonarch.plan import FULL, AttentionPlan, method_attention, method_dict, method_flops
+from vmonarch.processors import VMonarchProcessor
 from vmonarch.video_processor import VideoAttentionProcessor
 
 FORMAT = "vmonarch-diagnosis-1"
@@ -48,12 +50,7 @@ _REPLACED = 8
 
 
 def distribution(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    bins: torch.Tensor,
-    count: int,
-    options: Options | None,
-    grid: LatentGrid,
+    query: torch.Tensor, key: torch.Tensor, bins: torch.Tensor, count: int, options: Options | None, grid: LatentGrid
 ) -> torch.Tensor:
     """Mass that every row of an attention map gives to bins of keys: [B, S, H, count], float32.
 
@@ -66,11 +63,10 @@ def distribution(
     """
     B, S, H, _ = key.shape
     parts = []
-    for start in range(0, count, _COLUMNS):
-        columns = torch.arange(start, min(start + _COLUMNS, count), device=key.device)
-        value = (bins.to(key.device)[:, None] == columns).to(key.dtype).view(1, S, 1, -1).expand(B, S, H, -1)
+    for columns in torch.arange(count, device=key.device).split(_COLUMNS):
+        value = (bins.to(key.device)[:, None] == columns).to(key.dtype).view(1, S, 1, -1)
         # The kernels want consecutive columns.
-        value = value.contiguous()
+        value = value.expand(B, S, H, -1).contiguous()
         if options is None:
             parts.append(flash_entropy_attention(query, key, value)[0].float())
         else:
@@ -88,9 +84,8 @@ def attention_map(
         options: what the op takes; None for exact attention.
         size: rows and columns, at most S.
     """
-    S = grid.tokens
-    size = min(size, S)
-    bins = torch.arange(S, device=query.device) * size // S
+    size = min(size, grid.tokens)
+    bins = torch.arange(grid.tokens, device=query.device) * size // grid.tokens
     mass = distribution(query, key, bins, size, options, grid)[0, :, 0]
     rows = torch.zeros(size, size, device=mass.device).index_add_(0, bins, mass)
     return rows / torch.bincount(bins, minlength=size)[:, None]
@@ -130,16 +125,15 @@ def measure(
     out, lse, entropy = flash_entropy_attention(query, key, value)
     exact = out.double()
     frames = torch.arange(S, device=query.device) // P
-    # [B, T, P, H, T] -> mass [T, H, T] of the rows of every query frame
-    mass = distribution(query, key, frames, T, None, grid).double().unflatten(1, (T, P)).sum((0, 2))
-    distance = torch.zeros(H, T, dtype=torch.float64, device=query.device)
+    # [B, T, P, H, T] -> mass [H, T, T] of the rows of every query frame
+    mass = distribution(query, key, frames, T, None, grid).double().unflatten(1, (T, P)).sum((0, 2)).transpose(0, 1)
     gap = (torch.arange(T)[:, None] - torch.arange(T)).abs().to(query.device)
-    for d in range(T):
-        distance[:, d] = (mass * (gap == d)[:, None, :]).sum((0, 2))
+    distance = torch.zeros(H, T, dtype=torch.float64, device=query.device)
+    distance.index_add_(1, gap.flatten(), mass.flatten(1))
     totals: Totals = {
         "energy": exact.square().sum((0, 1, 3)),
         "entropy": entropy.double().sum((0, 2)),
-        "first": mass[:, :, 0].sum(0),
+        "first": mass[:, :, 0].sum(1),
         "own": distance[:, 0],
         "distance": distance,
     }
@@ -150,28 +144,7 @@ def measure(
         totals["kl", name] = (lse.double() - weight.double()).sum((0, 2))
         if gradient is not None:
             totals["output", name] = (gradient * difference).sum((1, 3)).square().sum(0)
-    # The host waits for the GPU once.
-    found = torch.cat([tensor.reshape(H, -1) for tensor in totals.values()], 1).cpu()
-    sizes = [tensor[0].numel() for tensor in totals.values()]
-    parts = zip(totals.items(), found.split(sizes, 1), strict=True)
-    return out, lse, {"rows": B * S, **{key: part.reshape(tensor.shape) for (key, tensor), part in parts}}
-
-
-@dataclass
-class Watch:
-    """Where `watched` is.
-
-    Args:
-        step: of the call that is to be computed again; None if it is not.
-        velocity: squares of that call's output, while it is computed again; None otherwise.
-        inputs: query, key and value of the layer whose gradient is computed, by its number.
-        replaced: the layer that has the reference, while there is one.
-    """
-
-    step: int | None = None
-    velocity: float | None = None
-    inputs: dict[int, tuple[torch.Tensor, ...]] = field(default_factory=dict)
-    replaced: int | None = None
+    return out, lse, {"rows": B * S, **{key: total.cpu() for key, total in totals.items()}}
 
 
 @dataclass(frozen=True)
@@ -179,6 +152,7 @@ class Call:
     """A recorded call of a transformer, and the model's output `velocity` with full attention."""
 
     component: str
+    step: int
     module: Any
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -196,31 +170,34 @@ class Recorder:
         every: the steps 0, every, 2·every, … are recorded.
         maps: (layer, head) whose attention maps are kept, of the first video, at the recorded step nearest the middle.
         map_size: rows and columns of a map.
-        calls: where the calls that are watched go; None keeps none of them, and their tensors, in memory.
 
     Attributes:
         grid: of the videos. totals: by (transformer, step, layer).
         inputs: query, key and value [1, S, H, D] of a recorded call.
         pictures: maps by (transformer, layer, head, method).
-        watch: inside `watched`.
+        watched: whether calls are computed again.
+        step: of the call under way, if that is to be computed again.
+        again: the call that is.
     """
 
     candidates: dict[str, Options]
     every: int = 1
     maps: tuple[tuple[int, int], ...] = ()
     map_size: int = 300
-    calls: list[Call] | None = None
     grid: LatentGrid | None = None
     totals: dict[tuple[str, int, int], Totals] = field(default_factory=dict)
     inputs: tuple[torch.Tensor, ...] = ()
     pictures: dict[tuple[str, int, int, str], torch.Tensor] = field(default_factory=dict)
-    watch: Watch | None = None
+    watched: bool = False
+    step: int | None = None
+    again: Call | None = None
+    noise: torch.Generator = field(default_factory=lambda: torch.Generator().manual_seed(0))
 
     @property
     def reference(self) -> str:
         """The candidate whose change of the output is measured: VMonarch's defaults, or the first without them."""
-        first = next(iter(self.candidates))
-        return next((name for name, options in self.candidates.items() if options == VMonarchOptions()), first)
+        plain = [name for name, options in self.candidates.items() if options == VMonarchOptions()]
+        return [*plain, *self.candidates][0]
 
     def add(self, component: str, step: int, layer: int, totals: Totals) -> None:
         """Add the sums of one call of one layer."""
@@ -236,52 +213,53 @@ def replaced_layers(layers: int) -> tuple[int, ...]:
     """
     if layers <= _REPLACED:
         return tuple(range(layers))
-    powers = [1 << n for n in range(_REPLACED - 2) if 1 << n < layers - 1]
-    return (0, *powers, layers - 1)
+    return (0, *(1 << n for n in range(_REPLACED - 2) if 1 << n < layers - 1), layers - 1)
 
 
-@contextmanager
-def watched(recorder: Recorder, pipe: Any) -> Iterator[None]:
-    """Within it, a recorded call of a transformer is computed again: with gradients, to be measured then, and once for
-    each of `replaced_layers`, with the reference in that layer.
+@contextlib.contextmanager
+def watched(recorder: Recorder, pipe: Any) -> Iterator[list[Call]]:
+    """The recorded calls of transformers in the block, which are computed again after it: with gradients, to be
+    measured then, and once for each of `replaced_layers`, with the reference in that layer.
+
+    The pipeline has a `DiagnosisProcessor` of the recorder before, and full attention afterwards.
 
     Raises:
-        InputError: in the block: see `differentiate`.
+        InputError: see `differentiate`.
     """
-    generator = torch.Generator().manual_seed(0)
-    watch = Watch()
+    calls: list[Call] = []
 
-    def again(component: str, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        if watch.step is None or watch.velocity is not None:
-            return
-        step, velocity = watch.step, output[0].double()
-        watch.velocity = velocity.square().sum().item()
-        call = Call(component, module, args, kwargs, output[0])
-        if recorder.calls is not None:
-            recorder.calls.append(call)
-        noise = torch.randn(velocity.shape, generator=generator).to(velocity.device)
-        try:
-            differentiate(call, lambda found: (found.float() * noise).sum())
-            layers = sum(place[:2] == (component, step) for place in recorder.totals)
-            for layer in replaced_layers(layers):
-                watch.replaced = layer
+    def keep(component: str, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        if recorder.step is not None:
+            calls.append(Call(component, recorder.step, module, args, kwargs, output[0]))
+        recorder.step = None
+
+    with contextlib.ExitStack() as stack:
+        for component, module in find_transformers(pipe).items():
+            hook = module.register_forward_hook(functools.partial(keep, component), with_kwargs=True)
+            stack.callback(hook.remove)
+        recorder.watched = True
+        yield calls
+    for recorder.again in calls:
+        noise = torch.randn(recorder.again.velocity.shape, generator=recorder.noise)
+        differentiate(recorder.again, functools.partial(_inner, noise.to(recorder.again.velocity.device)))
+    recorder.again, recorder.watched = None, False
+    sizes = {name: len(self_attention_modules(module)) for name, module in find_transformers(pipe).items()}
+    options = {recorder.reference: recorder.candidates[recorder.reference], FULL: None}
+    heads = recorder.inputs[0].shape[2] if calls else 0
+    for layer in sorted({layer for layers in sizes.values() for layer in replaced_layers(layers)}):
+        names = {name: [recorder.reference if i == layer else FULL for i in range(n)] for name, n in sizes.items()}
+        plan = AttentionPlan(options, {name: [[one] * heads for one in row] for name, row in names.items()})
+        apply(pipe, VMonarchProcessor(plan=plan))
+        for call in calls:
+            if layer in replaced_layers(sizes[call.component]):
                 with torch.no_grad():
-                    changed = module(*args, **kwargs)[0].double() - velocity
-                recorder.add(component, step, layer, {"change": changed.square().sum().item()})
-        finally:
-            watch.step = watch.velocity = watch.replaced = None
+                    changed = call.module(*call.args, **call.kwargs)[0].double() - call.velocity.double()
+                recorder.add(call.component, call.step, layer, {"change": changed.square().sum().item()})
+    restore(pipe)
 
-    hooks = [
-        module.register_forward_hook(functools.partial(again, component), with_kwargs=True)
-        for component, module in find_transformers(pipe).items()
-    ]
-    recorder.watch = watch
-    try:
-        yield
-    finally:
-        recorder.watch = None
-        for hook in hooks:
-            hook.remove()
+
+def _inner(noise: torch.Tensor, found: torch.Tensor) -> torch.Tensor:
+    return (found.float() * noise).sum()
 
 
 def differentiate(call: Call, loss: Callable[[torch.Tensor], torch.Tensor]) -> float:
@@ -344,6 +322,7 @@ class DiagnosisProcessor(VideoAttentionProcessor):
     def __init__(self, recorder: Recorder) -> None:
         super().__init__()
         self.recorder = recorder
+        self._inputs: dict[int, tuple[torch.Tensor, ...]] = {}
         self._needs_apply = "a diagnosis"
 
     def attend_with_lse(
@@ -356,15 +335,18 @@ class DiagnosisProcessor(VideoAttentionProcessor):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         if heads is not None:
             raise NotImplementedError("a diagnosis records all heads, but context parallelism spreads them over ranks")
-        recorder, context, watch = self.recorder, self._context, self.recorder.watch
+        recorder, context = self.recorder, self._context
         assert context is not None
-        if watch is not None and watch.velocity is not None:
-            if watch.replaced is None:
-                return self._seen(query, key, value, grid)
-            if watch.replaced == self._layer:
-                options = recorder.candidates[recorder.reference]
-                return method_attention(query, key, value, options, grid=grid, return_lse=True)
-            return flash_entropy_attention(query, key, value)[:2]
+        if (call := recorder.again) is not None:
+            out, lse, _ = flash_entropy_attention(query, key, value)
+
+            def record(gradient: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+                totals = measure(q, k, v, grid, recorder.candidates, gradient)[-1]
+                totals["velocity"] = call.velocity.double().square().sum().item()
+                recorder.add(call.component, call.step, self._layer, totals)
+
+            when_differentiated(out, self._inputs, self._layer, (query, key, value), record)
+            return out, lse
         step, steps, *_ = context.step("a diagnosis", "call vmonarch.restore")
         if step % recorder.every:
             return flash_entropy_attention(query, key, value)[:2]
@@ -374,38 +356,21 @@ class DiagnosisProcessor(VideoAttentionProcessor):
         recorder.inputs = recorder.inputs or tuple(x[:1].clone() for x in (query, key, value))
         if abs(step - steps // 2) <= recorder.every // 2:
             self._keep_maps(context.component, query, key, grid)
-        if watch is not None:
-            watch.step = step
+        if recorder.watched:
+            recorder.step = step
             return flash_entropy_attention(query, key, value)[:2]
         out, lse, totals = measure(query, key, value, grid, recorder.candidates)
         recorder.add(context.component, step, self._layer, totals)
         return out, lse
 
-    def _seen(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, grid: LatentGrid
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Full attention that is measured once the gradient of its output is known."""
-        recorder, context, watch = self.recorder, self._context, self.recorder.watch
-        assert context is not None and watch is not None and watch.step is not None and watch.velocity is not None
-        component, step, velocity = context.component, watch.step, watch.velocity
-        out, lse, _ = flash_entropy_attention(query, key, value)
-
-        def record(gradient: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-            totals = measure(q, k, v, grid, recorder.candidates, gradient)[-1]
-            recorder.add(component, step, self._layer, totals | {"velocity": velocity})
-
-        when_differentiated(out, watch.inputs, self._layer, (query, key, value), record)
-        return out, lse
-
     def _keep_maps(self, component: str, query: torch.Tensor, key: torch.Tensor, grid: LatentGrid) -> None:
         recorder = self.recorder
         for layer, head in recorder.maps:
-            if layer != self._layer or (component, layer, head, "full") in recorder.pictures:
-                continue
-            q, k = (x[:1, :, head : head + 1] for x in (query, key))
-            for name, options in {"full": None, **recorder.candidates}.items():
-                picture = attention_map(q, k, options, grid, recorder.map_size)
-                recorder.pictures[component, layer, head, name] = picture.cpu()
+            if layer == self._layer and (component, layer, head, "full") not in recorder.pictures:
+                q, k = (x[:1, :, head : head + 1] for x in (query, key))
+                for name, options in {"full": None, **recorder.candidates}.items():
+                    picture = attention_map(q, k, options, grid, recorder.map_size)
+                    recorder.pictures[component, layer, head, name] = picture.cpu()
 
 
 def document(recorder: Recorder, times: Mapping[str, float]) -> dict[str, Any]:
@@ -430,49 +395,74 @@ def document(recorder: Recorder, times: Mapping[str, float]) -> dict[str, Any]:
     grid = recorder.grid
     if grid is None or not recorder.totals:
         raise ValueError("nothing was recorded: the pipeline has run no step with self-attention")
-    head_dim = recorder.inputs[0].shape[-1]
+    full = method_flops(None, grid, recorder.inputs[0].shape[-1])
     transformers = {}
     for component in dict.fromkeys(name for name, _, _ in recorder.totals):
         steps = sorted({step for name, step, _ in recorder.totals if name == component})
         layers = 1 + max(layer for name, _, layer in recorder.totals if name == component)
         found = [[recorder.totals[component, step, layer] for layer in range(layers)] for step in steps]
+        mean = lambda key, found=found: _plain(_stacked(found, key, over="rows"))
         energy = _stacked(found, "energy")
-        output = _output_errors(found, recorder.candidates, recorder.reference) if "velocity" in found[0][0] else None
         candidates = {}
         for name in recorder.candidates:
             squares = _stacked(found, ("squares", name))
             candidates[name] = {
                 "error": _plain((squares / energy).sqrt()),
                 "layer_error": _plain(squares / energy.sum(-1, keepdim=True)),
-                "kl": _plain(_stacked(found, ("kl", name), over="rows")),
+                "kl": mean(("kl", name)),
             }
-            if output is not None:
-                candidates[name]["output_error"] = _plain(output[name])
+        if "velocity" in found[0][0]:
+            for name, errors in _output_errors(found, recorder.candidates, recorder.reference).items():
+                candidates[name]["output_error"] = _plain(errors)
         transformers[component] = {
             "steps": steps,
             "layers": layers,
             "heads": energy.shape[-1],
             "rows": found[0][0]["rows"],
-            "entropy": _plain(_stacked(found, "entropy", over="rows")),
-            "first_frame_mass": _plain(_stacked(found, "first", over="rows")),
-            "own_frame_mass": _plain(_stacked(found, "own", over="rows")),
-            "distance_mass": _plain(_stacked(found, "distance", over="rows")),
+            "entropy": mean("entropy"),
+            "first_frame_mass": mean("first"),
+            "own_frame_mass": mean("own"),
+            "distance_mass": mean("distance"),
             "candidates": candidates,
         }
+    about = {
+        name: {
+            "options": method_dict(options),
+            "flops": method_flops(options, grid, recorder.inputs[0].shape[-1]) / full,
+            "ms": times.get(name),
+        }
+        for name, options in recorder.candidates.items()
+    }
     return {
         "format": FORMAT,
         "grid": list(grid),
         "full_ms": times.get(FULL),
-        "candidates": {
-            name: {
-                "options": method_dict(options),
-                "flops": method_flops(options, grid, head_dim) / method_flops(None, grid, head_dim),
-                "ms": times.get(name),
-            }
-            for name, options in recorder.candidates.items()
-        },
+        "candidates": about,
         "transformers": transformers,
     }
+
+
+def head_times(
+    tensors: tuple[torch.Tensor, ...], grid: LatentGrid, candidates: Mapping[str, Options]
+) -> dict[str, float]:
+    """Milliseconds of a head, by candidate, and of exact attention ("full"): of a forward call with all heads, L2 cold,
+    over their number. Nothing on a CPU.
+
+    Args:
+        tensors: query, key and value [B, S, H, D].
+        candidates: options by name.
+    """
+    from diffusers.models.attention_dispatch import dispatch_attention_fn
+    from triton.testing import do_bench
+
+    query, key, value = tensors
+    if query.device.type != "cuda":
+        return {}
+    runs: dict[str, Callable[[], Any]] = {FULL: functools.partial(dispatch_attention_fn, query, key, value)}
+    for name, options in candidates.items():
+        runs[name] = functools.partial(method_attention, query, key, value, options, grid=grid)
+    with torch.no_grad():
+        return {name: do_bench(run, return_mode="median") / query.shape[2] for name, run in runs.items()}
 
 
 def _stacked(found: list[list[Totals]], key: Any, over: str | None = None) -> torch.Tensor:

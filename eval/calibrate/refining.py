@@ -6,7 +6,7 @@ E = ‖v' - v‖²/‖v‖², where v' is the model's output with the plan and v
 output is off, on its own inputs, and J the Jacobian from there to the output, then v' - v = Σ J δ to first order, and
 ½ ⟨∂E/∂o, δ⟩ is the head's share ⟨v' - v, J δ⟩/‖v‖² of E: all shares, which add up to E, from one backward pass.
 
-The shares correct what the next plan goes by (`planning.plan_within_work`), and the best plan that was measured stays.
+The shares correct what the next plan goes by (`planning.plan`), and the best plan that was measured stays.
 """
 
 from __future__ import annotations
@@ -69,23 +69,16 @@ def measure_plan(pipe: Any, plan: AttentionPlan, calls: Sequence[Call]) -> InPla
     shares = {
         name: torch.zeros(len(layers), len(layers[0]), dtype=torch.float64) for name, layers in plan.layers.items()
     }
-    inexact = {
-        component
-        for component, layers in plan.layers.items()
-        for row in layers
-        for name in row
-        if plan.methods[name] is not None
-    }
     error = 0.0
     apply(pipe, SharesProcessor(plan, shares))
     try:
         for call in calls:
-            if call.component not in inexact:
-                continue
-            error += differentiate(call, functools.partial(_change, call.velocity.float())) / len(calls)
+            # Where all heads are exact, nothing changes.
+            if any(plan.methods[name] is not None for row in plan.layers[call.component] for name in row):
+                error += differentiate(call, functools.partial(_change, call.velocity.float()))
     finally:
         restore(pipe)
-    return InPlace(plan, error, {name: found / len(calls) for name, found in shares.items()})
+    return InPlace(plan, error / len(calls), {name: found / len(calls) for name, found in shares.items()})
 
 
 def refine(

@@ -9,8 +9,7 @@ import torch
 from markupsafe import Markup
 
 from vmonarch.eval.calibrate.planning import measures_of, over_steps
-from vmonarch.eval.render.page import page
-from vmonarch.eval.render.plot import heat_map, numbered_lines, shades
+from vmonarch.eval.render.plot import heat_map, numbered_lines, page, shades
 from vmonarch.plan import AttentionPlan
 
 # The measures that are shown.

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from vmonarch.configs import InputError, read_document, suggest
-from vmonarch.eval.calibrate.diagnosis import FORMAT, Call, DiagnosisProcessor, Recorder, document, watched
+from vmonarch.eval.calibrate import planning
+from vmonarch.eval.calibrate.diagnosis import FORMAT, Call, DiagnosisProcessor, Recorder, document, head_times, watched
 from vmonarch.eval.calibrate.refining import refine
-from vmonarch.eval.calibrate.settings import CalibrateConfig, options_of, parse_maps
-from vmonarch.eval.calibrate.timing import head_times
+from vmonarch.eval.calibrate.settings import CalibrateConfig
 from vmonarch.files import AtomicFiles, short_hash
 from vmonarch.pipelines.loading import LoadedModel, complete_and_load
 from vmonarch.pipelines.outputs import GenerationError, keep_elsewhere, prepare_output_dir, reserve_number
@@ -50,45 +50,45 @@ def calibrate(config: CalibrateConfig, *, progress: bool = False, model: LoadedM
     """
     from vmonarch import apply, restore
     from vmonarch.eval.calibrate.report import report
+    from vmonarch.families import heads_of
+    from vmonarch.installation import find_transformers, self_attention_modules
 
     config, model = complete_and_load(config, model)
     if config.time is not None and model.device.type != "cuda":
         raise InputError("time", f"must be measured on a GPU, but the model is on {model.device}; use flops")
     output = prepare_output_dir(config.output_dir)
     assert config.steps is not None
-    layers, heads = _size(model)
-    maps = parse_maps(config.maps) or tuple(dict.fromkeys((layer, 0) for layer in (0, layers // 2, layers - 1)))
+    modules = self_attention_modules(next(iter(find_transformers(model.pipe).values())))
+    layers, heads = len(modules), heads_of(modules[0][1])
+    maps = config.places or tuple(dict.fromkeys((layer, 0) for layer in (0, layers // 2, layers - 1)))
     for layer, head in maps:
         if layer >= layers or head >= heads:
             raise InputError("maps", f"must lie in {layers} layers of {heads} heads, got {layer}:{head}")
-    candidates = {method.label: options_of(method) for method in config.candidates}
     calls: list[Call] = []
     every = config.every or max(1, config.steps // 10)
-    recorder = Recorder(candidates, every, maps, calls=calls if config.refine else None)
+    recorder = Recorder(config.options, every, maps)
     batches = config.batches()
-    apply(model.pipe, DiagnosisProcessor(recorder))
     try:
-        with watched(recorder, model.pipe) if config.sensitivity else contextlib.nullcontext():
-            for number, batch in enumerate(batches):
-                title = f"batch {number + 1} of {len(batches)}" if progress else None
+        for number, batch in enumerate(batches):
+            title = f"batch {number + 1} of {len(batches)}" if progress else None
+            apply(model.pipe, DiagnosisProcessor(recorder))
+            with contextlib.ExitStack() as stack:
+                seen = stack.enter_context(watched(recorder, model.pipe)) if config.sensitivity else []
                 denoise(model, config, [prompt for prompt, _ in batch], [seed for _, seed in batch], progress=title)
+            calls += seen if config.refine else []
     finally:
         restore(model.pipe)
-    about = {
-        "created": datetime.now(UTC).isoformat(timespec="seconds"),
-        "config": config.to_dict(),
-        **facts(config, model),
-    }
     assert recorder.grid is not None
     times = head_times(recorder.inputs, recorder.grid, recorder.candidates)
-    diagnosis = {**document(recorder, times), "about": about}
+    about = {"created": datetime.now(UTC).isoformat(timespec="seconds"), "config": config.to_dict()}
+    diagnosis = {**document(recorder, times), "about": about | facts(config, model)}
     with reserve_number(output, 1 if config.overwrite else None) as number_text:
         target = output / f"{number_text}-{short_hash(config.to_dict())}"
         save = functools.partial(_save, overwrite=config.overwrite)
         save(target / "diagnosis.json", json.dumps(diagnosis, ensure_ascii=False, allow_nan=False) + "\n")
         # What was sampled is on disk by now: a plan that cannot be made costs no more than another --diagnosis.
         try:
-            make = functools.partial(config.plan, diagnosis)
+            make = functools.partial(planning.plan, diagnosis, config)
             plan = refine(model.pipe, calls, make, config.refine) if config.refine else make()
         except InputError as error:
             kept = f"the diagnosis is {target / 'diagnosis.json'}, from which --diagnosis makes other plans"
@@ -110,15 +110,6 @@ def warn_if_full(plan: AttentionPlan) -> None:
         )
 
 
-def _size(model: LoadedModel) -> tuple[int, int]:
-    """Layers and heads of the pipeline's transformers."""
-    from vmonarch.families import heads_of
-    from vmonarch.installation import find_transformers, self_attention_modules
-
-    modules = self_attention_modules(next(iter(find_transformers(model.pipe).values())))
-    return len(modules), heads_of(modules[0][1])
-
-
 def _save(path: Path, text: str, *, overwrite: bool) -> None:
     """Write a file of a calibration, or keep it where there is room for it.
 
@@ -127,15 +118,11 @@ def _save(path: Path, text: str, *, overwrite: bool) -> None:
     """
     try:
         path.parent.mkdir(exist_ok=True)
-        _write(path, text, overwrite=overwrite)
+        with AtomicFiles(overwrite=overwrite) as files:
+            files.stage(path).write_text(text, encoding="utf-8")
     except OSError as error:
         kept = keep_elsewhere(path.name, lambda elsewhere: elsewhere.write_text(text, encoding="utf-8"))
         raise GenerationError(f"{path.parent} cannot be written to: {error}; {kept}") from error
-
-
-def _write(path: Path, text: str, *, overwrite: bool) -> None:
-    with AtomicFiles(overwrite=overwrite) as files:
-        files.stage(path).write_text(text, encoding="utf-8")
 
 
 def read_diagnosis(path: str | Path, candidates: Sequence[str] | None = None) -> dict[str, Any]:
@@ -154,9 +141,6 @@ def read_diagnosis(path: str | Path, candidates: Sequence[str] | None = None) ->
     for name in candidates:
         if name not in known:
             raise InputError("candidates", f"must be of {', '.join(known)}, got {name!r}{suggest(name, known)}")
-    parts = {
-        transformer: part | {"candidates": {name: part["candidates"][name] for name in candidates}}
-        for transformer, part in diagnosis["transformers"].items()
-    }
-    kept = {name: diagnosis["candidates"][name] for name in candidates}
-    return diagnosis | {"candidates": kept, "transformers": parts}
+    kept = lambda found: {"candidates": {name: found["candidates"][name] for name in candidates}}
+    parts = {name: part | kept(part) for name, part in diagnosis["transformers"].items()}
+    return diagnosis | kept(diagnosis) | {"transformers": parts}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -16,9 +17,7 @@ from vmonarch.options import Options, VMonarchOptions
 from vmonarch.pipelines.config import SamplingConfig
 
 if TYPE_CHECKING:
-    from vmonarch.eval.calibrate.planning import InPlace
     from vmonarch.grid import LatentGrid
-    from vmonarch.plan import AttentionPlan
 
 CANDIDATES = (
     "vmonarch-plain:num_iterations=1",
@@ -67,13 +66,13 @@ class Budget:
     limit: str | None = field(default=None, metadata={"option": {"metavar": "MEASURE=SHARE"}})
 
     def __post_init__(self) -> None:
-        given = {name: getattr(self, name) for name in ("budget", "flops", "time")}
-        named = [name for name, value in given.items() if value is not None]
-        if len(named) > 1:
-            raise InputError(named[0], f"and {named[1]} exclude each other: give one")
-        for name in named:
-            if not math.isfinite(given[name]) or given[name] < 0:
-                raise InputError(name, f"must be finite and at least 0, got {given[name]}")
+        given = {name: value for name in ("budget", "flops", "time") if (value := getattr(self, name)) is not None}
+        if len(given) > 1:
+            first, second, *_ = given
+            raise InputError(first, f"and {second} exclude each other: give one")
+        for name, value in given.items():
+            if not 0 <= value < math.inf:
+                raise InputError(name, f"must be finite and at least 0, got {value}")
         if self.limit is not None and self.budget is not None:
             raise InputError("limit", "is for flops and time; with budget, every head keeps to that")
         for name, measure in self.measures.items():
@@ -96,21 +95,6 @@ class Budget:
             if name and 0 < float(share) < math.inf:
                 return name, float(share)
         raise InputError("limit", f"must be measure=share with a positive share, such as kl=0.5, got {self.limit!r}")
-
-    def plan(self, diagnosis: Mapping[str, Any], found: Sequence[InPlace] = ()) -> AttentionPlan:
-        """The plan for a diagnosis.
-
-        Args:
-            found: see `plan_within_work`.
-        """
-        from vmonarch.eval.calibrate.planning import plan_within_error, plan_within_work
-
-        if self.budget is not None:
-            return plan_within_error(diagnosis, self.budget, self.measure or "error")
-        cost = "flops" if self.time is None else "time"
-        work = getattr(self, cost)
-        limit = self.parsed_limit
-        return plan_within_work(diagnosis, 1.0 if work is None else work, self.measure, limit, cost=cost, found=found)
 
 
 @dataclass(frozen=True)
@@ -139,12 +123,21 @@ class CalibrateConfig(Budget, SamplingConfig):
         if self.refine and self.measure is None:
             object.__setattr__(self, "measure", "layer_error")
         Budget.__post_init__(self)
-        if not self.candidates:
-            raise InputError("candidates", "must be one or more methods, got none")
         methods = resolved(self.candidates, "candidates", recipes=False)
-        for method in methods:
-            _check_candidate(method)
         object.__setattr__(self, "candidates", methods)
+        if not methods:
+            raise InputError("candidates", "must be one or more methods, got none")
+        for method in methods:
+            if method.processor_name not in _PROCESSORS:
+                known, got = " or ".join(_PROCESSORS), f"{method.label!r} of {method.processor_name}"
+                raise InputError("candidates", f"must be of the processors {known}, got {got}")
+            if not method.countable:
+                raise InputError(
+                    "candidates", f"must have work that is known beforehand, but {method.label!r} sets beta"
+                )
+            for name in ("bias", "plan", "dense_steps", "dense_layers", "refresh"):
+                if method.options.get(name) not in (None, 0, []):
+                    raise InputError("candidates", f"must leave {name} alone, but {method.label!r} sets it")
         check_least(self, every=1, refine=0)
         if not self.sensitivity and "output_error" in self.measures.values():
             raise InputError("measure", "cannot be output_error without sensitivity, which measures it")
@@ -152,9 +145,26 @@ class CalibrateConfig(Budget, SamplingConfig):
         if self.refine and (given := [name for name, is_given in without.items() if is_given]):
             raise InputError("refine", f"measures plans for flops or time, with gradients; leave out {given[0]}")
         for name in ("limit", "time"):
-            if getattr(self, name) is not None and VMonarchOptions() not in map(options_of, methods):
+            if getattr(self, name) is not None and VMonarchOptions() not in self.options.values():
                 raise InputError(name, "is relative to VMonarch with its defaults, which is not among the candidates")
-        parse_maps(self.maps)
+        self.places  # noqa: B018
+
+    @property
+    def options(self) -> dict[str, Options]:
+        """What the ops of the candidates take, by their labels."""
+        return {method.label: method.processor().options for method in self.candidates}
+
+    @property
+    def places(self) -> tuple[tuple[int, int], ...]:
+        """(layer, head) of every map.
+
+        Raises:
+            InputError: an entry is not of this form.
+        """
+        found = [re.fullmatch(r"([0-9]+):([0-9]+)", str(entry)) for entry in self.maps]
+        if None in found:
+            raise InputError("maps", f"must be layer:head, such as 3:0, got {self.maps[found.index(None)]!r}")
+        return tuple((int(entry[1]), int(entry[2])) for entry in found if entry)
 
     @property
     def attention_methods(self) -> Mapping[str, Sequence[AttentionMethod]]:
@@ -163,41 +173,9 @@ class CalibrateConfig(Budget, SamplingConfig):
 
     def check_grid(self, grid: LatentGrid) -> None:
         """Raise InputError if heads of videos of this grid cannot do with so much work."""
-        from vmonarch.eval.calibrate.planning import check_work, default_flops
+        from vmonarch.eval.calibrate.planning import check_work
         from vmonarch.plan import method_flops
 
         if self.flops is not None:
-            cheapest = min(method_flops(options_of(method), grid, 1) for method in self.candidates)
-            check_work(self.flops, cheapest / method_flops(None, grid, 1), default_flops(grid))
-
-
-def _check_candidate(method: AttentionMethod) -> None:
-    if method.processor_name not in _PROCESSORS:
-        known, got = " or ".join(_PROCESSORS), f"{method.label!r} of {method.processor_name}"
-        raise InputError("candidates", f"must be of the processors {known}, got {got}")
-    if not method.countable:
-        raise InputError("candidates", f"must have work that is known beforehand, but {method.label!r} sets beta")
-    for name in ("bias", "plan", "dense_steps", "dense_layers", "refresh"):
-        if method.options.get(name) not in (None, 0, []):
-            raise InputError("candidates", f"must leave {name} alone, but {method.label!r} sets it")
-
-
-def options_of(method: AttentionMethod) -> Options:
-    """What the op of a candidate takes."""
-    options: Options = method.processor().options
-    return options
-
-
-def parse_maps(maps: Sequence[str]) -> tuple[tuple[int, int], ...]:
-    """(layer, head) of every "layer:head".
-
-    Raises:
-        InputError: an entry is not of this form.
-    """
-    found = []
-    for entry in maps:
-        layer, colon, head = str(entry).partition(":")
-        if not colon or not layer.isdecimal() or not head.isdecimal():
-            raise InputError("maps", f"must be layer:head, such as 3:0, got {entry!r}")
-        found.append((int(layer), int(head)))
-    return tuple(found)
+            cheapest = min(method_flops(options, grid, 1) for options in self.options.values())
+            check_work(self.flops, cheapest / method_flops(VMonarchOptions(), grid, 1))

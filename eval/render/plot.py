@@ -1,14 +1,22 @@
-"""Figures of reports and documents, through matplotlib's object interface: the same numbers give the same bytes."""
+"""Pages of reports, by the templates beside this file, and their figures: the same numbers give the same bytes.
+
+A page is one file that needs no network: nothing in it is fetched.
+"""
 
 from __future__ import annotations
 
 import base64
 import io
+import json
 import re
 from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
 
 import numpy as np
-from markupsafe import Markup
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup, escape
 from matplotlib import rc_context
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
@@ -20,12 +28,38 @@ from matplotlib.ticker import MaxNLocator
 from numpy.typing import ArrayLike
 from PIL import Image
 
+from vmonarch.eval.render.table import percent
+
 # Okabe and Ito's colours, which colour-blind readers can tell apart; what has one carries a number or marker too.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#555555", "#999999")
 # CSS pixels of an inch, and points of text in reports.
 _INCH, _TEXT = 96, 8
 # Sizes of a heat map in CSS pixels: a cell, and what its axes and colour bar take.
 _CELL, _LEFT, _RIGHT, _BOTTOM = 14, 40, 76, 36
+
+
+def page(template: str, **values: Any) -> str:
+    """The page of a template.
+
+    What is put into it is escaped unless it is Markup; None is nothing; a name that no value has is an error.
+    """
+    environment = Environment(
+        loader=FileSystemLoader(Path(__file__).parent),
+        autoescape=True,
+        undefined=StrictUndefined,
+        finalize=lambda value: "" if value is None else value,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.policies["json.dumps_kwargs"] = {"ensure_ascii": False, "allow_nan": False}
+    environment.filters |= {"json": partial(json.dumps, ensure_ascii=False), "breakable": breakable}
+    environment.globals |= {"colour": colour, "percent": percent}
+    return environment.get_template(template).render(values)
+
+
+def breakable(label: str) -> Markup:
+    """A method's label, which may break between its options."""
+    return escape(label).replace(":", Markup(":<wbr>")).replace(",", Markup(",<wbr>"))
 
 
 def colour(number: int) -> str:

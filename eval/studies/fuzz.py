@@ -28,7 +28,6 @@ import traceback
 import warnings
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -66,19 +65,15 @@ class Noise(TorchDispatchMode):
         self.unit, self.generator = unit, torch.Generator().manual_seed(seed)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        name = func._schema.name.removeprefix("aten::")
-        if name in SUMS and result.is_floating_point():
+        floating = lambda x: isinstance(x, torch.Tensor) and x.is_floating_point()
+        noise = lambda x: 2 * torch.rand(x.shape, generator=self.generator, dtype=x.dtype) - 1
+        result, name = func(*args, **(kwargs or {})), func._schema.name.removeprefix("aten::")
+        if name in SUMS and floating(result):
             magnitudes = func(*(x.abs() if isinstance(x, torch.Tensor) else x for x in args), **(kwargs or {}))
-            result = result + torch.finfo(torch.float32).eps * magnitudes * self._uniform(result)
-        return tree_map(self._rounded, result) if name in ROUNDED else result
-
-    def _rounded(self, x: Any) -> Any:
-        floating = isinstance(x, torch.Tensor) and x.is_floating_point()
-        return x * (1 + self.unit * self._uniform(x)) if floating else x
-
-    def _uniform(self, x: torch.Tensor) -> torch.Tensor:
-        return 2 * torch.rand(x.shape, generator=self.generator, dtype=x.dtype) - 1
+            result = result + torch.finfo(torch.float32).eps * magnitudes * noise(result)
+        if name not in ROUNDED:
+            return result
+        return tree_map(lambda x: x * (1 + self.unit * noise(x)) if floating(x) else x, result)
 
 
 class Draw:
@@ -242,17 +237,19 @@ OPS = {
 }  # fmt: skip
 
 
-@dataclass
-class Case:
-    """One call, whose results are to have the precision of `dtype`."""
+class Case(NamedTuple):
+    """One call, whose results are to have the precision of `dtype`.
+
+    Args:
+        cotangents: seed and layout of the gradient of each result that has one.
+    """
 
     op: str
     tensors: Tensors
     options: dict[str, Any]
     dtype: torch.dtype
     forward_only: bool
-    # Seed and layout of the gradient of each result that has one.
-    cotangents: dict[str, tuple[int, str]] = field(default_factory=dict)
+    cotangents: dict[str, tuple[int, str]]
 
     def __str__(self) -> str:
         shapes = {name: f"{x.dtype} {tuple(x.shape)} strides {x.stride()}" for name, x in self.tensors.items()}
@@ -265,11 +262,11 @@ def make_case(number: int, *, ops: Sequence[str] = tuple(OPS), **how: Any) -> Ca
     (name,) = draw.kernel.choices(ops, [OPS[name].weight for name in ops])
     op = OPS[name]
     options = {option: draw.kernel.choice(choices) for option, choices in op.options.items()}
-    case = Case(name, op.inputs(draw, options), options, draw.dtype, forward_only=draw.kernel.random() < 0.25)
+    tensors, forward_only = op.inputs(draw, options), draw.kernel.random() < 0.25
     taken = draw.kernel.choice([op.results, op.results, op.results[:1], op.results[1:]])
-    for i, result in enumerate(taken):
-        case.cotangents[result] = number + i, draw.kernel.choice(["contiguous", "heads first", "padded", "one number"])
-    return case
+    layouts = ["contiguous", "heads first", "padded", "one number"]
+    cotangents = {result: (number + i, draw.kernel.choice(layouts)) for i, result in enumerate(taken)}
+    return Case(name, tensors, options, draw.dtype, forward_only, cotangents)
 
 
 def results_of(case: Case, tensors: Tensors, implementation: str) -> Tensors:
@@ -280,14 +277,12 @@ def results_of(case: Case, tensors: Tensors, implementation: str) -> Tensors:
         results = OPS[case.op].function(**leaves, **case.options, implementation=implementation)
     results = dict(zip(OPS[case.op].results, results, strict=True))
     found = {name: x.detach() for name, x in results.items()}
-    taken = [name for name in case.cotangents if results[name].requires_grad]
-    if taken:
+    if taken := [name for name in case.cotangents if results[name].requires_grad]:
         cotangents = [_cotangent(found[name], *case.cotangents[name], case.dtype) for name in taken]
-        learnt = {name: x for name, x in leaves.items() if x.requires_grad}
+        learnt = {f"d{name}": x for name, x in leaves.items() if x.requires_grad}
         outputs = [results[name] for name in taken]
-        gradients = torch.autograd.grad(outputs, list(learnt.values()), cotangents, allow_unused=True)
-        for (name, x), gradient in zip(learnt.items(), gradients, strict=True):
-            found[f"d{name}"] = torch.zeros_like(x) if gradient is None else gradient
+        gradients = torch.autograd.grad(outputs, [*learnt.values()], cotangents, materialize_grads=True)
+        found |= zip(learnt, gradients, strict=True)
     return found
 
 
@@ -313,25 +308,23 @@ def check(case: Case, implementation: str) -> dict[str, float]:
     truth = results_of(case, wide, "torch")
     info = torch.finfo(case.dtype)
     unit, least = info.eps * (4 if case.dtype == torch.float32 else 0.5), info.smallest_normal * info.eps
-
-    def over_budget(x: torch.Tensor, truth: torch.Tensor, noisy: list[torch.Tensor]) -> float:
-        # What is too large for the dtype of the result may be infinite.
-        finite = torch.isfinite(truth)
-        fits = finite & (truth.abs() < torch.finfo(x.dtype).max / 2)
-        if x.shape != truth.shape or x.isnan().any() or not torch.equal(x[~finite].double(), truth[~finite]):
-            return math.inf
-        if not fits.any():
-            return 0.0
-        exact = truth[fits]
-        error = float((x.double()[fits] - exact).abs().max())
-        budget = max(float((y[fits] - exact).abs().nan_to_num(0.0).max()) for y in noisy)
-        return error / (2.0 * budget + 4.0 * unit * float(exact.abs().max()) + least)
-
-    noisy: list[Tensors] = []
+    budgets, ratios = dict.fromkeys(truth, 0.0), dict.fromkeys(truth, math.inf)
     for seed in range(20):
         with Noise(unit, seed):
-            noisy.append(results_of(case, wide, "torch"))
-        ratios = {name: over_budget(ours[name], x, [run[name] for run in noisy]) for name, x in truth.items()}
+            noisy = results_of(case, wide, "torch")
+        for name, exact in truth.items():
+            # What is too large for the dtype of the result may be infinite.
+            x, finite = ours[name], torch.isfinite(exact)
+            fits = finite & (exact.abs() < torch.finfo(x.dtype).max / 2)
+            if x.shape != exact.shape or x.isnan().any() or not torch.equal(x[~finite].double(), exact[~finite]):
+                continue
+            if not fits.any():
+                ratios[name] = 0.0
+                continue
+            exact = exact[fits]
+            budgets[name] = max(budgets[name], float((noisy[name][fits] - exact).abs().nan_to_num(0.0).max()))
+            budget = 2.0 * budgets[name] + 4.0 * unit * float(exact.abs().max()) + least
+            ratios[name] = float((x.double()[fits] - exact).abs().max()) / budget
         if all(ratio <= 1 or ratio == math.inf for ratio in ratios.values()):
             break
     return ratios
@@ -345,18 +338,18 @@ def outcome_of(number: int, implementation: str, deadline: float = math.inf, **o
     warnings.simplefilter("ignore")
     # A case that hangs ends its process.
     faulthandler.dump_traceback_later(240, exit=True)
-    op, text, ratios, failure = "?", "?", {"": math.inf}, ""
+    op, text, worst = "?", "?", math.inf
     try:
         case = make_case(number, implementation=implementation, **options)
         op, text = case.op, str(case)
         ratios = check(case, implementation)
+        worst = max(ratios.values())
+        failure = f"errors over their budgets: {ratios}" if worst > 1 else ""
     except Exception:
         failure = traceback.format_exc(limit=-6)
     finally:
         faulthandler.cancel_dump_traceback_later()
-    if not failure and max(ratios.values()) > 1:
-        failure = f"errors over their budgets: {ratios}"
-    return {"number": number, "op": op, "ratio": max(ratios.values()), "failure": failure and f"{text}\n{failure}"}
+    return {"number": number, "op": op, "ratio": worst, "failure": failure and f"{text}\n{failure}"}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -384,15 +377,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with ProcessPoolExecutor(options.processes, mp_context=multiprocessing.get_context("spawn")) as pool:
         found = list(pool.map(check_one, numbers, chunksize=max(1, min(20, len(numbers) // options.processes))))
     outcomes = [outcome for outcome in found if outcome is not None]
-    failed = [outcome for outcome in outcomes if outcome["failure"]]
+    failed = [outcome | {"ratio": str(outcome["ratio"])} for outcome in outcomes if outcome["failure"]]
     ratios = {op: [outcome["ratio"] for outcome in outcomes if outcome["op"] == op] for op in OPS}
     # JSON has no infinity.
     by_op = {op: {"cases": len(some), "worst_ratio": f"{max(some):.3g}"} for op, some in ratios.items() if some}
     record |= {"seconds": round(time.time() - start, 1), "cases": len(outcomes), "by_op": by_op}
-    record |= {
-        "not_reached": len(found) - len(outcomes),
-        "failed": [outcome | {"ratio": str(outcome["ratio"])} for outcome in failed],
-    }
+    record |= {"not_reached": len(found) - len(outcomes), "failed": failed}
     if options.output:
         write_json(options.output, record)
     for outcome in failed[:20]:

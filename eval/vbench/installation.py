@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,7 +17,6 @@ import urllib.request
 import zipfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from shutil import copyfileobj
 from typing import Any
 
 from vmonarch.configs import InputError, file_sha256
@@ -75,13 +75,13 @@ def install(folder: Path | None = None, *, python: str | None = None, requiremen
     with tempfile.TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent) as temporary:
         made = Path(temporary) / "environment"
         inside = [str(made / "bin" / "python"), "-I"]
-        pip = [*inside, "-m", "pip", "--disable-pip-version-check", "--no-input"]
+        pip = [*inside, "-m", "pip", "--disable-pip-version-check", "--no-input", "install", "--no-deps"]
         try:
             run([python or sys.executable, "-m", "venv", str(made)])
-            run([*pip, "install", "--no-deps", "--requirement", str(requirements)])
-            versions = json.loads(run([*inside, "-c", _VERSIONS]).splitlines()[-1])
         except (FileNotFoundError, PermissionError) as error:
             raise InputError("python", f"must be a Python interpreter, got {python!r}") from error
+        run([*pip, "--requirement", str(requirements)])
+        versions = json.loads(run([*inside, "-c", _VERSIONS]).splitlines()[-1])
         if versions["vbench"] != VERSION:
             raise VBenchError(f"{requirements} must pin vbench=={VERSION}, not {versions['vbench']}")
         write_json(made / "environment.json", {"versions": versions, "requirements_sha256": wanted})
@@ -116,8 +116,7 @@ def run(command: Sequence[str], *, timeout: float | None = None, variables: Mapp
     """
     with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as output:
         settings: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": output}
-        environment = {**os.environ, **(variables or {})}
-        process = subprocess.Popen(command, env=environment, process_group=0, **settings)
+        process = subprocess.Popen(command, env={**os.environ, **(variables or {})}, process_group=0, **settings)
         try:
             code = process.wait(timeout)
             reason = f"failed (exit code {code})" if code else ""
@@ -154,21 +153,18 @@ def download_weights(dimensions: Sequence[str], folder: Path, report: Callable[[
         report(f"{file['dimension']}: {file['url']}")
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
-            with AtomicFiles() as files:
-                _download(file, files.stage(path))
+            with AtomicFiles() as files, tempfile.TemporaryFile(dir=path.parent) as received:
+                # Seconds without a byte after which a server counts as out of reach.
+                with urllib.request.urlopen(file["url"], timeout=60) as response:
+                    shutil.copyfileobj(response, received)
+                announced = response.headers.get("Content-Length")
+                if announced is not None and received.tell() != int(announced):
+                    raise OSError(f"the download ended after {received.tell()} of {announced} bytes")
+                received.seek(0)
+                with open(staged := files.stage(path), "wb") as target:
+                    member = file.get("member")
+                    shutil.copyfileobj(zipfile.ZipFile(received).open(member) if member else received, target)
+                if "sha256" in file and file_sha256(staged) != file["sha256"]:
+                    raise OSError(f"it is another file than its authors': its SHA-256 is not {file['sha256']}")
         except (OSError, KeyError, zipfile.BadZipFile) as error:
             raise VBenchError(f"{path} cannot be downloaded from {file['url']}: {error}") from error
-
-
-def _download(file: Mapping[str, str], target: Path) -> None:
-    with tempfile.TemporaryFile(dir=target.parent) as received, open(target, "wb") as unpacked:
-        # Seconds without a byte after which a server counts as out of reach.
-        with urllib.request.urlopen(file["url"], timeout=60) as response:
-            copyfileobj(response, received)
-        announced = response.headers.get("Content-Length")
-        if announced is not None and received.tell() != int(announced):
-            raise OSError(f"the download ended after {received.tell()} of {announced} bytes")
-        received.seek(0)
-        copyfileobj(zipfile.ZipFile(received).open(file["member"]) if "member" in file else received, unpacked)
-    if "sha256" in file and file_sha256(target) != file["sha256"]:
-        raise OSError(f"it is another file than its authors': its SHA-256 is not {file['sha256']}")

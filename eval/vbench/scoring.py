@@ -19,10 +19,7 @@ from vmonarch.files import write_json
 from vmonarch.pipelines.devices import choose_device
 
 PAPER_DIMENSIONS = (
-    "aesthetic_quality",
-    "background_consistency",
-    "dynamic_degree",
-    "imaging_quality",
+    *("aesthetic_quality", "background_consistency", "dynamic_degree", "imaging_quality"),
     "subject_consistency",
 )
 # The fewest frames that each can judge. dynamic_degree asks of fewer that round(4 · frames / 16) = 0 pairs move, and
@@ -75,13 +72,12 @@ def read_videos(path: Path, folder: Path | None = None) -> list[PromptedVideo]:
     """
     try:
         text = path.read_text(encoding="utf-8")
-        lines = [line for line in text.split("\n") if line.strip()]
-        entries = [json.loads(line) for line in lines] if path.suffix == ".jsonl" else json.loads(text)
+        lines = filter(str.strip, text.split("\n"))
+        entries = map(json.loads, lines) if path.suffix == ".jsonl" else json.loads(text)
         return [PromptedVideo((folder or path.parent) / entry["file"], entry["prompt"]) for entry in entries]
     except (OSError, ValueError, TypeError, KeyError) as error:
-        raise InputError(
-            "videos", f'must be a list of {{"file": text, "prompt": text}}; {path} is none: {error}'
-        ) from error
+        form = 'a list of {"file": text, "prompt": text}'
+        raise InputError("videos", f"must be {form}; {path} is none: {error}") from error
 
 
 def suite(prompts: Mapping[str, Sequence[str]], videos_per_prompt: int, seed: int = 0) -> list[dict[str, Any]]:
@@ -201,10 +197,9 @@ def score_videos(
         hashed = [{"sha256": file_sha256(video.path), "prompt": video.prompt} for video in judged]
         identity = {"dimension": name, "device": device.partition(":")[0], **made_of, "videos": hashed}
         key = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:16]
-        path = work_dir / f"{name}-{key}.json"
+        records[name] = path, *_ = work_dir / f"{name}-{key}.json", judged, identity
         if not path.exists():
             _check_lengths(judged, name)
-        records[name] = path, judged, identity
     work_dir.mkdir(parents=True, exist_ok=True)
     for name, (path, judged, identity) in records.items():
         if not path.exists():
@@ -256,23 +251,19 @@ def _compute(
             results = json.loads((Path(temporary) / "scores_eval_results.json").read_text(encoding="utf-8"))
             score, listed = results[dimension]
             found = {Path(entry["video_path"]).name: entry["video_results"] for entry in listed}
+            if sorted(found) != list(named) or len(listed) != len(named):
+                raise VBenchError(f"gave {len(listed)} scores, not one for each of {len(named)} videos")
+            low, high = _RANGES.get(dimension, (0.0, 1.0))
+            for name, video in named.items():
+                if not low <= found[name] <= high:
+                    possible = f"which is not in [{low:g}, {high:g}]"
+                    raise VBenchError(f"gave {video.path} the score {found[name]}, {possible}")
+            per_video = [float(found[name]) / high for name in named]
+            # A mean, whatever its weights, of scores that are written as decimal numbers.
+            if not min(per_video) - 1e-6 <= score <= max(per_video) + 1e-6:
+                raise VBenchError(f"gave the score {score}, which is no mean of those of the videos")
+            return float(score), per_video
         except VBenchError as error:
             raise VBenchError(f"VBench's {dimension} {error}") from error
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise VBenchError(f"VBench's {dimension} gave results of an unknown form: {error}") from error
-    if sorted(found) != list(named) or len(listed) != len(named):
-        raise VBenchError(f"VBench's {dimension} gave {len(listed)} scores, not one for each of {len(named)} videos")
-    low, high = _RANGES.get(dimension, (0.0, 1.0))
-    for name, video in named.items():
-        if not _within(found[name], low, high):
-            possible = f"which is not in [{low:g}, {high:g}]"
-            raise VBenchError(f"VBench's {dimension} gave {video.path} the score {found[name]}, {possible}")
-    per_video = [float(found[name]) / high for name in named]
-    # A mean, whatever its weights, of scores that are written as decimal numbers.
-    if not _within(score, min(per_video) - 1e-6, max(per_video) + 1e-6):
-        raise VBenchError(f"VBench's {dimension} gave the score {score}, which is no mean of those of the videos")
-    return float(score), per_video
-
-
-def _within(value: Any, low: float, high: float) -> bool:
-    return isinstance(value, (bool, int, float)) and low <= value <= high

@@ -9,25 +9,26 @@ from html_page import check_whole
 from vmonarch import AttentionPlan
 from vmonarch.configs import InputError, read_yaml
 from vmonarch.eval.calibrate.settings import CANDIDATES, CalibrateConfig
+from vmonarch.files import AtomicFiles
 from vmonarch.pipelines.config import build_config
 from vmonarch.plan import method_dict
 from vmonarch.two_resolution_options import TwoResolutionOptions
 
 PROMPT = "a <b>red</b> circle & more"
+SPARSE = "two-resolution:share=0.2,tile=[1,2,2]"
 
 
-def test_a_model_is_diagnosed_planned_and_reported(cli):
-    sparse = "two-resolution:share=0.2,tile=[1,2,2]"
-    words = ["calibrate", PROMPT, "--every", 1, "--maps", "1:0", "--candidates", "vmonarch-t1", sparse]
+def test_a_model_is_diagnosed_planned_and_reported_and_other_plans_need_no_sampling(cli, monkeypatch):
+    words = ["calibrate", PROMPT, "--every", 1, "--maps", "1:0", "--candidates", "vmonarch-t1", SPARSE]
     code, out, err = cli(*words, "--flops", 0.5, "--measure", "kl", "--refine", 2)
     assert code == 0 and "work:" in out and "change of the model's output, measured in place: " in out, err
     (folder,) = (cli.folder / "outputs" / "calibrate").iterdir()
     assert sorted(path.name for path in folder.iterdir()) == ["diagnosis.json", "plan.json", "report.html"]
     diagnosis = json.loads((folder / "diagnosis.json").read_text())
     part = diagnosis["transformers"]["transformer"]
-    assert part["steps"] == list(range(len(part["steps"]))) and list(part["candidates"]) == ["vmonarch-t1", sparse]
+    assert part["steps"] == list(range(len(part["steps"]))) and list(part["candidates"]) == ["vmonarch-t1", SPARSE]
     assert diagnosis["about"]["config"]["prompts"] == [PROMPT]
-    assert diagnosis["candidates"][sparse]["options"] == {"kind": "two_resolution", "share": 0.2, "tile": [1, 2, 2]}
+    assert diagnosis["candidates"][SPARSE]["options"] == {"kind": "two_resolution", "share": 0.2, "tile": [1, 2, 2]}
     plan = AttentionPlan.parse(folder / "plan.json")
     assert 1 <= len(plan.about["in_place"]) <= 2 and min(plan.about["in_place"]) > 0
     assert plan.about["measure"] == "kl" and plan.about["predicted"]["flops_of_vmonarch"] <= 0.5 + 1e-6
@@ -40,13 +41,29 @@ def test_a_model_is_diagnosed_planned_and_reported(cli):
     # The plan, three maps of full attention, three measures of two candidates: 2 layers of 2 heads each.
     titles = [text for tag, text in page.texts if tag == "title" and text.startswith("layer 1, head 1: ")]
     assert len(titles) == 1 + 3 + 3 * 2
-    code, _, _ = cli(
-        "calibrate", "--diagnosis", folder / "diagnosis.json", "--budget", 9, "--plan", "p.json", tiny=False
-    )
-    (options,) = AttentionPlan.parse(cli.folder / "p.json").methods.values()
-    assert code == 0 and options == TwoResolutionOptions(share=0.2, tile=(1, 2, 2)), "the cheapest"
-    code, out, _ = cli("compare", "a red circle", "--methods", "full", "vmonarch:plan=p.json")
-    assert code == 0
+    again = ["calibrate", "--diagnosis", folder / "diagnosis.json"]
+    with monkeypatch.context() as patch:
+        patch.setattr("vmonarch.pipelines.loading.load_model", lambda *_: pytest.fail("a model was loaded"))
+        with pytest.warns(UserWarning, match="the plan is nothing but full attention"):
+            code, out, _ = cli(*again, "--budget", 0, "--plan", "exact.json", tiny=False)
+        assert code == 0 and out.splitlines()[-1] == "exact.json"
+        assert {name for row in AttentionPlan.parse("exact.json").layers["transformer"] for name in row} == {"full"}
+        some = [*again, "--budget", 9, "--plan", "p.json", "--overwrite"]
+        for left, cheapest in (["vmonarch-t1"], "vmonarch-t1"), (["vmonarch-t1", SPARSE], SPARSE):
+            assert cli(*some, "--candidates", *left, tiny=False)[0] == 0
+            assert list(AttentionPlan.parse("p.json").methods) == [cheapest]
+        for words, message in (
+            ([*some, "--candidates", "vmonarch-t2"], f"--candidates must be of vmonarch-t1, {SPARSE}, got 'vmonarch-"),
+            (again, "exists; give another --plan, or --overwrite"),
+            ([*again, "a prompt"], "prompt must not be given with --diagnosis"),
+            ([*again, "--refine", 2], "--refine must not be given with --diagnosis"),
+            ([*again[:2], folder / "plan.json"], "is no diagnosis"),
+        ):
+            code, _, err = cli(*words, tiny=False)
+            assert code == 2 and message in err, err
+    (options,) = AttentionPlan.parse("p.json").methods.values()
+    assert options == TwoResolutionOptions(share=0.2, tile=(1, 2, 2))
+    assert cli("compare", "a red circle", "--methods", "full", "vmonarch:plan=p.json")[0] == 0
 
 
 def test_a_plan_for_a_time_needs_a_gpu_and_is_reported(cli, monkeypatch):
@@ -66,77 +83,33 @@ def test_a_plan_for_a_time_needs_a_gpu_and_is_reported(cli, monkeypatch):
     assert "time of full attention" in words and "head by head: 40.0 %" in words
 
 
-def test_another_plan_is_made_from_a_diagnosis_without_sampling(cli, monkeypatch):
-    cli("calibrate", PROMPT, "--every", 2, "--candidates", "vmonarch-t1", "vmonarch", "--quiet")
-    (folder,) = (cli.folder / "outputs" / "calibrate").iterdir()
-    monkeypatch.setattr("vmonarch.pipelines.loading.load_model", lambda *_: pytest.fail("a model was loaded"))
-    words = ["calibrate", "--diagnosis", folder / "diagnosis.json"]
-    with pytest.warns(UserWarning, match="the plan is nothing but full attention"):
-        code, out, _ = cli(*words, "--budget", 0, "--plan", "exact.json", tiny=False)
-    assert code == 0 and out.splitlines()[-1] == "exact.json"
-    assert {name for heads in AttentionPlan.parse("exact.json").layers["transformer"] for name in heads} == {"full"}
-    some = [*words, "--budget", 9, "--plan", "some.json", "--candidates"]
-    # On so few tokens default VMonarch costs more than full attention.
-    for left, cheapest in (["vmonarch-t1", "vmonarch"], "vmonarch-t1"), (["vmonarch"], "full"):
-        assert cli(*some, *left, "--overwrite", tiny=False)[0] == 0
-        assert list(AttentionPlan.parse("some.json").methods) == [cheapest]
-    code, _, err = cli(*some, "vmonarch", "vmonarch-t2", tiny=False)
-    assert code == 2 and "--candidates must be of vmonarch-t1, vmonarch, got 'vmonarch-t2'" in err
-    code, _, err = cli(*words, tiny=False)
-    assert code == 2 and "plan" in err and "exists" in err
-    code, _, err = cli(*words, "a prompt", tiny=False)
-    assert code == 2 and "prompt must not be given with --diagnosis" in err
-    code, _, err = cli(*words, "--refine", 2, tiny=False)
-    assert code == 2 and "--refine must not be given with --diagnosis" in err
-    (cli.folder / "broken.json").write_text("{}")
-    code, _, err = cli("calibrate", "--diagnosis", "broken.json", tiny=False)
-    assert code == 2 and "is no diagnosis" in err
-
-
-def test_what_was_sampled_is_kept_if_no_plan_can_be_made_of_it(cli, monkeypatch):
-    line = ["a red circle", "--steps", 1, "--candidates", "vmonarch-t1", "vmonarch", "--no-sensitivity"]
+def test_what_was_sampled_outlives_a_plan_a_report_or_a_file_that_cannot_be_made(cli, monkeypatch):
+    line = ["calibrate", "a red circle", *"--steps 1 --candidates vmonarch-t1 vmonarch --no-sensitivity".split()]
+    monkeypatch.setattr("tempfile.tempdir", str(cli.folder))
 
     def no_plan(*_, **__):
         raise InputError("limit", "cannot be kept")
 
-    monkeypatch.setattr("vmonarch.eval.calibrate.planning.plan_within_work", no_plan)
-    code, _, err = cli("calibrate", *line, "--limit", "kl=1e-9")
-    monkeypatch.undo()
-    monkeypatch.chdir(cli.folder)
+    with monkeypatch.context() as patch:
+        patch.setattr("vmonarch.eval.calibrate.planning.plan", no_plan)
+        code, _, err = cli(*line, "--limit", "kl=1e-9")
     (folder,) = (cli.folder / "outputs" / "calibrate").iterdir()
     assert code == 2 and "--limit cannot be kept" in err and "--diagnosis makes other plans" in err
     assert str(folder.relative_to(cli.folder) / "diagnosis.json") in err
     assert cli("calibrate", "--diagnosis", folder / "diagnosis.json", tiny=False)[0] == 0
+    stage = AtomicFiles.stage
+    for lost in ("diagnosis.json", "report.html"):
 
-    def no_room(*_, **__):
-        raise OSError(28, "No space left on device")
+        def no_room(self, path, lost=lost):
+            if path.name == lost:
+                raise OSError(28, "No space left on device")
+            return stage(self, path)
 
-    monkeypatch.setattr("vmonarch.eval.calibrate.run._write", no_room)
-    monkeypatch.setattr("tempfile.tempdir", str(cli.folder))
-    code, _, err = cli("calibrate", *line)
-    (kept,) = cli.folder.glob("vmonarch-*/diagnosis.json")
-    assert code == 1 and "No space left" in err and str(kept) in err and kept.read_text().startswith('{"format"')
-
-
-def test_a_plan_outlives_a_report_that_cannot_be_written(cli, monkeypatch):
-    from vmonarch.eval.calibrate import run
-
-    write = run._write
-
-    def no_room(path, text, **options):
-        if path.name == "report.html":
-            raise OSError(28, "No space left on device")
-        write(path, text, **options)
-
-    monkeypatch.setattr(run, "_write", no_room)
-    monkeypatch.setattr("tempfile.tempdir", str(cli.folder))
-    line = ["a red circle", "--steps", 1, "--candidates", "vmonarch-t1", "--no-sensitivity", "--budget", 0]
-    with pytest.warns(UserWarning, match="the plan is nothing but full attention, so it makes nothing faster"):
-        code, _, err = cli("calibrate", *line)
-    (folder,) = (cli.folder / "outputs" / "calibrate").iterdir()
-    (kept,) = cli.folder.glob("vmonarch-*/report.html")
-    assert code == 1 and f"report.html is kept at {kept}" in err
-    assert set(AttentionPlan.parse(folder / "plan.json").methods) == {"full"}
+        monkeypatch.setattr(AtomicFiles, "stage", no_room)
+        code, _, err = cli(*line, "--flops", 1)
+        (kept,) = cli.folder.glob(f"vmonarch-*/{lost}")
+        assert code == 1 and "No space left" in err and f"{lost} is kept at {kept}" in err
+    assert AttentionPlan.parse(max((cli.folder / "outputs" / "calibrate").iterdir()) / "plan.json").methods
 
 
 def test_candidates_are_what_their_methods_change():

@@ -1,4 +1,4 @@
-"""`vmonarch eval`: the numbers are those of the definitions, nothing is lost by stopping, and the report is whole."""
+"""`vmonarch eval` and `compare`: numbers are those of their definitions, and nothing is lost by stopping."""
 
 from __future__ import annotations
 
@@ -14,22 +14,26 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from filelock import FileLock
 from html_page import check_whole
 
 from vmonarch.configs import InputError, preset_names, read_yaml
 from vmonarch.eval import evaluate as module
-from vmonarch.eval.evaluate import EvalConfig, Evaluation, Item, evaluate
+from vmonarch.eval.compare import compare
+from vmonarch.eval.evaluate import EvalConfig, Evaluation, Item, evaluate, prompt_score
 from vmonarch.eval.report import quality_plot, report
+from vmonarch.eval.settings import CompareConfig
 from vmonarch.eval.similarity import PerceptualDistance, frames_of_file, similarity
 from vmonarch.eval.summary import MEASURES, TIMES, differences, interval, statistics
-from vmonarch.pipelines import loading, records, sampling
+from vmonarch.files import file_name
+from vmonarch.pipelines import embedded, loading, outputs, records, sampling
 from vmonarch.pipelines.config import build_config, complete
 from vmonarch.pipelines.loading import load_model
 from vmonarch.pipelines.model_folder import find_model
 from vmonarch.pipelines.outputs import GenerationError
-from vmonarch.pipelines.processes import Shard
 from vmonarch.pipelines.video_io import read_video
+from vmonarch.processors import VMonarchProcessor
 
 PROMPTS = ("a red circle moving right", "a blue </script><b>../../square\" & 'plain'")
 TINY = {"height": 32, "width": 48, "num_frames": 9, "steps": 2, "negative_prompt": "", "device": "cpu"}
@@ -39,6 +43,11 @@ METHODS = ("full", "vmonarch-plain", "vmonarch-t1:dense_layers=1")
 def config(model: Path, output: Path, **values: Any) -> EvalConfig:
     given = {"prompts": PROMPTS, "seeds": (1, 2), "methods": METHODS, "model": str(model), "batch_size": 2, **TINY}
     return EvalConfig(**{**given, **values}, output_dir=str(output))
+
+
+def comparison(loaded: loading.LoadedModel, output: Path, **values: Any) -> CompareConfig:
+    given = {"prompts": PROMPTS[:1], "methods": ("vmonarch-plain",), "model": str(loaded.folder.path), **TINY}
+    return CompareConfig(**{**given, **values}, output_dir=str(output))
 
 
 @pytest.fixture(scope="module")
@@ -106,21 +115,17 @@ def test_the_record_holds_what_the_definitions_give(whole: Evaluation, loaded: l
             assert min(values) <= found["low"] <= found["mean"] <= found["high"] <= max(values)
     assert record["attention_flops"]["full"] == 1.0 and record["baseline"] == "vmonarch-plain"
     assert "vmonarch-plain" not in record["differences"]
+    (table,) = record["tables"]
+    assert table["header"] == ["method", "attention FLOPs", "PSNR dB", "SSIM", "first PSNR dB", "first SSIM"]
+    assert [row[0] for row in table["rows"]] == ["full (reference)", *METHODS[1:]]
+    mean = record["statistics"]["vmonarch-plain"]["psnr"]["mean"]
+    assert table["rows"][1][2].startswith(f"{mean:.2f} [") and all(len(row) == 6 for row in table["rows"])
+    assert record["caption"].startswith("2 prompts × 2 seeds, model ") and ", torch " in record["caption"]
+    assert record["caption"].endswith(f"{record['created'][:10]}. Made by `vmonarch eval …`.")
     # Prompts are in no file's name.
     names = {part for name in files(whole.folder) for part in Path(name).parts}
     assert not [name for name in names if re.search("square|circle|script", name)]
     assert sorted(path.name[:5] for path in (whole.folder / "items").glob("0*")) == [f"000{n}-" for n in (1, 2, 3, 4)]
-
-
-def test_the_record_has_a_table_for_documents(whole: Evaluation) -> None:
-    (table,) = whole.record["tables"]
-    assert table["header"] == ["method", "attention FLOPs", "PSNR dB", "SSIM", "first PSNR dB", "first SSIM"]
-    assert [row[0] for row in table["rows"]] == ["full (reference)", *METHODS[1:]]
-    mean = whole.record["statistics"]["vmonarch-plain"]["psnr"]["mean"]
-    assert table["rows"][1][2].startswith(f"{mean:.2f} [") and all(len(row) == 6 for row in table["rows"])
-    caption = whole.record["caption"]
-    assert caption.startswith("2 prompts × 2 seeds, model ") and ", torch " in caption
-    assert caption.endswith(f"{whole.record['created'][:10]}. Made by `vmonarch eval …`.")
 
 
 def test_a_stopped_evaluation_goes_on_to_the_same_record(
@@ -129,7 +134,7 @@ def test_a_stopped_evaluation_goes_on_to_the_same_record(
     settings = config(loaded.folder.path, tmp_path / "eval")
     write = module._Run._write
 
-    def stop_at_the_second(self, item, frames, rows) -> None:
+    def stop_at_the_second(self, item, *rest) -> None:
         if item.number == 2:
             # What a process leaves that is killed while it gives the files their names.
             folder = self.output / "items" / item.name
@@ -137,7 +142,7 @@ def test_a_stopped_evaluation_goes_on_to_the_same_record(
             (folder / "full.mp4").write_bytes(b"half")
             (folder / ".vmonarch-plain.99.partial.mp4").write_bytes(b"half")
             raise KeyboardInterrupt
-        write(self, item, frames, rows)
+        write(self, item, *rest)
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(module._Run, "_write", stop_at_the_second)
@@ -172,11 +177,6 @@ def test_processes_and_calls_share_the_items_out(
     evaluation = evaluate(settings, model=loaded)
     assert evaluation.missing == 0 and not [name for name in files(tmp_path / "eval") if "/." in name]
     assert without_times(evaluation.record) == without_times(whole.record)
-    for rank, size in (("2", "2"), ("x", "2"), ("0", "0")):
-        monkeypatch.setenv("RANK", rank)
-        monkeypatch.setenv("WORLD_SIZE", size)
-        with pytest.raises(InputError, match="must be a number below WORLD_SIZE"):
-            Shard.of_environment()
 
 
 @pytest.mark.parametrize(
@@ -195,7 +195,7 @@ def test_processes_and_calls_share_the_items_out(
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
 def test_other_settings_are_refused_and_named(loaded, copied: Path, monkeypatch, change: dict, message: str) -> None:
-    monkeypatch.setattr(module, "sample_methods", no_sampling)
+    monkeypatch.setattr(module, "sample", no_sampling)
     monkeypatch.setattr("vmonarch.eval.similarity.alexnet_weights", lambda: None)
     before = files(copied)
     with pytest.raises(InputError, match=message):
@@ -204,7 +204,14 @@ def test_other_settings_are_refused_and_named(loaded, copied: Path, monkeypatch,
 
 
 def test_what_changes_no_number_may_change(loaded, whole: Evaluation, copied: Path, monkeypatch) -> None:
-    monkeypatch.setattr(module, "sample_methods", no_sampling)
+    monkeypatch.setattr(module, "sample", no_sampling)
+    # Nor does what older evaluations call it.
+    path = copied / "settings.json"
+    settings = json.loads(path.read_text()) | {"parallel_by": "heads"}
+    for method in (settings["reference"], *settings["methods"]):
+        method["kind"] = method.pop("processor")
+        method.pop("implementation", None)
+    path.write_text(json.dumps(settings))
     record = evaluate(config(loaded.folder.path, copied, baseline=METHODS[2], report_items=1), model=loaded).record
     there, back = whole.record["differences"][METHODS[2]], record["differences"]["vmonarch-plain"]
     assert back["psnr"]["mean"] == pytest.approx(-there["psnr"]["mean"]) != 0
@@ -215,7 +222,7 @@ def test_what_changes_no_number_may_change(loaded, whole: Evaluation, copied: Pa
     assert len(list(module._changes(before, {"methods": [{"plan": "/b/plan.json", "plan_sha256": "2"}]}))) == 2
 
 
-def test_folders_and_files_that_cannot_be_gone_on_with_are_named(loaded, copied: Path, tmp_path: Path, cli) -> None:
+def test_folders_and_files_that_cannot_be_gone_on_with_are_named(loaded, copied: Path, tmp_path: Path) -> None:
     other = tmp_path / "other"
     other.mkdir()
     (other / "thesis.txt").write_text("years of work")
@@ -223,8 +230,8 @@ def test_folders_and_files_that_cannot_be_gone_on_with_are_named(loaded, copied:
         evaluate(config(loaded.folder.path, other), model=loaded)
     assert list(files(other)) == ["thesis.txt"]
     (other / "settings.json").write_text('{"prompts": [')
-    code, _, err = cli("eval", "a red", "--output-dir", "other")
-    assert code == 2 and "--output-dir holds other/settings.json, which cannot be read" in err
+    with pytest.raises(InputError, match=f"output_dir holds {other}/settings.json, which cannot be read"):
+        evaluate(config(loaded.folder.path, other), model=loaded)
     (folder,) = (copied / "items").glob("0003-*")
     page = (copied / "report.html").stat().st_mtime_ns
     for name in ("full.mp4", "vmonarch-plain.mp4", "item.json"):
@@ -246,9 +253,6 @@ def test_the_interval_is_the_bootstraps() -> None:
     values = np.random.default_rng(3).normal(20, 3, 50)
     found = interval(values)
     assert found["mean"] == pytest.approx(values.mean()) and found["items"] == 50
-    # Of a mean of many values: the normal distribution's.
-    expected = [values.mean() + sign * 1.96 * values.std() / 50**0.5 for sign in (-1, 1)]
-    assert (found["low"], found["high"]) == pytest.approx(tuple(expected), abs=0.1)
     # By hand.
     picked = values[np.random.default_rng(0).integers(50, size=(10_000, 50))].mean(1)
     assert (found["low"], found["high"]) == pytest.approx(tuple(np.percentile(picked, [2.5, 97.5])))
@@ -278,7 +282,7 @@ def test_differences_are_paired_and_gaps_are_errors() -> None:
     with pytest.raises(GenerationError, match="method a has psnr for 1 of 2 items"):
         statistics(made_up(a=[10.0, None]), "a")
     records[1]["results"] = []
-    with pytest.raises(GenerationError, match="method a has 0 results in item 2"):
+    with pytest.raises(GenerationError, match="method a has 3 results in 4 items"):
         statistics(records, "a")
     # Prompts in words of their own have no score.
     some = made_up(a=[1.0, 2.0])
@@ -334,22 +338,193 @@ def test_lpips_is_measured_on_float_and_on_decoded_frames(loaded, tmp_path: Path
     assert record["statistics"]["vmonarch-plain"]["mp4_first_frame_lpips"]["items"] == 2
 
 
-# The command
+# The commands
 
 
 def test_the_command_writes_the_report_and_prints_the_table(cli) -> None:
-    line = ["--methods", "vmonarch-plain", "--seed", 1, "--report-items", 1, "output_dir=a folder"]
-    code, out, err = cli("eval", "a red circle moving right", "a blue square", *line)
+    line = ["eval", "a red circle moving right", "a blue square", "--methods", "vmonarch-plain", "--seed", 1]
+    line += ["--report-items", 1, "output_dir=a folder"]
+    code, out, err = cli(*line)
     assert code == 0, err
     assert "| vmonarch-plain  " in out and "| full (reference) |         100.0 % |" in out
     assert len({len(line) for line in out.splitlines() if line.startswith("|")}) == 1
     assert out.rstrip().endswith("a folder/report.html")
     assert (cli.folder / "a folder" / "table.md").read_text() in out
-    (record,) = [record for record in cli.records("a folder") if "statistics" in record]
     page = (cli.folder / "a folder" / "report.html").read_text(encoding="utf-8")
-    assert page.count("<video") == 2 and "1 of 2 items" in page and record["methods"] == ["full", "vmonarch-plain"]
-    code, out, _ = cli("eval", "a red circle moving right", "a blue square", *line, "--quiet")
+    assert page.count("<video") == 2 and "1 of 2 items" in page
+    code, out, _ = cli(*line, "--quiet")
     assert code == 0 and out.strip() == "a folder/report.html"
+
+
+def test_a_comparison_is_an_evaluation_with_pictures_of_the_embedded_model(cli, monkeypatch) -> None:
+    monkeypatch.setattr(embedded, "embedded_model_path", lambda: cli.model)
+    settings = complete(CompareConfig(prompts=PROMPTS), find_model("embedded"))
+    for name, value in vars(embedded.EMBEDDED_SETTINGS).items():
+        ours = {"num_inference_steps": "steps", "guidance_scale": "guidance"}.get(name, name)
+        assert getattr(settings, ours, value) == value
+    assert settings.model == "embedded", "no machine's path in the record"
+    line = ["--height", 32, "--width", 48, "--num-frames", 9, "--steps", 1, "--strip-frames", 3]
+    line += ["--methods", "vmonarch-plain", "vmonarch-t1"]
+    code, out, err = cli("compare", PROMPTS[0], "a harbour at dawn", *line, tiny=False)
+    assert code == 0, err
+    (name,) = cli.outputs("outputs/compare")
+    folder = cli.folder / "outputs/compare" / name
+    pictures = [f"000{n}-{kind}" for n in (1, 2) for kind in ("side-by-side.mp4", "strips.png")]
+    others = ["evaluation.json", "items", "report.html", "table.md"]
+    assert cli.outputs(f"outputs/compare/{name}") == [*pictures, *others]
+    record = json.loads((folder / "evaluation.json").read_text())
+    assert record["methods"] == ["full", "vmonarch-plain", "vmonarch-t1"], "the reference runs without being named"
+    assert (folder / "table.md").read_text() in out and f"{name}/0002-strips.png" in out and "prompt score" in out
+    assert out.splitlines()[-1].endswith("report.html") and record["command"].startswith("vmonarch compare")
+    joined, _ = read_video(folder / "0001-side-by-side.mp4")
+    assert len(joined) == 9 and joined.shape[2] > joined.shape[1]
+    rows = [row for item in record["items"] for row in item["results"]]
+    assert all(read_video(folder / item["folder"] / row["video"])[0].shape == (9, 32, 48, 3)
+               for item in record["items"] for row in item["results"])  # fmt: skip
+    scores = [row["prompt_score"] for row in rows]
+    assert None not in scores[:3] and scores[3:] == [None] * 3
+    assert record["statistics"]["full"]["prompt_score"]["items"] == 1
+
+
+def test_batches_give_the_same_numbers_and_full_attention_scores_as_such(loaded, tmp_path: Path) -> None:
+    methods = ("vmonarch-plain", "vmonarch:exact.band=9", "vmonarch:dense_layers=1.0", "vmonarch:dense_steps=1.0")
+    given = {"seeds": (1, 2, 3), "methods": methods}
+    alone, together = (compare(comparison(loaded, tmp_path / str(n), batch_size=n, **given), model=loaded).record
+                       for n in (1, 3))  # fmt: skip
+    for one, other in zip(alone["items"], together["items"], strict=True):
+        a, b = one["results"][1], other["results"][1]
+        assert one["seed"] == other["seed"]
+        assert a["psnr"] == pytest.approx(b["psnr"], abs=0.05) and a["ssim"] == pytest.approx(b["ssim"], abs=1e-3)
+    found = {label: alone["statistics"][label]["psnr"]["mean"] for label in methods}
+    assert found[methods[1]] > 60 > found[methods[0]] and found[methods[2]] == found[methods[3]] == "inf"
+    assert alone["statistics"][methods[2]]["ssim"]["mean"] == pytest.approx(1.0)
+
+
+def test_every_method_is_warmed_up_with_itself(loaded, tmp_path: Path, monkeypatch) -> None:
+    calls: list[tuple[int | None, object]] = []
+    denoise = sampling.denoise
+
+    def watched(model, settings, prompts, seeds, *, steps=None, **options):
+        processor = model.pipe.transformer.blocks[0].attn1.processor
+        sparse = isinstance(processor, VMonarchProcessor)
+        calls.append((steps, (processor.num_iterations, processor.dense_steps) if sparse else "full"))
+        return denoise(model, settings, prompts, seeds, steps=steps, **options)
+
+    monkeypatch.setattr(module, "denoise", watched)
+    monkeypatch.setattr(sampling, "denoise", watched)
+    compare(comparison(loaded, tmp_path, methods=("vmonarch:num_iterations=1", "vmonarch:dense_steps=1")), model=loaded)
+    # The first is that of which FLOPs are counted.
+    assert calls == [(1, "full"), (1, "full"), (1, (1, 0)), (1, (2, 0)),
+                     (None, "full"), (None, (1, 0)), (None, (2, 1))]  # fmt: skip
+
+
+def test_nothing_is_overwritten_unasked_or_kept_of_the_comparison_before(loaded, tmp_path: Path) -> None:
+    made = [compare(comparison(loaded, tmp_path), model=loaded) for _ in range(2)]
+    names = [comparison.folder.name for comparison in made]
+    assert names[0][:5] == "0001-" and names[1][:5] == "0002-"
+    first, second = ([row["frames_sha256"] for row in c.record["items"][0]["results"]] for c in made)
+    assert first == second
+    folders = {compare(comparison(loaded, tmp_path, overwrite=True), model=loaded).folder.name for _ in range(2)}
+    assert len(folders) == 1 and {path.name for path in tmp_path.iterdir()} == {*names, *folders}
+
+
+def test_what_broke_or_found_no_room_is_kept_and_named(loaded, tmp_path: Path, monkeypatch) -> None:
+    from safetensors.torch import load_file
+
+    sample = sampling.sample
+    monkeypatch.setattr(outputs.tempfile, "tempdir", str(tmp_path))
+
+    def second_seed_fails(model, settings, prompts, seeds, **options):
+        result = sample(model, settings, prompts, seeds, **options)
+        if seeds == [2] and "vmonarch" in options["progress"]:
+            result.frames.fill_(math.nan)
+        return result
+
+    with (
+        monkeypatch.context() as patch,
+        pytest.raises(GenerationError, match="method vmonarch-plain.*seed 2.*NaN") as e,
+    ):
+        patch.setattr(module, "sample", second_seed_fails)
+        compare(comparison(loaded, tmp_path / "out", seeds=(1, 2)), model=loaded, progress=True)
+    (kept,) = tmp_path.glob("vmonarch-*/frames.raw.safetensors")
+    assert str(kept) in str(e.value) and load_file(kept)["frames"].shape == (9, 3, 32, 48)
+    (made,) = (tmp_path / "out").iterdir()
+    assert len(list(made.glob("items/*/item.json"))) == 1 and not (made / "evaluation.json").exists()
+
+    def no_room(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(module, "write_pictures", no_room)
+    with pytest.raises(GenerationError, match=r"No space left.*item.json is kept at") as e:
+        compare(comparison(loaded, tmp_path / "out", steps=1), model=loaded)
+    (kept,) = tmp_path.glob("vmonarch-*/item.json")
+    record = json.loads(kept.read_text())
+    assert str(kept) in str(e.value) and record["prompt"] == PROMPTS[0] and record["results"][1]["psnr"] > 0
+
+
+def test_ctrl_c_keeps_complete_items_only(cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    sample = sampling.sample
+
+    def interrupted(model, settings, prompts, seeds, **options):
+        if seeds == [2]:
+            raise KeyboardInterrupt
+        return sample(model, settings, prompts, seeds, **options)
+
+    monkeypatch.setattr(module, "sample", interrupted)
+    assert cli("compare", PROMPTS[0], "--seed", 1, 2)[0] == 130
+    (name,) = cli.outputs("outputs/compare")
+    files = cli.outputs(f"outputs/compare/{name}")
+    assert files == ["0001-side-by-side.mp4", "0001-strips.png", "flops.json", "items"]
+    assert cli("compare", PROMPTS[0], "--seed", 2)[0] == 130
+    assert cli.outputs("outputs/compare") == [name], "nothing was made, so no folder is left"
+
+
+def test_a_missing_video_is_an_error(loaded: loading.LoadedModel, tmp_path: Path, monkeypatch) -> None:
+    call = type(loaded.pipe).__call__
+
+    def loses_one(self, **arguments):
+        output = call(self, **arguments)
+        output.frames = output.frames[1:]
+        return output
+
+    monkeypatch.setattr(type(loaded.pipe), "__call__", loses_one)
+    with pytest.raises(GenerationError, match="returned 1 videos for 2 prompts"):
+        compare(comparison(loaded, tmp_path, seeds=(1, 2), batch_size=2), model=loaded)
+
+
+def test_prompt_score_reads_the_pixels() -> None:
+    """It gets frames in its own layout, and prompts that it knows."""
+    folder = SimpleNamespace(name="embedded", path=Path("none"))
+    video = torch.full((13, 3, 96, 160), 0.2)
+    for frame in range(13):
+        x = 20 + 9 * frame
+        video[frame, :, 36:60, x - 12 : x + 12] = torch.tensor([0.9, 0.1, 0.1])[:, None, None]
+    words = {"a red square moving right": 1.0, "a blue circle moving left": 0.0, "a harbour at dawn": None}
+    assert {prompt: prompt_score(folder, video, prompt) for prompt in words} == words
+    # A finetuned model is scored where its prompts are the embedded model's.
+    folder.name = "finetuned"
+    assert prompt_score(folder, video, "a red square moving right") is None
+    assert prompt_score(folder, video, "a red square moving right", "embedded") == 1.0
+
+
+def test_settings_are_checked_and_the_reference_comes_first() -> None:
+    labels = lambda **values: CompareConfig(prompts=PROMPTS, **values).labels
+    assert labels(methods=("vmonarch", "full")) == ["full", "vmonarch"]
+    assert labels(methods=("vmonarch",), reference="vmonarch-t3") == ["vmonarch-t3", "vmonarch"]
+    for values, message in (
+        ({"methods": ("vmonarch", "vmonarch")}, "methods must differ"),
+        ({"methods": "vmonarch"}, "methods must be a list"),
+        ({"strip_frames": 0}, "strip_frames must be at least 1"),
+        ({"prompt_set": "vbench"}, "prompt_set must be one of embedded"),
+        ({"baseline": "vmonarc"}, "baseline must be one of full, vmonarch, .*did you mean vmonarch"),
+        ({"num_prompts": 3}, "num_prompts must be at most 2"),
+    ):
+        with pytest.raises(InputError, match=message):
+            labels(**values)
+    with pytest.raises(InputError, match="save_videos is gone, got False: comparisons keep every method's video"):
+        build_config(CompareConfig, {"save_videos": False})
+    names = [file_name(label) for label in ("full", "vmonarch:exact={rows: [../../x]}", "a:b=[2,2]", "a:b=[2.2]")]
+    assert len(set(names)) == 4 and not any("/" in name or ":" in name for name in names)
 
 
 @pytest.mark.parametrize("name", preset_names("eval"))
@@ -393,10 +568,7 @@ def test_the_report_of_many_items_lists_them_and_holds_some_videos(whole: Evalua
     assert page.count('href="#item-') == 12 and 'data-value="100">100</td>' in page
     record["config"]["report_megabytes"] = 0
     assert "<video" not in report(record, whole.folder)
-
-
-def test_plots_leave_out_what_has_no_place(whole: Evaluation) -> None:
-    record = copy.deepcopy(whole.record)
+    # What has no place in a plot is left out.
     svg = quality_plot(record, "psnr")
     assert svg.count("<title>") == 2 and "<title>vmonarch-plain: PSNR dB" in svg and svg == quality_plot(record, "psnr")
     record["statistics"]["vmonarch-plain"]["psnr"]["mean"] = "inf"

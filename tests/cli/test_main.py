@@ -14,7 +14,6 @@ import pytest
 
 from vmonarch import __version__
 from vmonarch.cli import COMMANDS, build_parser, main
-from vmonarch.cli.parser import Parser
 
 
 def test_help_takes_less_than_a_second_and_loads_nothing_heavy() -> None:
@@ -33,37 +32,32 @@ def test_help_takes_less_than_a_second_and_loads_nothing_heavy() -> None:
     assert not [name for name in heavy if f"'{name}'" in loaded]
 
 
-@pytest.mark.parametrize("parser", list(build_parser().leaves()), ids=lambda parser: parser.prog)
-def test_every_command_has_help(parser: Parser, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*parser.prog.split()[1:], "--help"]) == 0
-    out = capsys.readouterr().out
-    assert out.startswith(f"usage: {parser.prog} ") and "--debug" in out
-
-
-def test_help_names_every_command_and_option(capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_command_has_help_with_its_options_and_examples(capsys: pytest.CaptureFixture[str]) -> None:
+    helps = {}
+    for parser in build_parser().leaves():
+        assert main([*parser.prog.split()[1:], "--help"]) == 0
+        helps[parser.prog] = capsys.readouterr().out
+        assert helps[parser.prog].startswith(f"usage: {parser.prog} ") and "--debug" in helps[parser.prog]
+    options = ("--model", "--seed", "--height", "--no-contact-sheet", "--attention", "--from-json", "vmonarch-t1")
+    assert all(shown in helps["vmonarch generate"] for shown in (*options, "examples:\n  vmonarch generate "))
     assert main(["--help"]) == 0
     out = capsys.readouterr().out
     assert all(name in out for name in COMMANDS)
-    assert main(["generate", "--help"]) == 0
-    out = capsys.readouterr().out
-    options = ("--model", "--seed", "--height", "--no-contact-sheet", "--attention", "--from-json", "vmonarch-t1")
-    assert all(option in out for option in options)
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ([], "COMMAND"),
-        (["paint"], "there is no command 'paint'; the commands are generate"),
-        (["genrate"], "did you mean generate?"),
-        (["--paint"], "COMMAND"),
-        (["bench"], "a benchmark is missing; the benchmarks are kernels, e2e"),
-        (["vbench", "scor"], "did you mean score?"),
-    ],
-    ids=str,
-)
-def test_unknown_commands(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(words) == 2
+UNKNOWN: dict[str, str] = {
+    "": "COMMAND",
+    "paint": "there is no command 'paint'; the commands are generate",
+    "genrate": "did you mean generate?",
+    "--paint": "COMMAND",
+    "bench": "a benchmark is missing; the benchmarks are kernels, e2e",
+    "vbench scor": "did you mean score?",
+}
+
+
+@pytest.mark.parametrize(("line", "message"), UNKNOWN.items())
+def test_unknown_commands(line: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(line.split()) == 2
     err = capsys.readouterr().err
     assert "usage: vmonarch" in err and message in err
 
@@ -74,7 +68,6 @@ def test_unknown_commands(words: list[str], message: str, capsys: pytest.Capture
         ("vmonarch bench", "vmonarch bench"),
         ("vmonarch.cli bench kernels", "vmonarch bench kernels"),
         ("vmonarch.finetune", "vmonarch finetune"),
-        ("vmonarch.eval.vbench score", "vmonarch vbench score"),
     ],
 )
 def test_modules_are_commands(module: str, command: str) -> None:
@@ -84,51 +77,42 @@ def test_modules_are_commands(module: str, command: str) -> None:
 
 
 COMPLETED = {
-    "a command": ("vmonarch ge", ["generate"]),
-    "several": ("vmonarch e", ["eval", "export"]),
-    "a benchmark": ("vmonarch bench k", ["kernels"]),
-    "an option": ("vmonarch generate prompt --num", ["--num-frames"]),
-    "an option of a benchmark": ("vmonarch bench kernels --ro", ["--rounds"]),
-    "options that begin alike": ("vmonarch vbench score list --vid", ["--videos", "--videos-per-prompt"]),
-    "a value": ("vmonarch export run --dtype b", ["bfloat16"]),
+    "vmonarch ge": "generate",
+    "vmonarch e": "eval export",
+    "vmonarch bench k": "kernels",
+    "vmonarch generate prompt --num": "--num-frames",
+    "vmonarch bench kernels --ro": "--rounds",
+    "vmonarch vbench score list --vid": "--videos --videos-per-prompt",
+    "vmonarch export run --dtype b": "bfloat16",
 }
 
 
-@pytest.mark.parametrize(("line", "completed"), COMPLETED.values(), ids=COMPLETED)
-def test_bash_completes(line: str, completed: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["completion", "bash"]) == 0
+def test_shells_complete(capsys: pytest.CaptureFixture[str]) -> None:
+    for shell in ("zsh", "fish", "bash"):
+        assert main(["completion", shell]) == 0
+        script = capsys.readouterr().out
+        assert all(name in script for name in (*COMMANDS, "kernels", "num-frames"))
     # What bash does at a tab: it calls the function that `complete` was told.
     tab = r"""
         registered=$(complete -p vmonarch)
         [[ $registered =~ "-o default" && $registered =~ -F\ ([a-z_]+) ]] || exit 1
-        COMP_WORDS=("$@") COMP_CWORD=$(($# - 1))
-        ${BASH_REMATCH[1]}
-        echo "${COMPREPLY[@]}"
+        function=${BASH_REMATCH[1]}
+        while read -a COMP_WORDS; do
+            COMP_CWORD=$((${#COMP_WORDS[@]} - 1)) COMPREPLY=()
+            $function
+            echo "${COMPREPLY[@]}"
+        done
     """
-    script = capsys.readouterr().out + tab
-    run = subprocess.run(["bash", "-c", script, "bash", *line.split()], capture_output=True, text=True, check=True)
-    assert run.stdout.split() == completed and not run.stderr
+    lines = "\n".join(COMPLETED) + "\n"
+    run = subprocess.run(["bash", "-c", script + tab], input=lines, capture_output=True, text=True, check=True)
+    assert run.stdout.splitlines() == list(COMPLETED.values()) and not run.stderr
 
 
-@pytest.mark.parametrize("shell", ["zsh", "fish"])
-def test_other_shells_have_scripts(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["completion", shell]) == 0
-    script = capsys.readouterr().out
-    assert all(name in script for name in (*COMMANDS, "kernels", "num-frames"))
+def test_errors_are_one_line_and_the_traceback_is_for_debugging(cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    from vmonarch.pipelines import sampling
 
-
-def test_version(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--version"]) == 0
-    assert capsys.readouterr().out.strip() == f"vmonarch {__version__}"
-
-
-def test_debug_shows_the_traceback(cli) -> None:
     code, _, err = cli("generate", "a red circle", "--height", 40, "--debug")
     assert code == 2 and "Traceback" in err and err.splitlines()[-1].startswith("vmonarch generate: error: --height")
-
-
-def test_unexpected_errors_are_one_line_too(cli, monkeypatch: pytest.MonkeyPatch) -> None:
-    from vmonarch.pipelines import sampling
 
     def broken(*_: object) -> None:
         raise RuntimeError("CUDA error:\n  out of memory")
@@ -149,19 +133,18 @@ def test_warnings_are_one_line_and_tell_their_place_for_debugging_alone(monkeypa
     assert shown[0] == "vmonarch info: warning: the image is cropped\n" and "config.py:1: UserWarning" in shown[1]
 
 
-@pytest.mark.parametrize(
-    ("logger", "message"),
-    [
-        ("torchao", "Failed to load _C_mxfp8.so: Could not load this library"),
-        ("torch.utils._pytree", "<enum 'A'> is native. Calling register_constant() on Enum subclasses is deprecated"),
-    ],
-)
-def test_what_the_import_of_torchao_says_is_shown_for_debugging_alone(logger: str, message: str) -> None:
-    def shown(said: str) -> bool:
-        return bool(logging.getLogger(logger).filter(logging.makeLogRecord({"name": logger, "msg": said})))
+def test_what_the_import_of_torchao_says_is_shown_for_debugging_alone() -> None:
+    said = {
+        "torchao": "Failed to load _C_mxfp8.so: Could not load this library",
+        "torch.utils._pytree": "<enum 'A'> is native. Calling register_constant() on Enum subclasses is deprecated",
+    }
 
-    assert main(["completion", "bash", "--debug"]) == 0 and shown(message)
-    assert main(["completion", "bash"]) == 0 and not shown(message) and shown("Another warning")
+    def shown(logger: str, message: str) -> bool:
+        return bool(logging.getLogger(logger).filter(logging.makeLogRecord({"name": logger, "msg": message})))
+
+    assert main(["completion", "bash", "--debug"]) == 0 and all(map(shown, said, said.values()))
+    assert main(["completion", "bash"]) == 0 and not any(map(shown, said, said.values()))
+    assert all(shown(logger, "Another warning") for logger in said)
 
 
 def test_info(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -169,6 +152,8 @@ def test_info(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatc
 
     from vmonarch.pipelines import environment
 
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out.strip() == f"vmonarch {__version__}"
     assert main(["info", "--json"]) == 0
     facts = json.loads(capsys.readouterr().out)
     assert facts["vmonarch"] == __version__ and facts["packages"]["torch"] == version("torch")

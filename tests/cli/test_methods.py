@@ -11,7 +11,7 @@ import pytest
 
 from vmonarch import BasedProcessor, VMonarchProcessor
 from vmonarch.configs import FOLDER, InputError, preset_names, read_yaml
-from vmonarch.configs.methods import method_names, resolve_method
+from vmonarch.configs.methods import merge_attention, method_names, resolve_method
 from vmonarch.eval.calibrate.run import CalibrateConfig
 from vmonarch.eval.compare import CompareConfig
 from vmonarch.eval.evaluate import EvalConfig
@@ -60,6 +60,17 @@ def test_options_in_the_name() -> None:
     expected = VMonarchProcessor(num_iterations=3, tiles=(2, 2), exact={"band": 1}, dense_steps=0.25)
     assert method.processor().config == expected.config and method.name == "vmonarch"
     assert method.label.startswith("vmonarch:") and resolve_method("vmonarch:").label == "vmonarch"
+
+
+def test_options_after_the_name_are_those_of_one_word(tiny_adapter: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # `attention=based attention.adapter=FILE`, where no adapter ships, and over a record of another adapter.
+    shipped = resolve_method(f"based:adapter={tiny_adapter}").to_dict() | {"adapter_sha256": "of another"}
+    monkeypatch.setattr("vmonarch.pipelines.embedded.embedded_adapter_path", lambda: Path("nowhere"))
+    for below in ("based", shipped):
+        words = merge_attention(below, {"adapter": str(tiny_adapter)})
+        assert resolve_method(words).options == resolve_method(f"based:adapter={tiny_adapter}").options
+    words = merge_attention(merge_attention("vmonarch:coarse=2,exact.rows=[0]", {"exact": {"band": 1}}), {"coarse": 4})
+    assert resolve_method(words).label == "vmonarch:coarse=4,exact={'rows': [0], 'band': 1}"
 
 
 @pytest.mark.parametrize("spec", ["flashbias:bias.reach=[4, 8, 8]", "vmonarch:bias.reach=[4, 8, 8]"])

@@ -7,22 +7,13 @@ import subprocess
 import sys
 import time
 
-import diffusers
 import pytest
 import torch
-from tiny_families import FAMILIES, GRID
-from torch.utils._pytree import tree_map_only
 
-from vmonarch import VMonarchProcessor, apply
-from vmonarch.eval.bench import clock, families, gate, kernels, machine, runner, train
+from vmonarch.eval.bench import clock, gate, kernels, machine, runner
 from vmonarch.eval.bench.runner import Bench, Case, Limits, Way, measure_ways
 from vmonarch.eval.bench.tables import tables
-from vmonarch.eval.wan_models import read_model_config
-from vmonarch.families import family_of
-from vmonarch.grid import LatentGrid
 from vmonarch.kernels.common.launch import interpreted
-from vmonarch.kernels.monarch import api
-from vmonarch.video_processor import VideoAttentionProcessor
 
 CPU = torch.device("cpu")
 in_interpreter = pytest.mark.skipif(not interpreted(), reason="needs TRITON_INTERPRET=1 when triton is imported")
@@ -248,114 +239,3 @@ runpy.run_module("vmonarch.cli", run_name="__main__", alter_sys=True)
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
     assert run.returncode == 0, run.stderr
     assert json.loads((tmp_path / "kernels.json").read_text())["complete"]
-
-
-def small(name):
-    tiny = FAMILIES[name]
-
-    def inputs(grid, noise):
-        return {
-            # One sample, whose prompt fills its places.
-            key: torch.ones_like(value[:1]) if key.endswith("mask") else value[: 1 if value.ndim else None]
-            for key, value in tiny.inputs(*grid).items()
-            if isinstance(value, torch.Tensor)
-        }
-
-    return families.case_of(name, tiny.model, tiny.config, LatentGrid(*GRID), 60, inputs)
-
-
-@pytest.fixture
-def uncompiled(monkeypatch):
-    blocks = []
-    monkeypatch.setattr(torch.nn.Module, "compile", lambda self, **options: blocks.append((self, options)))
-    return blocks
-
-
-@pytest.mark.parametrize("name", ["hunyuan", "cosmos"])
-def test_families_pass_the_gate_and_vmonarch_approximates(name, uncompiled):
-    found = {}
-    for method, make in families.ways(small(name), CPU, torch.float32).items():
-        way = make()
-        (found[method],) = results = way.run()
-        errors, problem = gate.compare(way.found(results), way.expected(), torch.float32)
-        assert not problem, (method, errors)
-    assert (found["exact"] - found["stock"]).norm() < 1e-4 * found["stock"].norm()
-    for method in families.PRESETS:
-        assert (found[method] - found["stock"]).norm() > 1e-4 * found["stock"].norm()
-    assert {tuple(options.items()) for _, options in uncompiled} == {(("fullgraph", True), ("dynamic", False))}
-    assert len({id(block) for block, _ in uncompiled}) == 2 * len(families.METHODS)
-
-
-def test_families_with_a_wrong_kernel_or_an_infinite_result_get_no_speed(uncompiled, monkeypatch):
-    attend = api.vmonarch_attention
-    way = families.ways(small("hunyuan"), CPU, torch.float32)["vmonarch"]()
-    results = way.run()
-    with pytest.raises(RuntimeError, match="not finite"):
-        way.found((results[0] * torch.inf,))
-
-    def wrong(*tensors, **options):
-        out, lse = attend(*tensors, **options)
-        return out, lse + 1
-
-    monkeypatch.setattr("vmonarch.processors.vmonarch_attention", wrong)
-    assert "out is off by" in gate.compare(way.found(results), way.expected(), torch.float32)[1]
-
-
-def test_exact_attention_of_families_sees_no_mask(uncompiled, monkeypatch):
-    masks = []
-    attend = VideoAttentionProcessor.attend_joint
-
-    def noted(self, query, key, value, key_mask):
-        masks.append(key_mask)
-        return attend(self, query, key, value, key_mask)
-
-    monkeypatch.setattr(VideoAttentionProcessor, "attend_joint", noted)
-    made = families.ways(small("hunyuan"), CPU, torch.float32)
-    made["exact"]().run()
-    made["vmonarch"]().run()
-    assert masks[:2] == [None, None] and len(masks) == 4 and all(mask is not None and mask.all() for mask in masks[2:])
-
-
-@pytest.mark.parametrize("case", families.CASES, ids=lambda case: case.label)
-def test_families_are_models_that_can_be_called(case, monkeypatch):
-    inputs = tree_map_only(torch.Tensor, lambda x: x.to("meta"), families.inputs_of(case, CPU, torch.float32))
-    with torch.device("meta"):
-        model = getattr(diffusers, case.model)(**case.config)
-    family = family_of(model)
-    assert family.grid(inputs, model.config) == case.grid and family.number_of_layers(model) < case.of
-    # HunyuanVideo-1.5 asks whether there is an image, and looks for what is no padding.
-    of_axes = torch.all
-    monkeypatch.setattr(torch, "all", lambda x, **axes: of_axes(x, **axes) if axes else True)
-    with torch.no_grad(), torch.fx.experimental._config.patch(meta_nonzero_assume_all_nonzero=True):
-        out = model(**inputs)
-    assert out[0].device.type == "meta"
-
-
-def test_training_steps_of_every_size_and_method_are_measured(run_command, tiny_yaml):
-    words = ["--model", tiny_yaml, "--size", "32", "64", "--rounds", "1"]
-    code, document = run_command("train", *words, "--frames", "5", "9")
-    assert code == 0 and document["settings"]["parameters"] > 1000
-    assert [(case["case"], case["grid"], case["tokens"]) for case in document["cases"]] == [
-        ("5x32x64", [2, 2, 4], 16),
-        ("9x32x64", [3, 2, 4], 24),
-    ]
-    for case in document["cases"]:
-        assert [row["method"] for row in case["rows"]] == ["full", "vmonarch"]
-        assert all(row["ms"]["median"] > 0 and row["rounds"] == 1 for row in case["rows"])
-
-
-def test_a_step_trains_all_weights_with_the_attention_that_is_set(tiny_yaml):
-    step = train.TrainingStep(read_model_config(tiny_yaml).transformer, (2, 4, 8), CPU, "fp32")
-    seen = []
-
-    class Watched(VMonarchProcessor):
-        def attend(self, *inputs):
-            seen.append(inputs[3])
-            return super().attend(*inputs)
-
-    apply(step.transformer, Watched())
-    before = [parameter.detach().clone() for parameter in step.parameters]
-    step()
-    # Both layers forward, and once more because of gradient checkpointing.
-    assert [tuple(grid) for grid in seen] == [(2, 2, 4)] * 4
-    assert all((new != old).any() for new, old in zip(step.parameters, before, strict=True))

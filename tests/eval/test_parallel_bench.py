@@ -6,40 +6,34 @@ import json
 import parallel_bench_rank
 import pytest
 import torch
-import torch.distributed as dist
 
 from vmonarch.cli import main
-from vmonarch.eval.bench import parallel, runner
+from vmonarch.eval.bench import machine, parallel, runner
 from vmonarch.eval.bench.clock import Clock
-from vmonarch.eval.bench.e2e import Setting
-from vmonarch.eval.bench.runner import Limits, measure_cases
-from vmonarch.eval.wan_models import WanModel
 from vmonarch.exchange import ulysses_bytes
-from vmonarch.grid import LatentGrid
 
 CPU = torch.device("cpu")
-# Heads that two ranks divide evenly, and not; fewer heads than ranks.
-CASES = (
-    parallel.attention_case(LatentGrid(5, 2, 3), 4, 16),
-    parallel.attention_case(LatentGrid(5, 2, 3), 3, 16, training=True),
-    parallel.attention_case(LatentGrid(3, 2, 2), 1, 16),
-)
+ROWS = [f"{method}, {mode}" for method in ("full", "vmonarch") for mode in ("eager", "compiled")]
+
+
+def job(tiny_yaml, ranks=(1, 2, 3), **options):
+    alone = {"guidance": False, "transformer_only": True, "compile_backend": "eager"}
+    return parallel.Job(ranks, {"settings": ["5x32x64"], "model": tiny_yaml, **alone, **options})
 
 
 @pytest.fixture(scope="module")
 def results(tiny_yaml, made_once, forkserver):
-    models = tuple(parallel.model_case(Setting("tiny", tiny_yaml, 5, 32, 64), mode) for mode in ("eager", "compiled"))
+    """What a run with 1, 2 and 3 processes wrote, the last of which fail."""
 
     def measure(folder):
-        job = parallel.Job((*models, *CASES), (1, 2, 3), "cpu", 1, 300.0, folder, compile_backend="eager")
         said = []
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("OMP_NUM_THREADS", "1")
             start = functools.partial(torch.multiprocessing.start_processes, start_method=forkserver.get_start_method())
             patch.setattr(torch.multiprocessing, "spawn", start)
             patch.setattr(parallel, "run_rank", parallel_bench_rank.rank)
-            # The last number of processes fails.
-            found = parallel.run_job(job, folder / "parallel.json", "the command", said.append)
+            told = {"rounds": 1, "budget": 300.0, "command": "the command", "say": said.append}
+            found = parallel.measure(job(tiny_yaml), device="cpu", output=folder / "parallel.json", **told)
         assert [text.split(" processes, ")[0] for text in said if " s for them" in text] == ["1", "2", "3"]
         assert ["Traceback" in text for text in said] == [False] * 3 + [True], "what went wrong is shown whole"
         assert json.loads((folder / "parallel.json").read_text()) == json.loads(json.dumps(found))
@@ -47,52 +41,39 @@ def results(tiny_yaml, made_once, forkserver):
     return json.loads((made_once("parallel-bench", measure) / "parallel.json").read_text())
 
 
-def row(results, label, way, ranks):
-    (case,) = [case for case in results["cases"] if (case["case"], case["ranks"]) == (label, ranks)]
-    return next(found for found in case["rows"] if found["method"] == way)
-
-
-def test_every_way_is_right_and_timed(results):
-    for label in (*(case.label for case in CASES), "tiny", "tiny compiled"):
-        for way in parallel.METHODS:
-            for ranks in (1, 2):
-                found = row(results, label, way, ranks)
-                if label == CASES[2].label and ranks == 2:
-                    assert found["status"] == "failed" and "ms" not in found
-                    continue
-                assert found["status"] == "ok" and found["ms"]["median"] > 0, found
-                assert list(found["errors"]) == (["out", "dq", "dk", "dv"] if "backward" in label else ["out"])
-                base = row(results, label, way, 1)["ms"]["median"]
-                assert found["efficiency"] == pytest.approx(base / (ranks * found["ms"]["median"]))
-    wrong = parallel.wrong_rows(results)
-    assert (
-        len(wrong) == 3
-        and f"full at {CASES[2].label}, 2 processes: " in wrong[0]
-        and wrong[2].startswith("3 processes")
-    )
-
-
-def test_only_what_is_to_be_compiled_is_compiled(results):
-    assert [row(results, "tiny", way, ranks)["graphs"] for way in parallel.METHODS for ranks in (1, 2)] == [0] * 4
-    found = {way: row(results, "tiny compiled", way, 2) for way in parallel.METHODS}
-    assert all(entry["status"] == "ok" for entry in found.values()), found
-    compiled = {way: entry["graphs"] for way, entry in found.items()}
-    # VMonarch's blocks are in two parts, around self-attention.
-    assert compiled["heads"] > compiled["full"] > 0
+def test_every_row_is_right_and_timed(results):
+    times = {}
+    for case in results["cases"]:
+        for row in case["rows"]:
+            assert row["status"] == "ok", row
+            alone = row["mode"] == "eager" and case["ranks"] == 1
+            assert list(row["errors"]) == ([] if alone else ["step 0"]), "compared with one process"
+            times[case["case"], row["method"], row["mode"], case["ranks"]] = row["step_s"]["median"]
+            base = times[case["case"], row["method"], row["mode"], 1]
+            assert row["efficiency"] == pytest.approx(base / (case["ranks"] * row["step_s"]["median"]))
+    assert len(times) == 2 * len(ROWS)
+    (wrong,) = results["wrong"]
+    assert wrong.startswith("3 processes: ")
 
 
 def test_bytes_are_those_of_the_formulae_and_the_table_tells_all_of_it(results):
-    sizes = {"batch": 1, "heads": 4, "head_dim": 16, "dtype": torch.float32}
-    most = max(ulysses_bytes(tokens=(18, 12), rank=rank, **sizes) for rank in (0, 1))
-    sent = lambda label, ranks: {row(results, label, way, ranks)["sent_bytes"] for way in parallel.METHODS}
-    assert sent(CASES[0].label, 2) == {most} and sent(CASES[0].label, 1) == {0}
+    sizes = {"batch": 1, "heads": 2, "head_dim": 16, "dtype": torch.float32}
     # Two layers; eight tokens for each rank.
-    assert sent("tiny", 2) == {2 * ulysses_bytes(tokens=(8, 8), rank=0, **sizes | {"heads": 2})}
+    expected = [0, 2 * ulysses_bytes(tokens=(8, 8), rank=0, **sizes)]
+    assert [case["sent_bytes"] for case in results["cases"]] == expected
     (table,) = results["tables"]
     assert table["header"][2:] == ["1 GPU, ms", "2 GPUs, ms", "3 GPUs, ms", "MB sent, 3 GPUs"]
-    assert len(table["rows"]) == 2 * 5 and table["rows"][0][1] == "full attention"
-    assert all("%" not in cells[2] and ("%" in cells[3] or cells[3] == "failed") for cells in table["rows"])
-    assert "`the command`" in results["caption"] and " 3 processes failed: " in results["caption"]
+    assert [line[1] for line in table["rows"]] == ROWS
+    assert all("%" not in line[2] and "%" in line[3] and line[4] == "–" for line in table["rows"])
+    assert "`the command`" in results["caption"] and " Failed: 3 processes: " in results["caption"]
+
+
+def test_a_transformer_that_cannot_be_compiled_says_so(tiny_yaml, tmp_path):
+    told = {"device": "cpu", "rounds": 1, "budget": 100.0, "command": ""}
+    of = job(tiny_yaml, modes=("compiled",), compile_backend="none-such")
+    parallel.run_rank(0, 1, of, tmp_path, told)
+    found = json.loads((tmp_path / "1.json").read_text())["cases"][0]
+    assert all(row["status"] == "failed" and "InvalidBackend" in row["problem"] for row in found["rows"])
 
 
 def test_errors_of_any_rank_count():
@@ -105,42 +86,29 @@ def test_errors_of_any_rank_count():
     assert found == {"status": "wrong", "problem": "out is off by 0.5", "call_s": 9.0}
 
 
-def test_without_what_one_process_computed_there_is_nothing_to_measure(tiny_yaml, tmp_path, monkeypatch):
-    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
-    monkeypatch.setattr(WanModel, "build_transformer", lambda *arguments: None)
-    case = parallel.model_case(Setting("tiny", tiny_yaml, 5, 32, 64), "eager")
-    assert parallel.ways(parallel.Job((case,), folder=tmp_path), case, CPU, torch.float32) == {}
-
-
-def test_a_transformer_that_cannot_be_compiled_says_so(tiny_yaml, tmp_path):
-    case = parallel.model_case(Setting("tiny", tiny_yaml, 5, 32, 64), "compiled")
-    job = parallel.Job((case,), folder=tmp_path, compile_backend="none-such")
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    limits = Limits(1, 100.0, float("inf"))
-    try:
-        (found,) = measure_cases(job.bench, job.cases, tuple(parallel.METHODS), Clock(CPU), limits, list, str)
-    finally:
-        dist.destroy_process_group()
-    assert all(row["status"] == "failed" and "InvalidBackend" in row["problem"] for row in found["rows"])
-
-
-def test_what_cannot_be_measured_is_refused(capsys, monkeypatch):
+def test_there_are_no_more_processes_than_gpus(capsys, monkeypatch):
     monkeypatch.setattr(parallel, "check_device", torch.device)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    for words, problem in (
-        (["--ranks", "1", "4"], "--ranks must be at most 2, a GPU for each; got 4"),
-        (["--ranks", "2"], "--ranks must be different numbers, 1 among them"),
-        (["--cases", "--models"], "--cases and --models leave nothing to measure"),
-        (["--cases", "attention"], "must be of attention 33x45x80 12 heads forward, "),
-    ):
-        assert main(["bench", "parallel", *words]) == 2 and problem in capsys.readouterr().err
+    assert main(["bench", "parallel", "--ranks", "1", "4"]) == 2
+    assert "--ranks must be at most 2, a GPU for each; got 4" in capsys.readouterr().err
 
 
-def test_every_number_of_processes_gets_its_share_of_the_time(monkeypatch, tmp_path):
+def test_every_number_of_processes_gets_its_share_of_the_time_and_what_is_left_out_is_named(
+    tiny_yaml, monkeypatch, tmp_path
+):
+    late = {"method": "full", "mode": "eager", "status": "left out", "problem": "the budget was used up"}
+    run = {**machine.provenance(CPU, ""), "settings": {"dtype": "", "rounds": 1, "timing": ""}, "left_out": []}
     given = []
-    spawn = lambda _, args, nprocs: given.append((nprocs, args[1].seconds))
+
+    def spawn(_, inputs, nprocs):
+        ranks, _, folder, told = inputs
+        given.append(told["budget"])
+        (folder / f"{ranks}.json").write_text(json.dumps({**run, "cases": [{"case": "a", "rows": [late]}]}))
+
     monkeypatch.setattr(torch.multiprocessing, "spawn", spawn)
-    job = parallel.Job(CASES, (1, 2, 4), "cpu", 1, 90.0, tmp_path)
-    parallel.run_job(job, tmp_path / "parallel.json", "", lambda text: None)
+    told = {"device": "cpu", "rounds": 1, "budget": 90.0, "command": "", "say": str}
+    found = parallel.measure(job(tiny_yaml, (1, 2, 4)), output=tmp_path / "x.json", **told)
     # Who needs less leaves more to the others.
-    assert given == [(1, pytest.approx(30, abs=1)), (2, pytest.approx(45, abs=1)), (4, pytest.approx(90, abs=1))]
+    assert given == [pytest.approx(30, abs=1), pytest.approx(45, abs=1), pytest.approx(90, abs=1)]
+    assert found["left_out"] == [{"case": "a", "why": "the budget was used up"}] * 3
+    assert found["tables"][0]["rows"] == [["a", "full, eager", *["left out"] * 3, "–"]]

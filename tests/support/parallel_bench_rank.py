@@ -7,8 +7,8 @@ from vmonarch.eval.bench import parallel
 run_rank = parallel.run_rank
 
 
-def rank(index, ranks, job):
+def rank(index, ranks, *told):
     if ranks == 3:
         raise RuntimeError("three are too many")
     torch.accelerator.device_count = lambda: 1
-    run_rank(index, ranks, job)
+    run_rank(index, ranks, *told)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import glob
 import os
+from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -26,28 +27,17 @@ ABOVE = {
 NAMES, COMMAND = "__init__", "__main__"
 
 
-def imports(source: str) -> set[str]:
+def imports(node: ast.AST) -> Iterator[str]:
     """Names that a module imports, at once or later: modules, and modules with what is taken of them."""
-
-    class Imports(ast.NodeVisitor):
-        found: set[str] = set()
-
-        def visit_If(self, node: ast.If) -> None:
-            checking = ast.unparse(node.test) in ("TYPE_CHECKING", f"__name__ == '{COMMAND}'")
-            for statement in node.orelse if checking else [*node.body, *node.orelse]:
-                self.visit(statement)
-
-        def visit_Import(self, node: ast.Import) -> None:
-            self.found |= {alias.name for alias in node.names}
-
-        def visit_ImportFrom(self, node: ast.ImportFrom) -> None:
-            assert node.module is not None and node.level == 0, "imports are absolute"
-            self.found |= {f"{node.module}.{alias.name}" for alias in node.names} | {node.module}
-
-    visitor = Imports()
-    visitor.found = set()
-    visitor.visit(ast.parse(source))
-    return visitor.found
+    if isinstance(node, ast.Import):
+        yield from (alias.name for alias in node.names)
+    elif isinstance(node, ast.ImportFrom):
+        assert node.module is not None and node.level == 0, "imports are absolute"
+        yield from (node.module, *(f"{node.module}.{alias.name}" for alias in node.names))
+    elif isinstance(node, ast.If) and ast.unparse(node.test) in ("TYPE_CHECKING", f"__name__ == '{COMMAND}'"):
+        node = ast.Module(node.orelse, [])
+    for child in ast.iter_child_nodes(node):
+        yield from imports(child)
 
 
 def graph(root: Path) -> dict[str, set[str]]:
@@ -61,7 +51,8 @@ def graph(root: Path) -> dict[str, set[str]]:
         if name != NAMES and name.rpartition(".")[2] != COMMAND
     }
     named = {
-        name: {found.removeprefix("vmonarch.") for found in imports(path.read_text())} for name, path in files.items()
+        name: {found.removeprefix("vmonarch.") for found in imports(ast.parse(path.read_text()))}
+        for name, path in files.items()
     }
     return {name: {found for found in names if found in files} - {name} for name, names in named.items()}
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib
+import inspect
 import logging
 import os
 import signal
@@ -15,15 +16,15 @@ import sys
 import traceback
 import warnings
 from collections.abc import Sequence
-from types import FrameType
 
 from vmonarch import __version__
 from vmonarch.cli.parser import Parser
 from vmonarch.configs import InputError
 from vmonarch.requirements import check_versions
 
-# Each is a module here with `add_arguments(parser)` and `run(arguments)`. All are imported for every command, so none
-# imports torch, or what takes as long, before it is run.
+# Each is a module here with `add_arguments(parser)` and `run(arguments)`; what its docstring says after the first
+# paragraph ends its help. All are imported for every command, so none imports torch, or what takes as long, before it
+# is run.
 COMMANDS = {
     "generate": "make videos from prompts",
     "compare": "the same videos through full attention and other methods, with the numbers",
@@ -41,7 +42,7 @@ COMMANDS = {
 }
 # They serve whatever versions of torch and diffusers are installed.
 _WITHOUT_VERSIONS = ("info", "completion")
-# By logger, what torchao's import says. diffusers imports it wherever it is installed, and nothing here uses what
+# By logger, what the import of torchao says, which diffusers imports wherever it is installed: nothing here uses what
 # it could not load. --debug shows it.
 _NOTICES = {
     "torchao": ("Failed to load", "Skipping import of cpp extensions"),
@@ -70,8 +71,9 @@ def build_parser() -> Parser:
     parser.add_argument("--version", action="version", version=f"vmonarch {__version__}")
     commands = parser.add_commands()
     for name, line in COMMANDS.items():
-        command = commands.add_parser(name, help=line, description=line)
         module = importlib.import_module(f"vmonarch.cli.{name}")
+        epilog = inspect.cleandoc(module.__doc__ or "").partition("\n\n")[2]
+        command = commands.add_parser(name, help=line, description=line, epilog=epilog)
         module.add_arguments(command)
         for leaf in command.leaves():
             leaf.add_argument("--debug", action="store_true", help="show the traceback of an error")
@@ -92,7 +94,7 @@ def _run(parser: Parser, arguments: argparse.Namespace) -> int:
     # Only the main thread may set handlers. SIGTERM unwinds the stack as Ctrl-C does, so that temporary files go.
     previous = signal.getsignal(signal.SIGTERM)
     with contextlib.suppress(ValueError):
-        signal.signal(signal.SIGTERM, _leave)
+        signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     try:
         if arguments.needs_versions:
             check_versions()
@@ -115,10 +117,6 @@ def _run(parser: Parser, arguments: argparse.Namespace) -> int:
         warnings.formatwarning = form
         with contextlib.suppress(ValueError):
             signal.signal(signal.SIGTERM, previous)
-
-
-def _leave(number: int, frame: FrameType | None) -> None:
-    raise SystemExit(128 + number)
 
 
 def _is_no_notice(record: logging.LogRecord) -> bool:

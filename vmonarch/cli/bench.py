@@ -31,7 +31,7 @@ BENCHES: dict[str, tuple[str, tuple[int, float], tuple[int, float] | None]] = {
     "kernels": ("attention alone, against exact attention", (15, 540.0), (7, 120.0)),
     "e2e": ("denoising steps, and seconds per video", (5, 540.0), (2, 180.0)),
     "train": ("training steps, and their memory", (5, 300.0), None),
-    "parallel": ("attention and models on several GPUs, by heads", (5, 540.0), None),
+    "parallel": ("models on several GPUs, by heads", (5, 540.0), None),
     "bias": ("attention with a low-rank bias", (9, 450.0), None),
     "based": ("linear and window attention", (9, 280.0), None),
     "norm": ("RMS norm and rotary embedding", (9, 240.0), None),
@@ -92,9 +92,9 @@ _OPTIONS: dict[str, list[tuple[str, dict[str, Any]]]] = {
     "parallel": [
         ("--ranks", {"nargs": "+", "type": int, "metavar": "N",
          "help": "numbers of processes, 1 among them (default: 1, 2, 4 …)"}),
-        ("--cases", {"nargs": "*", "metavar": "LABEL", "help": "of attention (default: all; none: no attention)"}),
-        ("--models", {"nargs": "*", "metavar": "SETTING", "help": "of `vmonarch bench e2e` (none: no model)"}),
-        ("--modes", {**_SEVERAL, "help": "of models: eager, compiled (default: both)"}),
+        ("--cases", {"nargs": "*", "help": argparse.SUPPRESS}),
+        ("--models", {"nargs": "+", "metavar": "SETTING", "help": "of `vmonarch bench e2e`"}),
+        ("--modes", {**_SEVERAL, "help": "eager, compiled (default: both)"}),
     ],
 }  # fmt: skip
 # Those of a single operator.

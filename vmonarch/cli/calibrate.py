@@ -1,21 +1,5 @@
-"""`vmonarch calibrate`."""
+"""`vmonarch calibrate`.
 
-from __future__ import annotations
-
-import argparse
-from pathlib import Path
-from typing import TYPE_CHECKING
-
-from vmonarch.cli.parser import add_options
-from vmonarch.cli.sampling import add_sampling_arguments, hide_loading_bars, sampling_config, sampling_layers
-from vmonarch.configs import InputError, build
-from vmonarch.eval.calibrate.settings import Budget, CalibrateConfig
-
-if TYPE_CHECKING:
-    from vmonarch.plan import AttentionPlan
-
-_BUDGET = ("budget", "flops", "time", "measure", "limit")
-_EPILOG = """\
 examples:
   vmonarch calibrate "a red circle moving right over a dark background"
   vmonarch calibrate --prompt-file prompts.txt --flops 1.35 --limit kl=0.5
@@ -24,6 +8,22 @@ examples:
 
 Without --budget, --flops and --time the plan does as much work as VMonarch with its defaults.
 """
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from vmonarch.cli.parser import add_options
+from vmonarch.cli.sampling import add_sampling_arguments, sampling_config
+from vmonarch.configs import InputError, build
+from vmonarch.eval.calibrate.settings import Budget, CalibrateConfig
+
+if TYPE_CHECKING:
+    from vmonarch.plan import AttentionPlan
+
+_BUDGET = ("budget", "flops", "time", "measure", "limit")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -35,7 +35,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--diagnosis", metavar="FILE", help=about)
     about = "where the plan goes with --diagnosis (default: plan.json beside)"
     parser.add_argument("--plan", metavar="FILE", help=about)
-    parser.epilog = _EPILOG
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -53,10 +52,7 @@ def run(arguments: argparse.Namespace) -> None:
         return
     if arguments.plan is not None:
         raise InputError("plan", "is for --diagnosis; otherwise the plan lies in the output folder")
-    config = sampling_config(
-        CalibrateConfig, sampling_layers(CalibrateConfig, arguments, "candidates"), "--prompt-file"
-    )
-    hide_loading_bars()
+    config = sampling_config(CalibrateConfig, arguments)
     made = calibrate(config, progress=not arguments.quiet)
     if not arguments.quiet:
         _tell(made.plan)
@@ -66,20 +62,21 @@ def run(arguments: argparse.Namespace) -> None:
 
 def _plan_again(arguments: argparse.Namespace) -> None:
     """Make another plan of a diagnosis."""
+    from vmonarch.eval.calibrate.planning import plan
     from vmonarch.eval.calibrate.run import read_diagnosis, warn_if_full
 
     for name in ("prompts", "refine"):
         if getattr(arguments, name):
             raise InputError(name, "must not be given with --diagnosis, which runs no model")
     budget = build(Budget, {name: getattr(arguments, name) for name in _BUDGET})
-    plan = budget.plan(read_diagnosis(arguments.diagnosis, arguments.candidates))
+    made = plan(read_diagnosis(arguments.diagnosis, arguments.candidates), budget)
     path = Path(arguments.plan or Path(arguments.diagnosis).with_name("plan.json")).expanduser()
     if path.exists() and not arguments.overwrite:
         raise InputError("plan", f"{str(path)!r} exists; give another --plan, or --overwrite")
-    plan.save(path)
-    warn_if_full(plan)
+    made.save(path)
+    warn_if_full(made)
     if not arguments.quiet:
-        _tell(plan)
+        _tell(made)
     print(path)
 
 

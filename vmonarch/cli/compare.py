@@ -1,20 +1,5 @@
-"""`vmonarch compare`."""
+"""`vmonarch compare`.
 
-from __future__ import annotations
-
-import argparse
-
-from vmonarch.cli.parser import add_options
-from vmonarch.cli.sampling import (
-    add_method_arguments,
-    add_sampling_arguments,
-    hide_loading_bars,
-    sampling_config,
-    sampling_layers,
-)
-from vmonarch.eval.settings import CompareConfig
-
-_EPILOG = """\
 examples:
   vmonarch compare "a red circle moving right over a dark background"
   vmonarch compare "…" --methods full vmonarch vmonarch-t1 "vmonarch:num_iterations=4,exact=null"
@@ -24,14 +9,24 @@ The reference (full attention) always runs, and every method is warmed up before
 measured on float frames, before mp4 encoding.
 """
 
+from __future__ import annotations
+
+import argparse
+
+from vmonarch.cli.parser import add_options
+from vmonarch.cli.sampling import (
+    add_method_arguments,
+    add_sampling_arguments,
+    sampling_config,
+)
+from vmonarch.eval.settings import CompareConfig
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of `vmonarch compare`."""
     add_sampling_arguments(parser, group="compare")
     add_method_arguments(parser)
     add_options(parser, CompareConfig, "strip_frames", "lpips")
-    parser.add_argument("--save-videos", action="store_true", default=None, help=argparse.SUPPRESS)
-    parser.epilog = _EPILOG
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -45,8 +40,7 @@ def run(arguments: argparse.Namespace) -> None:
     from vmonarch.pipelines.processes import check_alone
 
     check_alone()
-    config = sampling_config(CompareConfig, sampling_layers(CompareConfig, arguments, "methods"), "--prompt-file")
-    hide_loading_bars()
+    config = sampling_config(CompareConfig, arguments)
     comparison = compare(config, progress=not arguments.quiet, command=shown_command(("vmonarch",), arguments.words))
     if not arguments.quiet:
         print(comparison.table())

@@ -1,21 +1,19 @@
-"""`vmonarch completion`."""
+"""`vmonarch completion`.
 
-from __future__ import annotations
-
-import argparse
-
-_EPILOG = """\
 examples:
   source <(vmonarch completion bash)                                       in ~/.bashrc
   vmonarch completion zsh > ~/.zfunc/_vmonarch                             a folder of $fpath
   vmonarch completion fish > ~/.config/fish/completions/vmonarch.fish
 """
 
+from __future__ import annotations
+
+import argparse
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of `vmonarch completion`."""
     parser.add_argument("shell", choices=("bash", "zsh", "fish"), help="that the script is for")
-    parser.epilog = _EPILOG
 
 
 def run(arguments: argparse.Namespace) -> None:

@@ -1,20 +1,5 @@
-"""`vmonarch eval`."""
+"""`vmonarch eval`.
 
-from __future__ import annotations
-
-import argparse
-
-from vmonarch.cli.parser import add_options
-from vmonarch.cli.sampling import (
-    add_method_arguments,
-    add_sampling_arguments,
-    hide_loading_bars,
-    sampling_config,
-    sampling_layers,
-)
-from vmonarch.eval.settings import EvalConfig
-
-_EPILOG = """\
 examples:
   vmonarch eval --config table2
   vmonarch eval --prompt-set embedded --num-prompts 8 --seed 0 1 --methods vmonarch vmonarch-t1 vmonarch-band1
@@ -25,13 +10,24 @@ The folder gets evaluation.json, table.md and report.html, a single file with ta
 goes on where it was stopped; several processes share the prompts and seeds out.
 """
 
+from __future__ import annotations
+
+import argparse
+
+from vmonarch.cli.parser import add_options
+from vmonarch.cli.sampling import (
+    add_method_arguments,
+    add_sampling_arguments,
+    sampling_config,
+)
+from vmonarch.eval.settings import EvalConfig
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of `vmonarch eval`."""
     add_sampling_arguments(parser, group="eval", overwrite=False)
     add_method_arguments(parser)
     add_options(parser, EvalConfig, "baseline", "prompt_set", "num_prompts", "lpips", "vbench", "report_items")
-    parser.epilog = _EPILOG
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -43,9 +39,7 @@ def run(arguments: argparse.Namespace) -> None:
     from vmonarch.eval.evaluate import evaluate
     from vmonarch.pipelines.environment import shown_command
 
-    layers = sampling_layers(EvalConfig, arguments, "methods", "vbench")
-    config = sampling_config(EvalConfig, layers, "--prompt-file", "--prompt-set")
-    hide_loading_bars()
+    config = sampling_config(EvalConfig, arguments)
     evaluation = evaluate(config, progress=not arguments.quiet, command=shown_command(("vmonarch",), arguments.words))
     if evaluation.record is None:
         print(f"{evaluation.missing} items are missing; the call that finds all of them there writes the report")

@@ -10,13 +10,11 @@ from typing import Any
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of `vmonarch info`."""
     parser.add_argument("--json", action="store_true", help="as JSON")
-    parser.add_argument(
-        "--residuals",
-        nargs=2,
-        metavar=("MODEL", "SIZE"),
-        help="also the memory that refresh takes, for a model as in `vmonarch bench e2e` and frames x height x width:"
-        " wan2.1-14b 93x704x1280",
+    about = (
+        "also the memory that refresh takes, for a model as in `vmonarch bench e2e` and frames x height x width:"
+        " wan2.1-14b 93x704x1280"
     )
+    parser.add_argument("--residuals", nargs=2, metavar=("MODEL", "SIZE"), help=about)
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -27,16 +25,15 @@ def run(arguments: argparse.Namespace) -> None:
     if arguments.json:
         print(json.dumps(facts, indent=2))
         return
-    model = facts["embedded_model"]
     rows = {"vmonarch": f"{facts['vmonarch']} (commit {facts['git_commit'] or 'unknown'})"}
     rows |= {key: facts[key] for key in ("python", "platform")}
     rows |= {name: found or "not installed" for name, found in (facts["packages"] | facts["unsupported"]).items()}
     for device in facts["devices"]:
         memory = f", {device['memory_bytes'] / 2**30:.0f} GiB" if device["memory_bytes"] else ""
         rows[device["device"]] = f"{device['name']}{memory}: {device['implementation']} attention, {device['dtype']}"
-    size = f"{model['bytes'] / 2**20:.1f} MiB at {model['path']}" if model["path"] else model["problem"]
-    rows |= {"embedded model": size, "attention methods": ", ".join(facts["attention_methods"])}
-    rows["recipes"] = ", ".join(facts["recipes"])
+    model = facts["embedded_model"]
+    rows["embedded model"] = model["problem"] or f"{model['bytes'] / 2**20:.1f} MiB at {model['path']}"
+    rows |= {"attention methods": ", ".join(facts["attention_methods"]), "recipes": ", ".join(facts["recipes"])}
     for extra, packages in facts["extras"].items():
         missing = [name for name, version in packages.items() if version is None]
         rows[f"extra {extra}"] = f"missing {', '.join(missing)}" if missing else "installed"
@@ -55,39 +52,36 @@ def collect() -> dict[str, Any]:
     import torch
 
     from vmonarch.configs.methods import method_names, recipe_names
-    from vmonarch.pipelines.environment import EXTRAS, environment, package_versions
+    from vmonarch.kernels.common.launch import auto_takes_kernels, why_not_triton
+    from vmonarch.pipelines.devices import choose_dtype
+    from vmonarch.pipelines.environment import EXTRAS, device_name, environment, package_versions
+    from vmonarch.pipelines.model_folder import ModelError, find_model, folder_bytes
     from vmonarch.requirements import unsupported_versions
 
+    devices = []
+    for device in map(torch.device, ["cpu"] + [f"cuda:{index}" for index in range(torch.cuda.device_count())]):
+        # What "auto" means there, for the half-precision tensors of a pipeline.
+        probe = torch.empty(1, 1, 1, 64, dtype=torch.bfloat16, device=device)
+        kernels = auto_takes_kernels(device) and why_not_triton(probe) is None
+        memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
+        about = {"device": str(device), "name": device_name(device), "memory_bytes": memory}
+        dtype = str(choose_dtype("auto", device)).removeprefix("torch.")
+        devices.append(about | {"dtype": dtype, "implementation": "triton" if kernels else "torch"})
+    model: dict[str, Any] = {"path": None, "bytes": None, "problem": None}
+    try:
+        folder = find_model("embedded").path
+        model |= {"path": str(folder), "bytes": folder_bytes(folder)}
+    except ModelError as error:
+        model["problem"] = str(error)
     facts = environment("cpu")
-    devices = ["cpu"] + [f"cuda:{index}" for index in range(torch.cuda.device_count())]
     return {
         **{key: facts[key] for key in ("vmonarch", "git_commit", "python", "platform", "packages", "cuda")},
         "unsupported": unsupported_versions(),
-        "devices": [_device(device) for device in devices],
-        "embedded_model": _embedded_model(),
+        "devices": devices,
+        "embedded_model": model,
         "attention_methods": method_names(),
         "recipes": recipe_names(),
         "extras": {extra: package_versions(names) for extra, names in EXTRAS.items()},
-    }
-
-
-def _device(name: str) -> dict[str, Any]:
-    import torch
-
-    from vmonarch.kernels.common.launch import auto_takes_kernels, why_not_triton
-    from vmonarch.pipelines.devices import choose_dtype
-    from vmonarch.pipelines.environment import device_name
-
-    device = torch.device(name)
-    # What "auto" means there, for the half-precision tensors of a pipeline.
-    probe = torch.empty(1, 1, 1, 64, dtype=torch.bfloat16, device=device)
-    kernels = auto_takes_kernels(device) and why_not_triton(probe) is None
-    return {
-        "device": name,
-        "name": device_name(device),
-        "memory_bytes": torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None,
-        "dtype": str(choose_dtype("auto", device)).removeprefix("torch."),
-        "implementation": "triton" if kernels else "torch",
     }
 
 
@@ -100,17 +94,7 @@ def _residuals(model_name: str, size: str) -> dict[str, Any]:
     (setting,) = choose_settings([size], model_name)
     model = read_model(model_name)
     shape = model.transformer
-    tokens = model.grid(model.latents(setting.frames, setting.height, setting.width, argument="residuals")).tokens
+    tokens = model.grid(setting.size, argument="residuals").tokens
     heads, head_dim, layers = (shape[name] for name in ("num_attention_heads", "attention_head_dim", "num_layers"))
     sizes = {dtype: 2 * layers * residual_bytes(1, tokens, heads, head_dim, dtype) for dtype in DTYPES}
     return {"tokens": tokens, "layers": layers, "bytes": sizes}
-
-
-def _embedded_model() -> dict[str, Any]:
-    from vmonarch.pipelines.model_folder import ModelError, find_model, folder_bytes
-
-    try:
-        folder = find_model("embedded").path
-    except ModelError as error:
-        return {"path": None, "bytes": None, "problem": str(error)}
-    return {"path": str(folder), "bytes": folder_bytes(folder), "problem": None}

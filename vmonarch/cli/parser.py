@@ -1,6 +1,7 @@
 """The parser of `vmonarch`, of its commands and of theirs: argparse, with hints and the names that users know.
 
-Options of a command are fields of its config, by the same name: `add_options` declares them.
+Options of a command are fields of its config, by the same name: `add_options` declares them, `given_options` reads
+them.
 """
 
 from __future__ import annotations
@@ -55,19 +56,15 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Print the usage and `message`, with what a misspelt option may have meant, and exit with code 2."""
         unknown = message.partition("unrecognized arguments: ")[2].split()
-        options = [word for word in self._words() if word[:2] == "--"]
-        hints = (suggest(word.partition("=")[0], options) for word in unknown if word[:1] == "-")
+        hints = (suggest(word.partition("=")[0], self._option_string_actions) for word in unknown if word[:1] == "-")
         super().error(message + "".join(hints))
 
     def shown(self, argument: str) -> str:
         """How the help calls a setting: by its option (`--seed` for `seeds`), as a word (`prompt`), else by its key."""
         key = argument.replace("_", "-")
         one = key.removesuffix("s")
-        return next((word for word in (f"--{key}", f"--{one}", one) if word in self._words()), argument)
-
-    def _words(self) -> list[str]:
-        """Options and arguments in the usage."""
-        return re.findall(r"(?:--)?[a-z][\w-]*", self.format_usage())
+        words = {*self._option_string_actions, *(action.metavar or action.dest for action in self._actions)}
+        return next((word for word in (f"--{key}", f"--{one}", one) if word in words), argument)
 
 
 def add_options(parser: argparse._ActionsContainer, schema: type, *names: str) -> None:
@@ -76,7 +73,10 @@ def add_options(parser: argparse._ActionsContainer, schema: type, *names: str) -
     The help is what the docstring of the dataclass says under Args. Values stay text, whose type the config checks;
     several words make up a tuple. The metadata `option` of a field holds arguments of `add_argument` that differ.
     """
-    about = _about(schema)
+    about: dict[str, str] = {}
+    for cls in reversed(schema.__mro__):
+        for entry in re.finditer(r"^    ([a-z_0-9, ]+): (.+(?:\n {8}.+)*)", inspect.getdoc(cls) or "", re.MULTILINE):
+            about |= dict.fromkeys(entry[1].split(", "), " ".join(entry[2].split()).rstrip(".").replace("%", "%%"))
     fields = {field.name: field for field in dataclasses.fields(schema)}
     for name in names:
         default, given = fields[name].default, dict(fields[name].metadata.get("option", {}))
@@ -92,12 +92,6 @@ def add_options(parser: argparse._ActionsContainer, schema: type, *names: str) -
         parser.add_argument(*given.pop("also", ()), f"--{option}", dest=name, help=about.get(name), **given)
 
 
-def _about(schema: type) -> dict[str, str]:
-    """What the docstrings of a dataclass and of its bases say of every field."""
-    found: dict[str, str] = {}
-    for cls in reversed(schema.__mro__):
-        doc = inspect.cleandoc(cls.__doc__ or "")
-        for entry in re.finditer(r"^    ([a-z_0-9, ]+): (.+(?:\n {8}.+)*)", doc, re.MULTILINE):
-            text = " ".join(entry[2].split()).rstrip(".").replace("%", "%%")
-            found |= dict.fromkeys(entry[1].split(", "), text)
-    return found
+def given_options(arguments: argparse.Namespace, *names: str) -> dict[str, Any]:
+    """Those of these arguments that the command line gives, by their names."""
+    return {name: value for name in names if (value := getattr(arguments, name, None)) is not None}

@@ -6,8 +6,10 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from vmonarch.cli.sampling import add_model_arguments, config_layers, hide_loading_bars
+from vmonarch.cli.parser import add_options
+from vmonarch.cli.sampling import config_layers, hide_loading_bars
 from vmonarch.configs import InputError, is_override, preset_names
+from vmonarch.pipelines.config import SamplingConfig
 
 if TYPE_CHECKING:
     from vmonarch.finetune.data.preprocess import PreprocessConfig
@@ -30,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("videos", nargs="*", help="folder of the videos; key=value overrides may stand here too")
     parser.add_argument("--captions", metavar="FILE", help="JSON lines, or CSV (.csv): file_name and caption")
     parser.add_argument("--procedural", type=int, metavar="N", help="instead, N clips of the embedded model's shapes")
-    add_model_arguments(parser)
+    add_options(parser, SamplingConfig, "model", "revision")
     parser.add_argument("--output", metavar="FOLDER", help="for shards, manifest and quarantine list (required)")
     known = ", ".join(preset_names("preprocess"))
     parser.add_argument("--config", metavar="FILE", help=f"YAML file, or one of {known}")

@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
 
-from vmonarch.cli.parser import add_options
+from vmonarch.cli.parser import add_options, given_options
 from vmonarch.configs import InputError, is_override, parse_overrides, preset_names, read_yaml
 from vmonarch.configs.methods import OLD_RECIPES, method_names, recipe_names
 from vmonarch.pipelines.config import SamplingConfig, build_config, read_prompts
@@ -23,6 +23,8 @@ _SIZES = (
     *("height", "width", "num_frames", "steps", "guidance", "true_guidance", "guidance_2", "scheduler", "sigmas"),
     *("flow_shift", "negative_prompt", "fps", "max_sequence_length"),
 )
+# What the page of `vmonarch ui` has, too.
+MACHINE = ("dtype", "device", "offload")
 
 
 def add_sampling_arguments(parser: argparse.ArgumentParser, *, group: str, overwrite: bool = True) -> None:
@@ -32,33 +34,18 @@ def add_sampling_arguments(parser: argparse.ArgumentParser, *, group: str, overw
         group: the folder of YAML files that --config knows.
         overwrite: whether the command can replace what it wrote before.
     """
-    parser.add_argument(
-        "prompts", nargs="*", metavar="prompt", help="what the video shows; key=value overrides may stand here too"
-    )
+    about = "what the video shows; key=value overrides may stand here too"
+    parser.add_argument("prompts", nargs="*", metavar="prompt", help=about)
     parser.add_argument("--prompt-file", metavar="FILE", help="a prompt a line, UTF-8")
-    add_model_arguments(parser)
-    add_options(parser, SamplingConfig, "lora", "lora_2", "image", "seeds")
+    add_options(parser, SamplingConfig, "model", "revision", "lora", "lora_2", "image", "seeds")
     add_options(parser.add_argument_group("sampling (default: what the model recommends)"), SamplingConfig, *_SIZES)
-    add_options(add_machine_arguments(parser), SamplingConfig, "batch_size")
+    add_options(parser.add_argument_group("machine"), SamplingConfig, *MACHINE, "batch_size")
     output = parser.add_argument_group("configuration and output")
-    known = ", ".join(preset_names(group))
-    output.add_argument("--config", metavar="FILE", help=f"YAML file, or one of {known}")
+    output.add_argument("--config", metavar="FILE", help=f"YAML file, or one of {', '.join(preset_names(group))}")
     output.add_argument("--output-dir", metavar="FOLDER", help=f"created when missing (default: outputs/{group})")
     if overwrite:
         add_options(output, SamplingConfig, "overwrite")
     output.add_argument("--quiet", action="store_true", help="no progress bars; print paths only")
-
-
-def add_model_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the model and its version."""
-    add_options(parser, SamplingConfig, "model", "revision")
-
-
-def add_machine_arguments(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
-    """Declare what is computed on and in; returns the group, for more of its kind."""
-    machine = parser.add_argument_group("machine")
-    add_options(machine, SamplingConfig, "dtype", "device", "offload")
-    return machine
 
 
 def method_help() -> str:
@@ -85,31 +72,40 @@ def add_method_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--reference", metavar="METHOD", help="what the others are measured against (default full)")
 
 
-def sampling_layers(schema: type, arguments: argparse.Namespace, *several: str) -> list[dict[str, Any]]:
-    """`config_layers` of a command that samples.
+def sampling_config(schema: type[Config], arguments: argparse.Namespace, recorded: Mapping[str, Any] = {}) -> Config:
+    """The settings of a command that samples: what is `recorded`, below the YAML file, the options and the overrides.
 
-    Args:
-        several: options that take several words. Overrides may stand among these, as in `--methods full vmonarch
-            steps=3`: nothing that they take is named like one.
+    Overrides may stand among prompts, methods, candidates and other words, none of which is named like one.
 
     Raises:
-        InputError: an unreadable file, a malformed override, prompts without quotes, or a seed that is no number.
+        InputError: no prompt, a prompt without quotes, an unreadable file, or a value that cannot be used.
     """
-    words = list(arguments.prompts)
-    for name in (*several, "seeds"):
-        values = getattr(arguments, name)
-        if values is not None:
+    words: list[str] = []
+    for name in ("prompts", "methods", "candidates", "vbench", "seeds"):
+        if (values := getattr(arguments, name, None)) is not None:
             words += filter(is_override, values)
             setattr(arguments, name, [value for value in values if not is_override(value)])
     for word in arguments.seeds or ():
         if not word.removeprefix("-").isdecimal():
             raise InputError("seeds", f"must be integers, got {word!r}; prompts go before --seed")
-    prompts = [word for word in words if not is_override(word)]
-    _check_prompt_words(prompts)
+    prompts = arguments.prompts
+    for word in prompts:
+        if found := _LIKE_OVERRIDE.fullmatch(word):
+            instead = f"write {found[1].replace('-', '_')}={found[2]}, or --prompt-file"
+            raise InputError("prompts", f"must not look like an override, got {word!r}; {instead}")
+    if len(prompts) > 1 and all(map(_BARE_WORD.fullmatch, prompts)):
+        problem = f"must stand in quotes, or each word is a prompt of its own: {' '.join(prompts)!r}"
+        raise InputError("prompts", f"{problem}; for prompts of one word use --prompt-file")
     if arguments.prompt_file is not None:
         prompts += read_prompts(arguments.prompt_file)
     arguments.prompts = prompts or None
-    return config_layers(schema, arguments, arguments.words[0], filter(is_override, words))
+    config = build_config(schema, recorded, *config_layers(schema, arguments, arguments.words[0], words))
+    if not config.prompts:
+        sources = ("prompt_file", "prompt_set", "from_json")
+        listed = " or ".join(f"--{name.replace('_', '-')}" for name in sources if hasattr(arguments, name))
+        raise InputError("prompts", f"is missing: give one or more prompts, or {listed}")
+    hide_loading_bars()
+    return config
 
 
 def config_layers(
@@ -121,41 +117,9 @@ def config_layers(
         InputError: an unreadable file or a malformed override.
     """
     layers = [] if arguments.config is None else [read_yaml(arguments.config, group=group)]
-    names = (field.name for field in dataclasses.fields(schema))
-    layers.append({name: value for name in names if (value := getattr(arguments, name, None)) is not None})
+    layers.append(given_options(arguments, *(field.name for field in dataclasses.fields(schema))))
     # A layer each: `attention=full attention.coarse=2` has to be read in that order.
     return layers + [parse_overrides([word]) for word in overrides]
-
-
-def sampling_config(schema: type[Config], layers: Sequence[Mapping[str, Any]], *sources: str) -> Config:
-    """The config that `layers` make up, which must have prompts.
-
-    Args:
-        sources: options that give prompts.
-
-    Raises:
-        InputError: there are none, or a value cannot be used.
-    """
-    config = build_config(schema, *layers)
-    if not config.prompts:
-        raise InputError("prompts", f"is missing: give one or more prompts, or {' or '.join(sources)}")
-    return config
-
-
-def _check_prompt_words(prompts: list[str]) -> None:
-    """Check that what stands for prompts on the command line is no misspelt override, and no prompt without its quotes.
-
-    Raises:
-        InputError: it is.
-    """
-    for word in prompts:
-        if found := _LIKE_OVERRIDE.fullmatch(word):
-            key, value = found.groups()
-            instead = f"write {key.replace('-', '_')}={value}, or --prompt-file"
-            raise InputError("prompts", f"must not look like an override, got {word!r}; {instead}")
-    if len(prompts) > 1 and all(_BARE_WORD.fullmatch(word) for word in prompts):
-        problem = f"must stand in quotes, or each word is a prompt of its own: {' '.join(prompts)!r}"
-        raise InputError("prompts", f"{problem}; for prompts of one word use --prompt-file")
 
 
 def hide_loading_bars() -> None:

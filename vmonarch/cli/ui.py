@@ -7,7 +7,9 @@ import contextlib
 import sys
 import threading
 
-from vmonarch.cli.sampling import add_machine_arguments, hide_loading_bars
+from vmonarch.cli.parser import add_options, given_options
+from vmonarch.cli.sampling import MACHINE, hide_loading_bars
+from vmonarch.pipelines.config import SamplingConfig
 
 _EPILOG = """\
 examples:
@@ -27,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of `vmonarch ui`."""
     models = "one or several to choose from: embedded (default), folders of pipelines, hub ids"
     parser.add_argument("--model", dest="models", nargs="+", metavar="MODEL", help=models)
-    add_machine_arguments(parser)
+    add_options(parser.add_argument_group("machine"), SamplingConfig, *MACHINE)
     server = parser.add_argument_group("server")
     server.add_argument("--output-dir", metavar="FOLDER", help="default: outputs/ui; the page shows all that is in it")
     server.add_argument("--host", metavar="ADDRESS", default="127.0.0.1", help="default 127.0.0.1: this machine alone")
@@ -49,8 +51,7 @@ def run(arguments: argparse.Namespace) -> None:
             f"the page needs {error.name}, which the extra ui has: pip install 'vmonarch[ui]'"
         ) from error
     hide_loading_bars()
-    names = ("models", "output_dir", "dtype", "device", "offload")
-    studio = Studio(**{name: value for name in names if (value := getattr(arguments, name)) is not None})
+    studio = Studio(**given_options(arguments, "models", "output_dir", *MACHINE))
     page, address = launch(studio, arguments.host, arguments.port)
     if not is_local(arguments.host):
         print(f"vmonarch ui: warning: whoever reaches {arguments.host} can use the page; no password", file=sys.stderr)

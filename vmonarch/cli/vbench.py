@@ -6,6 +6,7 @@ import argparse
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 from vmonarch.cli.parser import Parser
 from vmonarch.configs import InputError
@@ -38,17 +39,15 @@ def add_arguments(parser: Parser) -> None:
     install.add_argument("--folder", type=Path, help=f"of the environment (default: {installation.default_folder()})")
     about = "other pinned packages, for another torch, say"
     install.add_argument("--requirements", type=Path, default=installation.REQUIREMENTS, help=about)
+    paper = scoring.PAPER_DIMENSIONS
+    about = f"of {', '.join(scoring.DIMENSIONS)} (default: the five of the VMonarch paper, {', '.join(paper)})"
     for command in (weights, prompts, score):
-        paper = scoring.PAPER_DIMENSIONS
-        about = f"of {', '.join(scoring.DIMENSIONS)} (default: the five of the VMonarch paper, {', '.join(paper)})"
         command.add_argument("--dimensions", nargs="+", default=list(paper), metavar="DIMENSION", help=about)
-    for command, option, default in (
-        (weights, "--weights", installation.default_weights()),
-        (score, "--weights", installation.default_weights()),
-        (prompts, "--environment", installation.default_folder()),
-        (score, "--environment", installation.default_folder()),
-    ):
-        command.add_argument(option, type=Path, default=default, metavar="FOLDER", help=f"default: {default}")
+    kept: dict[str, Any] = {"type": Path, "metavar": "FOLDER", "help": "default: %(default)s"}
+    for command in (weights, score):
+        command.add_argument("--weights", default=installation.default_weights(), **kept)
+    for command in (prompts, score):
+        command.add_argument("--environment", default=installation.default_folder(), **kept)
     prompts.add_argument("--prompt-file", type=Path, help="a prompt per line, instead of VBench's")
     prompts.add_argument("--seed", type=int, default=0, help="first seed; every video has its own (default 0)")
     prompts.add_argument("--output", type=Path, required=True, help="JSON Lines file to write")
@@ -98,7 +97,7 @@ def _prompts(arguments: argparse.Namespace) -> None:
     if arguments.prompt_file is None:
         prompts = scoring.standard_prompts(arguments.dimensions, arguments.environment)
     else:
-        prompts = {prompt: arguments.dimensions for prompt in read_prompts(str(arguments.prompt_file))}
+        prompts = dict.fromkeys(read_prompts(str(arguments.prompt_file)), arguments.dimensions)
     items = scoring.suite(prompts, arguments.videos_per_prompt, arguments.seed)
     lines = [json.dumps(item, ensure_ascii=False) + "\n" for item in items if item["dimensions"]]
     with AtomicFiles() as files:
@@ -107,15 +106,13 @@ def _prompts(arguments: argparse.Namespace) -> None:
 
 
 def _score(arguments: argparse.Namespace) -> None:
-    keys = ("work_dir", "timeout", "device", "environment", "weights")
-    settings = {key: getattr(arguments, key) for key in keys}
+    settings = {key: getattr(arguments, key) for key in ("work_dir", "timeout", "device", "environment", "weights")}
     videos = scoring.read_videos(arguments.list, arguments.videos)
     if arguments.standard:
         prompts = scoring.standard_prompts(arguments.dimensions, arguments.environment)
         videos = scoring.standard_videos(videos, prompts, arguments.videos_per_prompt)
-    scores = scoring.score_videos(videos, arguments.dimensions, **settings, report=print)
     results = {}
-    for name, found in scores.items():
+    for name, found in scoring.score_videos(videos, arguments.dimensions, **settings, report=print).items():
         rows = zip(found.videos, found.per_video, strict=True)
         listed = [{"file": str(video.path), "prompt": video.prompt, "score": score} for video, score in rows]
         results[name] = {"score": found.score, "videos": listed}

@@ -5,24 +5,31 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from made_up_diagnosis import made_up
 
 import vmonarch
 from vmonarch import AttentionPlan, ExactBlocks, LatentGrid, VMonarchProcessor, vmonarch_attention
 from vmonarch.configs import InputError
 from vmonarch.eval.calibrate import diagnosis
 from vmonarch.eval.calibrate.diagnosis import (
+    FORMAT,
     DiagnosisProcessor,
     Recorder,
     attention_map,
     distribution,
     document,
+    head_times,
     measure,
     replaced_layers,
     watched,
 )
-from vmonarch.eval.calibrate.planning import over_steps, plan_within_error, plan_within_work
-from vmonarch.eval.calibrate.timing import head_times
+from vmonarch.eval.calibrate.planning import (
+    InPlace,
+    default_flops,
+    over_steps,
+    plan,
+)
+from vmonarch.eval.calibrate.refining import measure_plan, refine
+from vmonarch.eval.calibrate.settings import Budget
 from vmonarch.flops import full_flops, vmonarch_flops
 from vmonarch.options import VMonarchOptions
 from vmonarch.video_processor import VideoAttentionProcessor
@@ -113,8 +120,9 @@ def record(tiny, kind="t2v", steps=4, guidance=3.0, watch=False, **options):
         num_frames=tiny.FRAMES, num_inference_steps=steps, guidance_scale=guidance, output_type="latent",
         generator=torch.Generator().manual_seed(0), max_sequence_length=16,
     )  # fmt: skip
-    with watched(recorder, pipe) if watch else nullcontext():
-        return pipe, recorder, pipe(**arguments).frames, arguments
+    with watched(recorder, pipe) if watch else nullcontext() as recorder.calls:
+        latents = pipe(**arguments).frames
+    return pipe, recorder, latents, arguments
 
 
 def test_a_pipeline_is_recorded_step_by_step_and_makes_the_video_of_full_attention(tiny):
@@ -152,7 +160,7 @@ def test_watched_calls_are_measured_alike_and_leave_nothing_behind(tiny):
     model = seen[0].transformer
     assert all(parameter.requires_grad and parameter.grad is None for parameter in model.parameters())
     vmonarch.restore(model)
-    assert not model.is_gradient_checkpointing and not model._forward_hooks and seen[1].watch is None
+    assert not model.is_gradient_checkpointing and not model._forward_hooks and not seen[1].watched
 
 
 def test_the_output_error_is_what_the_error_of_a_head_changes_in_the_output(tiny):
@@ -246,6 +254,26 @@ def test_what_cannot_be_diagnosed_is_named(tiny):
 
 
 # Plans
+
+
+def plan_within_error(found, budget, measure=None):
+    return plan(found, Budget(budget=budget, measure=measure))
+
+
+def plan_within_work(found, work, measure=None, limit=None, *, cost="flops", in_place=()):
+    return plan(found, Budget(**{cost: work}, measure=measure, limit=limit and f"{limit[0]}={limit[1]}"), in_place)
+
+
+def made_up(steps=2, layers=3, heads=4):
+    """A diagnosis whose errors fall with the work of a candidate, differently for every head."""
+    names = {"cheap": 0.1, "default": 0.3, "dear": 0.6}
+    options = {"cheap": {"num_iterations": 1, "exact": None}, "default": {}, "dear": {"exact": {"band": 1}}}
+    scale = torch.rand(steps, layers, heads, generator=torch.Generator().manual_seed(0)) + 0.1
+    values = {name: (scale * (1 - flops) ** 2).tolist() for name, flops in names.items()}
+    part = {"steps": list(range(steps)), "layers": layers, "heads": heads}
+    part["candidates"] = {n: dict.fromkeys(("error", "layer_error", "kl"), v) for n, v in values.items()}
+    candidates = {name: {"options": options[name], "flops": flops} for name, flops in names.items()}
+    return {"format": FORMAT, "grid": [8, 3, 4], "candidates": candidates, "transformers": {"transformer": part}}
 
 
 @pytest.mark.parametrize("measure_name", ["error", "kl"])
@@ -397,6 +425,135 @@ def test_budgets_that_cannot_be_used_are_named():
     with pytest.raises(InputError, match="flops must be at least"):
         plan_within_work(found, 0.01)
     with pytest.raises(InputError, match="measure must be one of error, layer_error, kl"):
-        plan_within_work(found, 1.0, "psnr")
+        plan_within_work(found, 1.0, "output_error")
     with pytest.raises(InputError, match="diagnosis must have the format"):
         plan_within_error({}, 1.0)
+
+
+# Plans in place
+
+
+PLAN = AttentionPlan(
+    {"t1": {"num_iterations": 1, "exact": None}, "first": {"kind": "first_order"}, "full": None},
+    {"transformer": [["t1", "first"], ["full", "t1"]]},
+    {},
+)
+
+
+class Moved(VMonarchProcessor):
+    """A plan with the output of one head moved on, by `step` of its distance to full attention."""
+
+    def __init__(self, plan, place, step):
+        super().__init__(plan=plan)
+        self.place, self.step = place, step
+
+    def _attend_heads(self, query, key, value, grid, heads, return_lse):
+        out = super()._attend_heads(query, key, value, grid, heads, return_lse)
+        if self._layer == self.place[0]:
+            head = slice(self.place[1], self.place[1] + 1)
+            exact = diagnosis.flash_entropy_attention(query, key, value)[0]
+            out[:, :, head] += self.step * (out - exact)[:, :, head]
+        return out
+
+
+def change_by(pipe, calls, processor):
+    """‖v' - v‖²/‖v‖², the mean over calls."""
+    vmonarch.apply(pipe, processor)
+    with torch.no_grad():
+        found = [call.module(*call.args, **call.kwargs)[0].double() for call in calls]
+    vmonarch.restore(pipe)
+    kept = [call.velocity.double() for call in calls]
+    pairs = zip(found, kept, strict=True)
+    return sum(((a - b).square().sum() / b.square().sum()).item() for a, b in pairs) / len(calls)
+
+
+def test_the_share_of_a_head_is_half_of_how_the_change_grows_with_its_error(tiny):
+    """By finite differences: E grows by 2·share·ε where the head's error grows by ε."""
+    pipe, recorder, *_ = record(tiny, steps=2, guidance=1.0, watch=True)
+    vmonarch.restore(pipe)
+    calls = recorder.calls
+    assert len(calls) == 2
+    found = measure_plan(pipe, PLAN, calls)
+    assert found.plan is PLAN
+    assert found.error == pytest.approx(change_by(pipe, calls, VMonarchProcessor(plan=PLAN)), rel=1e-4)
+    shares = found.shares["transformer"]
+    assert abs(shares[1, 0]) < 1e-6 * found.error, "an exact head"
+    for place in ((0, 0), (0, 1), (1, 1)):
+        up, down = (change_by(pipe, calls, Moved(PLAN, place, step)) for step in (0.05, -0.05))
+        assert shares[place].item() == pytest.approx((up - down) / 0.2, rel=0.02), place
+    assert shares.sum().item() == pytest.approx(found.error, rel=0.2)
+    model = pipe.transformer
+    assert all(parameter.requires_grad and parameter.grad is None for parameter in model.parameters())
+    assert not model.is_gradient_checkpointing and not model._forward_hooks
+
+
+def made_up_in_place():
+    """A diagnosis, and what every head and method loses in place: other heads lose more than the diagnosis says."""
+    found = made_up(steps=1, layers=4, heads=6)
+    candidates = found["transformers"]["transformer"]["candidates"]
+    wrong = torch.exp(2 * torch.randn(4, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64))
+    truth = {name: 0.01 * wrong * torch.tensor(values["layer_error"])[0] for name, values in candidates.items()}
+    return found, truth | {"full": torch.zeros(4, 6)}
+
+
+def in_place(plan, truth):
+    shares = torch.zeros(4, 6, dtype=torch.float64)
+    for layer, names in enumerate(plan.layers["transformer"]):
+        for head, name in enumerate(names):
+            shares[layer, head] = truth[name][layer, head]
+    return InPlace(plan, shares.sum().item(), {"transformer": shares})
+
+
+def test_shares_in_place_correct_what_a_plan_goes_by(monkeypatch):
+    found, truth = made_up_in_place()
+    work = 0.3 / default_flops(LatentGrid(8, 3, 4)) + 1e-9
+    # The same with what is true in place of what the diagnosis says.
+    part = found["transformers"]["transformer"]
+    told = {name: {"layer_error": [truth[name].tolist()]} for name in part["candidates"]}
+    known = found | {"transformers": {"transformer": part | {"candidates": told}}}
+    best = in_place(plan_within_work(known, work), truth).error
+    seen = []
+    monkeypatch.setattr(
+        "vmonarch.eval.calibrate.refining.measure_plan",
+        lambda pipe, plan, calls: seen.append(in_place(plan, truth)) or seen[-1],
+    )
+    refined = refine(None, [], lambda seen: plan_within_work(found, work, in_place=seen), 8)
+    errors = [measured.error for measured in seen]
+    assert refined.about["in_place"] == pytest.approx(errors, rel=1e-5)
+    assert in_place(refined, truth).error == min(errors)
+    assert best <= min(errors) < 1.05 * best < 0.8 * errors[0]
+    assert all(measured.plan.about["predicted"]["flops_of_full"] <= 0.3 + 1e-6 for measured in seen)
+    plans = [measured.plan.layers for measured in seen]
+    assert all(plans.count(plan) == 1 for plan in plans), "no plan is measured twice"
+
+
+def test_a_head_whose_errors_cancel_others_keeps_its_measured_share():
+    """Below zero a share cannot scale what its head's other methods lose; they are taken to lose little."""
+    found, truth = made_up_in_place()
+    first = plan_within_work(found, 1.2)
+    measured = in_place(first, truth)
+    layer, head = next(
+        (i, j) for i, row in enumerate(first.layers["transformer"]) for j, name in enumerate(row) if name == "default"
+    )
+    measured.shares["transformer"][layer, head] = -0.1
+    again = plan_within_work(found, 1.2, in_place=[measured])
+    assert again.layers["transformer"][layer][head] == "default"
+    measured.shares["transformer"][layer, head] = 10 * truth["default"].sum()
+    again = plan_within_work(found, 1.2, in_place=[measured])
+    assert again.layers["transformer"][layer][head] == "full"
+    # Of two plans that gave it the same method, the mean counts, whichever was measured last.
+    low = in_place(first, truth)
+    low.shares["transformer"][layer, head] = -0.1
+    for found_in_place in ([low, measured], [measured, low]):
+        again = plan_within_work(found, 1.2, in_place=found_in_place)
+        assert again.layers["transformer"][layer][head] == "full"
+
+
+def test_the_best_plan_in_place_is_kept_and_not_the_last(monkeypatch):
+    plans = [AttentionPlan({"a": {"num_iterations": n}}, {"transformer": [["a"] * n]}) for n in (1, 2, 3)]
+    monkeypatch.setattr(
+        "vmonarch.eval.calibrate.refining.measure_plan",
+        lambda pipe, plan, calls: InPlace(plan, {1: 0.2, 2: 0.1, 3: 0.3}[plan.methods["a"].num_iterations], {}),
+    )
+    refined = refine(None, [], lambda seen: plans[len(seen)], 3)
+    assert refined == plans[1] and refined.about["in_place"] == [0.2, 0.1, 0.3]
