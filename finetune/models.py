@@ -316,6 +316,12 @@ def _full_attention(ours: VideoAttentionProcessor, original: Any) -> Any:
     return full
 
 
+def _put(attn: nn.Module, processor: Any) -> None:
+    """Set an attention module's processor for a while, even in place of one that learns: `set_processor` refuses."""
+    attn._modules.pop("processor", None)
+    attn.processor = processor
+
+
 class BeforeLora:
     """A teacher of LoRA layers: the transformers without these and with full attention, in the same weights."""
 
@@ -334,13 +340,13 @@ class BeforeLora:
         layers = [(attn, full, attn.processor) for attn, full in self._full[expert]]
         try:
             for attn, full, _ in layers:
-                attn.set_processor(full)
+                _put(attn, full)
             self._scale(expert, 0.0)
             with torch.no_grad():
                 return self._experts(expert, **arguments)
         finally:
             for attn, _, before in layers:
-                attn.set_processor(before)
+                _put(attn, before)
             self._scale(expert, 1.0)
 
     def _scale(self, expert: str, scale: float) -> None:
