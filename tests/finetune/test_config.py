@@ -19,7 +19,7 @@ DATA = {"data": {"path": "clips"}}
 @pytest.mark.parametrize("name", preset_names("finetune"))
 def test_presets_are_read_and_written_back(name):
     config = finetune_config(read_yaml(name, group="finetune"))
-    assert config.data.path and config.attention.name == "vmonarch"
+    assert config.data.path and config.attention.name == ("based" if "based" in name else "vmonarch")
     assert finetune_config(config.to_dict()) == config
 
 
@@ -48,7 +48,10 @@ def size_of_preset(group, name):
     return found
 
 
-@pytest.mark.parametrize("file", ["docs/finetuning.md", "Makefile", "configs/finetune/embedded.yaml"])
+@pytest.mark.parametrize(
+    "file",
+    ["docs/finetuning.md", "Makefile", *(f"configs/finetune/{name}.yaml" for name in ("embedded", "embedded-based"))],
+)
 def test_the_commands_that_are_shown_make_the_clips_that_are_trained_on(file):
     made = [prepared(words) for words in commands(ROOT / file, "vmonarch preprocess")]
     [words] = commands(ROOT / file, "vmonarch finetune") or [["--config", Path(file).stem]]

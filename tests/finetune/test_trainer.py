@@ -203,9 +203,15 @@ def test_the_teacher_is_full_attention_and_stays_as_it_is(place, tmp_path):
     )
 
 
-def test_the_teacher_of_lora_layers_is_the_model_before_them(place, tmp_path):
+@pytest.mark.parametrize("attention", ["vmonarch", "based:adapter=null,feature_dim=4"])
+def test_the_teacher_of_lora_layers_is_the_model_before_them(place, tmp_path, attention):
     """In the same weights: with full attention and without what is learnt; afterwards all is as it was."""
-    options = {"lora": {"rank": 4, "alpha": 6.0}, "steps": 3, "optimizer": {"learning_rate": 0.1}}
+    options = {
+        "attention": attention,
+        "lora": {"rank": 4, "alpha": 6.0},
+        "steps": 3,
+        "optimizer": {"learning_rate": 0.1},
+    }
     trainer = Trainer(settings(place, tmp_path / "one", objective={"distillation": 0.5}, **options))
     part = trainer.experts.parts["transformer"]
     processors = part.attn_processors
