@@ -45,8 +45,7 @@ from vmonarch.finetune.checkpoints import (
 )
 from vmonarch.finetune.config import FinetuneConfig, OptimizerConfig
 from vmonarch.finetune.data.loader import Batch, DataError, LatentLoader
-from vmonarch.finetune.data.parquet import ParquetFolder
-from vmonarch.finetune.data.schema import TEXT_LENGTH
+from vmonarch.finetune.data.parquet import TEXT_LENGTH, ParquetFolder
 from vmonarch.finetune.models import (
     Annealing,
     BeforeLora,

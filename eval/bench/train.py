@@ -19,7 +19,7 @@ from vmonarch.eval.bench.clock import Clock
 from vmonarch.eval.bench.runner import Bench, Case, Way, Ways, choose, profiled
 from vmonarch.eval.wan_models import WanModel, read_model_config
 from vmonarch.finetune.config import OptimizerConfig
-from vmonarch.finetune.data.schema import TEXT_LENGTH
+from vmonarch.finetune.data.parquet import TEXT_LENGTH
 from vmonarch.finetune.models import Experts
 from vmonarch.finetune.objective import NoiseLevels, Objective, experts_of
 from vmonarch.finetune.trainer import make_optimizer

@@ -19,8 +19,7 @@ from vmonarch.configs import InputError
 from vmonarch.configs.methods import resolve_method
 from vmonarch.finetune.checkpoints import CheckpointError, Checkpoints, _manifest_text, read_run
 from vmonarch.finetune.config import OptimizerConfig, finetune_config
-from vmonarch.finetune.data.parquet import write_shard
-from vmonarch.finetune.data.schema import Sample
+from vmonarch.finetune.data.parquet import Sample, write_shard
 from vmonarch.finetune.export import comfyui_name, export
 from vmonarch.finetune.models import Experts, _lora_layers, compile_blocks, load_experts, model_facts, share_clips
 from vmonarch.finetune.objective import NoiseLevels
