@@ -74,6 +74,7 @@ def save(folder: Path, step: int, write: Callable[[Path], object], run: Mapping[
             partial.mkdir(parents=True)
         state.wait_for_everyone()
         write(partial)
+        state.wait_for_everyone()
         # Of files that another process has written, too: each machine forces its own to disk.
         _flush_all(partial)
         state.wait_for_everyone()
