@@ -15,7 +15,6 @@ from vmonarch.configs import InputError, build, check_keys, check_types, read_ya
 from vmonarch.configs.methods import AttentionMethod, merge_attention, options_now, resolve_method
 from vmonarch.configs.stack import Stack
 from vmonarch.pipelines.devices import DTYPES, choose_device, choose_dtype
-from vmonarch.pipelines.first_frame import open_image
 from vmonarch.pipelines.kinds import IMAGE_TO_VIDEO, KINDS
 from vmonarch.pipelines.lora import LORA, check_lora
 from vmonarch.pipelines.model_folder import PROXY_RECORD, ModelFolder, read_json
@@ -342,6 +341,8 @@ def complete(config: Config, model: ModelFolder) -> Config:
     if config.image is not None:
         if not model.image_capable:
             raise InputError("image", "cannot be used: this is a text-to-video model")
+        from vmonarch.pipelines.video_io import open_image
+
         assert config.height is not None and config.width is not None
         _, changes = open_image(config.image, config.height, config.width)
         if changes:

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 from vmonarch.pipelines.config import SamplingConfig
 from vmonarch.pipelines.devices import synchronize
-from vmonarch.pipelines.first_frame import open_image
 from vmonarch.pipelines.kinds import Kind, kind_of
 from vmonarch.pipelines.loading import LoadedModel
 from vmonarch.pipelines.outputs import GenerationError
@@ -144,6 +143,8 @@ def _arguments(kind: Kind, config: SamplingConfig, videos: int) -> dict[str, Any
     arguments |= {name: getattr(config, setting) for setting, name in kind.arguments.items()}
     arguments["negative_prompt"] = [config.negative_prompt or ""] * videos
     if config.image is not None:
+        from vmonarch.pipelines.video_io import open_image
+
         assert config.height is not None and config.width is not None
         arguments["image"], _ = open_image(config.image, config.height, config.width)
     return {name: value for name, value in arguments.items() if value is not None}

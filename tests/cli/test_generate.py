@@ -22,7 +22,7 @@ import torch
 from vmonarch.configs import InputError
 from vmonarch.pipelines import loading, outputs, sampling
 from vmonarch.pipelines.config import GenerateConfig, build_config, complete
-from vmonarch.pipelines.first_frame import open_image
+from vmonarch.pipelines.video_io import open_image
 from vmonarch.pipelines.generation import generate
 from vmonarch.pipelines.model_folder import find_model
 from vmonarch.pipelines.records import load_record
