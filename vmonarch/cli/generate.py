@@ -51,9 +51,8 @@ def run(arguments: argparse.Namespace) -> None:
         InputError, ModelError, GenerationError: see `vmonarch.pipelines.generation.generate`.
     """
     from vmonarch.pipelines.generation import generate
-    from vmonarch.pipelines.outputs import GenerationError
+    from vmonarch.pipelines.outputs import GenerationError, load_record
     from vmonarch.pipelines.processes import Shard
-    from vmonarch.pipelines.records import load_record
 
     layers = sampling_layers(GenerateConfig, arguments)
     recorded = None if arguments.from_json is None else load_record(arguments.from_json)

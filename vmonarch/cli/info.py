@@ -75,8 +75,7 @@ def _device(name: str) -> dict[str, Any]:
     import torch
 
     from vmonarch.kernels.common.launch import auto_takes_kernels, why_not_triton
-    from vmonarch.pipelines.devices import choose_dtype
-    from vmonarch.pipelines.environment import device_name
+    from vmonarch.pipelines.environment import choose_dtype, device_name
 
     device = torch.device(name)
     # What "auto" means there, for the half-precision tensors of a pipeline.
