@@ -188,9 +188,8 @@ class Trainer:
         if weights:
             weights[:] = [{name: parameter.detach() for name, parameter in self.trained.items()}]
         if self.average is not None and self.rank == 0:
-            save_file(
-                dict(zip(self.trained, self.average.shadow_params, strict=True)), Path(folder) / checkpoints.AVERAGE
-            )
+            average = dict(zip(self.trained, self.average.shadow_params, strict=True))
+            save_file(average, Path(folder) / checkpoints.AVERAGE)
 
     def _resume(self) -> None:
         """Restore the newest checkpoint, if there is one and it is of this run."""
@@ -280,9 +279,9 @@ class Trainer:
                 accelerator.init_trackers("vmonarch", {k: str(v) for k, v in _flat(self.about["config"]).items()})
                 held.callback(accelerator.end_training)
             # In a file a line every half a minute.
-            every = {"mininterval": 30.0, "maxinterval": 30.0} if not sys.stderr.isatty() else {"dynamic_ncols": True}
-            bar = tqdm(total=config.steps, initial=self.step, unit="step", disable=self.rank > 0, **every)
-            held.enter_context(bar)
+            every = 0.1 if sys.stderr.isatty() else 30.0
+            shown = {"mininterval": every, "maxinterval": every, "dynamic_ncols": True, "disable": self.rank > 0}
+            bar = held.enter_context(tqdm(total=config.steps, initial=self.step, unit="step", **shown))
             batches = held.enter_context(contextlib.closing(iter(self.loader)))
             if self.step == 0 and validates:
                 last |= self._log({"validation_loss": self.validate()}, bar)

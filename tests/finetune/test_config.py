@@ -102,6 +102,10 @@ BAD = {
     "attention": ({"attention": "sparse"}, "attention must be one of"),
     "attention-option": ({"attention": {"coarse": 0}}, "attention.coarse must be"),
     "no-target": ({"lora": {"rank": 4, "targets": []}}, "lora.targets must name at least one layer"),
+    "videos-of-parts": (
+        {"sequence_parallel_size": 2, "validation": {"videos_every": 5}},
+        "videos_every must be 0 with",
+    ),
     "no-prompt": ({"validation": {"videos_every": 5}}, "validation.prompts must hold a prompt"),
 }
 

@@ -114,26 +114,11 @@ def test_what_is_not_finite_on_one_process_ends_both(launch, tmp_path):
     [
         (["optimizer.lr=3"], "optimizer.lr is no known key"),
         (["steps"], "steps is no override"),
-        (["batch_size=3", "micro_batch=2"], "batch_size must be a multiple of micro_batch"),
         (["--config", "nothing"], "--config must be a YAML file or one of"),
-        (["checkpoints.resume=must"], "checkpoints.resume is must"),
-        (
-            ["data.path=nope"],
-            "data.path must be a folder of parquet files, as `vmonarch preprocess` makes them: there is",
-        ),
+        (["data.path=nope"], "data.path must be a folder of parquet files, as `vmonarch preprocess` makes them: there"),
         (["data.validation=nope"], "data.validation must be a folder of parquet files, as `vmonarch preprocess` makes"),
         (["output_dir=/dev/null"], "output_dir must be a folder; '/dev/null' is a file"),
         (["trackers=[tensorboard,nope]"], "trackers must be of all, tensorboard, which are installed, got nope"),
-        (
-            ["lora.rank=2", "lora.targets=[to_q,nope]"],
-            "lora.targets names 'nope', with which no layer's name ends; the layers are: ",
-        ),
-        (["sequence_parallel_size=0"], "sequence_parallel_size must be"),
-        (["sequence_parallel_size=2"], "sequence_parallel_size must divide the number of processes, 1, got 2"),
-        (
-            ["sequence_parallel_size=2", "validation.videos_every=1"],
-            "validation.videos_every must be 0 with sequence_parallel_size",
-        ),
     ],
 )
 def test_what_cannot_be_used_is_named_without_a_traceback(place, tmp_path, capsys, monkeypatch, words, message):
@@ -176,20 +161,14 @@ def test_a_run_that_is_done_says_what_is_left(place, tmp_path, capsys, monkeypat
         assert re.search(r"100%.* 2/2 \[\d+:\d+<.*step.*" + loss, bar[-1]), bar
         assert last == f"step 2 is saved; to export it: vmonarch export {tmp_path} --output …"
     bad = {
-        ("nowhere", "--output", "m"): (
-            2,
-            "run must be the output folder of a run; there is no folder 'nowhere/checkpoints'",
-        ),
+        ("nowhere", "--output", "m"): (2, "run must be the output folder of a run; there is no folder 'nowhere/checkp"),
         (str(tmp_path), "--output", str(tmp_path)): (2, "--output must not exist, "),
         (str(tmp_path), "--output", "m.safetensors"): (2, "--output must be a folder for what this run trained, got"),
         (str(tmp_path), "--output", "/dev/null/m"): (2, "--output '/dev/null/m' cannot be written: File"),
         (str(tmp_path), "--output", "m", "--weights", "ema"): (2, "--weights cannot be ema: the run has no average"),
         (str(tmp_path), "--output", "m", "--step", "7"): (1, f"{tmp_path} has no checkpoint of step 7; it has: 1, 2"),
         (str(tmp_path), "--output", "m", "--model", str(tmp_path)): (1, f"{tmp_path} has no model_index.json"),
-        (str(tmp_path), "--output", "m", "--model", "nowhere"): (
-            2,
-            "--model must be 'embedded', a folder of a pipeline",
-        ),
+        (str(tmp_path), "--output", "m", "--model", "nowhere"): (2, "--model must be 'embedded', a folder of a pipe"),
     }
     monkeypatch.chdir(tmp_path)
     for given, (code, message) in bad.items():

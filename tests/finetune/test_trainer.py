@@ -481,6 +481,8 @@ def test_a_missing_average_is_an_error_unless_waived(place, tmp_path):
         ("t2v", {"train": "transformer_2"}, "train must be all or one of transformer, got 'transformer_2'"),
         ("t2v", {"objective": {"image_share": 0.5}}, "objective.image_share must be 0"),
         ("t2v", {"batch_size": 3, "micro_batch": 2}, "batch_size must be a multiple of .* = 2 × 1, got 3"),
+        ("t2v", {"lora": {"rank": 2, "targets": ["to_q", "nope"]}}, "lora.targets names 'nope', .* the layers are: "),
+        ("t2v", {"sequence_parallel_size": 2}, "must divide the number of processes, 1, got 2"),
         ("t2v", {"transfer": 1}, "transfer must be 0 with an attention that has no parameters"),
         ("t2v", {"anneal": 4, "attention": "based:adapter=null,feature_dim=4"}, "anneal must be 0 with an attention"),
         ("t2v", {"checkpoints": {"resume": "must"}}, "checkpoints.resume is must, but"),
