@@ -81,9 +81,10 @@ def _pair(row: Any) -> tuple[str, str]:
     # CSV has what is beyond its header under None.
     if isinstance(row, dict) and None not in row:
         pair = [next((row[key] for key in keys if row.get(key) is not None), None) for keys in (FILE_KEYS, TEXT_KEYS)]
-        if all(isinstance(text, str) for text in pair):
+        texts = [text for text in pair if isinstance(text, str)]
+        if len(texts) == 2:
             # Half a pair of UTF-16 cannot be stored.
-            file, caption = (text.encode().decode() for text in pair)
+            file, caption = (text.encode().decode() for text in texts)
             path = PurePosixPath(file)
             outside = path.is_absolute() or PureWindowsPath(file).drive or ".." in path.parts
             if not outside and path.name.strip("\0 "):

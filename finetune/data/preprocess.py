@@ -52,8 +52,6 @@ from vmonarch.pipelines.model_folder import ModelFolder, find_wan_model
 FORMAT = "vmonarch-preprocess-1"
 # Settings that say where and how patiently, not what the rows are.
 _FREE = ("captions", "output", "model", "revision", "workers", "timeout")
-
-
 # Caption and clips of a video.
 Made = tuple[str, list[Clip]]
 
@@ -145,7 +143,7 @@ def preprocess_config(*layers: Mapping[str, Any]) -> PreprocessConfig:
     Raises:
         InputError: no output, an unknown key, or a value of another type or out of range; the error names the key.
     """
-    values: dict[str, Any] = dict(chain.from_iterable(layer.items() for layer in layers))
+    values = {key: value for layer in layers for key, value in layer.items()}
     if values.get("output") is None:
         raise InputError("output", "is missing: name a folder")
     return build(PreprocessConfig, values)
@@ -176,6 +174,15 @@ def complete(config: PreprocessConfig, model: ModelFolder) -> PreprocessConfig:
     return config
 
 
+@contextmanager
+def _exact() -> Iterator[None]:
+    """No gradients, and the same bits each time."""
+    from vmonarch.pipelines.sampling import deterministic_convolutions
+
+    with torch.no_grad(), deterministic_convolutions():
+        yield
+
+
 class PipelineEncoders:
     """Text encoder, VAE and image encoder of a stock diffusers pipeline, called as its own code calls them."""
 
@@ -191,22 +198,22 @@ class PipelineEncoders:
 
         return self.pipe.tokenizer(prompt_clean(caption), **options)
 
+    @_exact()
     def text(self, caption: str) -> torch.Tensor:
         """Float32 [L, D]: the tokens that the attention mask marks; zeros after them give the pipeline's own rows."""
-        with _exact():
-            embeds, _ = self.pipe.encode_prompt(
-                caption, do_classifier_free_guidance=False, max_sequence_length=self._length, device=self._device
-            )
+        embeds, _ = self.pipe.encode_prompt(
+            caption, do_classifier_free_guidance=False, max_sequence_length=self._length, device=self._device
+        )
         tokens = self._tokens(caption, max_length=self._length, truncation=True, return_attention_mask=True)
         return embeds[0, : sum(tokens.attention_mask)].float().cpu()
 
+    @_exact()
     def latents(self, video: torch.Tensor) -> torch.Tensor:
         """The VAE's means [C, T, y, x] as they are."""
         vae = self.pipe.vae
-        with _exact():
-            latents = vae.encode(video[None].to(self._device, vae.dtype)).latent_dist.mode()
-        return latents[0].float().cpu()
+        return vae.encode(video[None].to(self._device, vae.dtype)).latent_dist.mode()[0].float().cpu()
 
+    @_exact()
     def image(self, video: torch.Tensor) -> dict[str, torch.Tensor]:
         """`first_frame_latent` [C, T, y, x], and `clip_feature` [tokens, D] if the pipeline has an image encoder.
 
@@ -225,19 +232,9 @@ class PipelineEncoders:
             from PIL import Image
 
             picture = ((video[:, 0] + 1) * 127.5).round().clamp(0, 255).to(torch.uint8)
-            with _exact():
-                feature = self.pipe.encode_image(Image.fromarray(picture.permute(1, 2, 0).numpy()), self._device)
+            feature = self.pipe.encode_image(Image.fromarray(picture.permute(1, 2, 0).numpy()), self._device)
             extras["clip_feature"] = feature[0].float().cpu()
         return extras
-
-
-@contextmanager
-def _exact() -> Iterator[None]:
-    """No gradients, and the same bits each time."""
-    from vmonarch.pipelines.sampling import deterministic_convolutions
-
-    with torch.no_grad(), deterministic_convolutions():
-        yield
 
 
 def load_encoders(config: PreprocessConfig, folder: ModelFolder) -> PipelineEncoders:
@@ -252,30 +249,14 @@ def load_encoders(config: PreprocessConfig, folder: ModelFolder) -> PipelineEnco
     from vmonarch.pipelines.loading import read_pipeline
 
     device = choose_device(config.device)
-    dtype = choose_dtype(config.dtype, device)
     cls = getattr(diffusers, IMAGE_TO_VIDEO if config.image_to_video else folder.pipeline)
     left_out = ["transformer", "transformer_2", "scheduler"]
     if not config.image_to_video and folder.pipeline == IMAGE_TO_VIDEO:
         left_out += ["image_encoder", "image_processor"]
-    pipe = read_pipeline(cls, folder, dtype, **dict.fromkeys(left_out))
+    pipe = read_pipeline(cls, folder, choose_dtype(config.dtype, device), **dict.fromkeys(left_out))
     pipe.to(device)
     assert config.max_sequence_length is not None
     return PipelineEncoders(pipe, device, config.max_sequence_length)
-
-
-@dataclass(frozen=True)
-class _Item:
-    """A video, or what stands for one.
-
-    Args:
-        file: its name in rows and in quarantine.
-        ids: of the clips that it can have, in order.
-        make: gives caption and clips; ends early when the event is set.
-    """
-
-    file: str
-    ids: tuple[str, ...]
-    make: Callable[[threading.Event], tuple[str, list[Clip]]]
 
 
 def procedural_clip(seed: int, number: int) -> tuple[str, Clip]:
