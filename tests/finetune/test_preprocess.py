@@ -236,29 +236,25 @@ def test_image_to_video_stores_what_diffusers_gives_the_transformer(expand, embe
     assert torch.equal(extras["clip_feature"], feature) and feature.shape == (5, 8)
 
 
-def test_first_frames_float16_and_the_encoding_of_no_caption_are_stored(folder):
-    preprocess(config_of(folder, image_to_video=True, store_dtype="float16"), encoders=Fake())
-    for row in rows_of(folder / "out"):
-        sample = decode_row(row)
-        assert sample.latents.dtype == sample.extras["first_frame_latent"].dtype == torch.float16
-        assert set(sample.extras) == {"first_frame_latent"} and sample.text.dtype == torch.float32
-    assert torch.equal(ParquetFolder(folder / "out").empty_caption, Fake().text("").float())
-
-
-def test_a_video_becomes_clips_of_the_bucket_that_fits_it_best(tmp_path):
+def test_a_video_becomes_clips_of_the_bucket_that_fits_it_best_as_the_settings_say(tmp_path):
     (tmp_path / "videos").mkdir()
     shapes = dict(wide=(9, 32, 64), tall=(9, 64, 32), short=(5, 32, 64), square=(9, 48, 48), stub=(3, 32, 64))
     for name, size in shapes.items():
         encode_video(tmp_path / "videos" / f"{name}.mp4", moving(*size), 10.0)
         (tmp_path / "videos" / f"{name}.txt").write_text(name)
     buckets = ("32x64x9", "64x32x9", "16x32x5", "32x64x5", "48x32x9")
-    preprocess(config_of(tmp_path, captions=None, buckets=buckets, **dict.fromkeys(SIZE)), encoders=Fake())
+    settings = dict(captions=None, buckets=buckets, image_to_video=True, store_dtype="float16", **dict.fromkeys(SIZE))
+    preprocess(config_of(tmp_path, **settings), encoders=Fake())
     rows = rows_of(tmp_path / "out")
     sizes = {row["caption"]: (row["height"], row["width"], row["vae_latent_shape"][1]) for row in rows}
     assert sizes == {"wide": (32, 64, 3), "tall": (64, 32, 3), "short": (32, 64, 2), "square": (48, 32, 3)}
     assert quarantine(tmp_path / "out") == {"stub.mp4": "is too short: it has 3 frames, 5 are needed"}
     # What is prepared so is trained on: batches of one size each.
-    assert len(set(ParquetFolder(tmp_path / "out").shapes)) == 4
+    folder = ParquetFolder(tmp_path / "out")
+    assert len(set(folder.shapes)) == 4 and torch.equal(folder.empty_caption, Fake().text("").float())
+    sample = folder.read(0)
+    assert sample.latents.dtype == sample.extras["first_frame_latent"].dtype == torch.float16
+    assert set(sample.extras) == {"first_frame_latent"} and sample.text.dtype == torch.float32
 
 
 def test_procedural_rows_are_a_function_of_seed_and_number(tmp_path, embedded, monkeypatch):
