@@ -21,8 +21,8 @@ import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Generator, Sequence
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
@@ -162,14 +162,13 @@ def decode_clips(
     filters = stream.filters(rf"select=between(n\,{first}\,{last})")
     output = ["-vf", filters, "-frames:v", str(last - first + 1), "-f", "rawvideo", "-pix_fmt", "rgb24"]
     frames, size = {}, 3 * stream.height * stream.width
-    with _decoder(path, number, output, check_time) as (read, finish):
-        for index in range(first, last + 1):
-            if len(data := read(size)) < size:
-                finish()
-                raise BadVideo("cannot be decoded: the decoder ended early")
-            if index in wanted:
+    with closing(_decode(path, number, output, size, check_time, [])) as blocks:
+        for index, data in zip(range(first, last + 1), blocks, strict=False):
+            if index in wanted and len(data) == size:
                 frame = torch.frombuffer(data, dtype=torch.uint8).reshape(stream.height, stream.width, 3)
                 frames[index] = resize_and_crop(frame.permute(2, 0, 1), shape.height, shape.width, stream.aspect)
+    if len(frames) < len(wanted):
+        raise BadVideo("cannot be decoded: the decoder ended early")
     times = stream.times
     rate = shape.fps or float((len(times) - 1) / (times[-1] - times[0]) if times[-1] > times[0] else 0)
     return [Clip(torch.stack([frames[index] for index in clip], dim=1), rate, stream.kept(shape)) for clip in clips]
@@ -230,14 +229,12 @@ def resize_and_crop(frame: torch.Tensor, height: int, width: int, aspect: Fracti
     return frame[:, top : top + height, left : left + width].contiguous()
 
 
-@contextmanager
-def _decoder(
-    path: Path, stream: int, output: Sequence[str], check_time: Callable[[], None]
-) -> Iterator[tuple[Callable[[int], bytearray], Callable[[], str]]]:
-    """An ffmpeg that decodes a file, and is killed when the block ends.
+def _decode(
+    path: Path, stream: int, output: Sequence[str], size: int, check_time: Callable[[], None], report: list[str]
+) -> Generator[bytearray]:
+    """What an ffmpeg makes of a file, in blocks of `size` bytes, the last one shorter. It is killed on closing.
 
-    Yields two functions: one reads so many bytes (fewer at the end), one waits for the end and returns what was
-    reported, each message after its level in brackets.
+    At the end `report` gets what it reported, each message after its level in brackets.
     """
     command = [
         *(imageio_ffmpeg.get_ffmpeg_exe(), "-nostdin", "-hide_banner", "-nostats", "-v", "level+info", "-xerror"),
@@ -257,31 +254,27 @@ def _decoder(
         pipe = process.stdout
         selector.register(pipe, selectors.EVENT_READ)
 
-        def read(size: int) -> bytearray:
-            data, more = bytearray(), True
-            while more and len(data) < size:
+        try:
+            block, more = bytearray(), True
+            while more:
                 check_time()
                 if selector.select(0.1):
-                    chunk = os.read(pipe.fileno(), min(size - len(data), 2**20))
-                    data += chunk
+                    chunk = os.read(pipe.fileno(), min(size - len(block), 2**20))
+                    block += chunk
                     more = bool(chunk)
-            return data
-
-        def finish() -> str:
+                if len(block) == size or not more:
+                    yield block
+                    block = bytearray()
             while process.poll() is None:
                 check_time()
                 time.sleep(0.002)
             log.seek(0)
             # Addresses differ from run to run.
-            report = re.sub(r"\[[^\]\n]*@ 0x[0-9a-f]+\]\s*", "", log.read(2**24).decode(errors="replace"))
-            errors = re.findall(r"^\[(?:error|fatal|panic)\]\s*(\S.*)", report, re.MULTILINE)
+            report += [re.sub(r"\[[^\]\n]*@ 0x[0-9a-f]+\]\s*", "", log.read(2**24).decode(errors="replace"))]
+            errors = re.findall(r"^\[(?:error|fatal|panic)\]\s*(\S.*)", report[0], re.MULTILINE)
             # Of some containers ffmpeg reports the missing end, and goes on all the same.
             if process.returncode or any("prematurely" in error for error in errors):
                 raise BadVideo(f"cannot be decoded: {next(iter(errors), f'ffmpeg ended with {process.returncode}')}")
-            return report
-
-        try:
-            yield read, finish
         finally:
             if process.poll() is None:
                 with suppress(ProcessLookupError):
@@ -294,9 +287,10 @@ def _decoder(
 
 def _read_stream(path: Path, number: int, check_time: Callable[[], None]) -> _Stream:
     """Decode a whole video stream for its frames' times and kind."""
-    with _decoder(path, number, ["-enc_time_base", "demux", "-f", "framecrc"], check_time) as (read, finish):
-        text = read(2**30).decode()
-        source, _, output = finish().partition("[info] Output #0")
+    report: list[str] = []
+    options = ["-enc_time_base", "demux", "-f", "framecrc"]
+    text = b"".join(_decode(path, number, options, 2**20, check_time, report)).decode()
+    source, _, output = report[0].partition("[info] Output #0")
     ticks = [int(tick) for tick in re.findall(r"^0,\s*-?\d+,\s*(-?\d+),", text, re.MULTILINE)]
     base = re.search(r"^#tb 0: (\d+/\d+)", text, re.MULTILINE)
     # pixel format, its traits, width, height, shape of a pixel
