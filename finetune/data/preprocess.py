@@ -511,7 +511,10 @@ def _samples(
                 text = encoders.text(caption)
                 for name, clip in zip(todo[file], clips, strict=False):
                     if name not in done:
-                        samples.append(_encode(config, Sample(name, text, text, caption, file), clip, encoders))
+                        facts = _encode(config, clip, encoders)
+                        samples.append(Sample(id=name, text=text, caption=caption, file_name=file, **facts))
+                if not all(x.isfinite().all() for s in samples for x in (s.text, s.latents, *s.extras.values())):
+                    raise BadVideo("has encodings that are not finite")
                 # Sizes are whole pixels: no more than that is lost of a picture that has the shape of the clips.
                 cropped += clips[0].kept < 0.98
             except BadVideo as error:
@@ -522,24 +525,11 @@ def _samples(
             yield from samples
 
 
-def _encode(config: PreprocessConfig, sample: Sample, clip: Clip, encoders: PipelineEncoders) -> Sample:
-    """The row of a clip, of which `sample` has the text.
-
-    Raises:
-        BadVideo: what the encoders made is not finite.
-    """
+def _encode(config: PreprocessConfig, clip: Clip, encoders: PipelineEncoders) -> dict[str, Any]:
+    """What a row has of a clip's frames, by the names of `Sample`."""
     video = clip.frames if clip.frames.is_floating_point() else clip.frames.float() / 127.5 - 1
     tensors = {"latents": encoders.latents(video)} | (encoders.image(video) if config.image_to_video else {})
     tensors = {key: tensor.to(getattr(torch, config.store_dtype)) for key, tensor in tensors.items()}
-    if not all(tensor.isfinite().all() for tensor in (sample.text, *tensors.values())):
-        raise BadVideo("has encodings that are not finite")
     frames, height, width = video.shape[1:]
-    return dataclasses.replace(
-        sample,
-        latents=tensors.pop("latents"),
-        width=width,
-        height=height,
-        fps=clip.fps,
-        duration=frames / clip.fps if clip.fps else 0.0,
-        extras=tensors,
-    )
+    sizes = dict(width=width, height=height, fps=clip.fps, duration=frames / clip.fps if clip.fps else 0.0)
+    return {"latents": tensors.pop("latents"), "extras": tensors, **sizes}
