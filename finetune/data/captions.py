@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import csv
-import hashlib
 import io
 import json
-import re
 import unicodedata
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
@@ -26,32 +23,13 @@ _FORM = (
 )
 
 
-@dataclass(frozen=True)
-class Captioned:
-    """A video to prepare.
-
-    Args:
-        file: relative to the folder of videos, with `/`, as it is written on the disk.
-        caption: may be empty.
-    """
-
-    file: str
-    caption: str
-
-    @property
-    def stem(self) -> str:
-        """The file's part of a clip's id: its name; where characters had to go, with a hash that tells it apart."""
-        name = re.sub(r"[^A-Za-z0-9._-]+", "-", self.file)
-        return name if name == self.file else f"{name}-{hashlib.sha256(self.file.encode()).hexdigest()[:8]}"
-
-
-def read_captions(videos: Path, path: str | None) -> list[Captioned]:
-    """The videos of a folder and their captions, in the order of the file of captions, or by name.
+def read_captions(videos: Path, path: str | None) -> dict[str, str]:
+    """The captions of a folder's videos by their files, in the order of the file of captions, or by name.
 
     JSON lines are objects, CSV (.csv) has a header; the file's name is `file_name`, `video` or `path`, the caption
     `caption`, `text` or `prompt`. Other keys and empty lines are passed over. Without such a file, `sub/a.txt` holds
     the caption of `sub/a.mp4`, and all videos must have one. Names are the same that look so: of one name macOS writes
-    another form of Unicode than other systems.
+    another form of Unicode than other systems. Those returned are relative, with `/`, as they are on the disk.
 
     Raises:
         InputError: there is no such file, it is not UTF-8, JSON lines or CSV, a row lacks one of the two, a video's
@@ -59,30 +37,30 @@ def read_captions(videos: Path, path: str | None) -> list[Captioned]:
     """
     on_disk = (file.relative_to(videos).as_posix() for file in sorted(videos.rglob("*")) if file.is_file())
     files = {unicodedata.normalize("NFC", file): file for file in on_disk}
-    found: dict[str, Captioned] = {}
-    for entry in _beside(videos, files) if path is None else _in_file(path, files):
-        if entry.stem in found:
-            raise InputError("captions", f"must name each video once; {entry.file!r} is there twice")
-        found[entry.stem] = entry
-    if not found:
+    captions: dict[str, str] = {}
+    for name, caption in _beside(videos, files) if path is None else _in_file(path):
+        file = files.get(unicodedata.normalize("NFC", name), name)
+        if file in captions:
+            raise InputError("captions", f"must name each video once; {file!r} is there twice")
+        captions[file] = caption
+    if not captions:
         raise InputError("captions", f"must be of at least one video; {path or str(videos)!r} has none")
-    return list(found.values())
+    return captions
 
 
-def _beside(videos: Path, files: Mapping[str, str]) -> Iterator[Captioned]:
+def _beside(videos: Path, files: Mapping[str, str]) -> Iterator[tuple[str, str]]:
     for name, file in files.items():
         path = PurePosixPath(name)
         if path.suffix.lower() in VIDEOS and not path.name.startswith("."):
-            text = videos / files.get(str(path.with_suffix(".txt")), path.with_suffix(".txt"))
+            text = path.with_suffix(".txt")
             try:
-                yield Captioned(file, text.read_text(encoding="utf-8-sig").strip())
+                yield name, (videos / files.get(str(text), text)).read_text(encoding="utf-8-sig").strip()
             except (OSError, ValueError) as error:
                 problem = f"must be given, or lie in a UTF-8 text file beside each video; that of {file!r} does not"
                 raise InputError("captions", f"{problem}: {error}") from error
 
 
-def _in_file(path: str, files: Mapping[str, str]) -> Iterator[Captioned]:
-    # The one that is read.
+def _in_file(path: str) -> Iterator[tuple[str, str]]:
     line = 1
     try:
         text = Path(path).read_bytes().decode("utf-8-sig")
@@ -92,8 +70,7 @@ def _in_file(path: str, files: Mapping[str, str]) -> Iterator[Captioned]:
         for count, row in enumerate(rows, start=1):
             line = reader.reader.line_num or count
             if isinstance(row, dict) or row.strip():
-                file, caption = _pair(row if isinstance(row, dict) else json.loads(row))
-                yield Captioned(files.get(unicodedata.normalize("NFC", file), file), caption)
+                yield _pair(row if isinstance(row, dict) else json.loads(row))
     except (OSError, ValueError, RecursionError, csv.Error) as error:
         line = reader.reader.line_num if isinstance(error, csv.Error) else line
         raise InputError("captions", f"{_FORM}; {path!r} is not, in line {line}: {error}") from error

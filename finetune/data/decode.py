@@ -21,12 +21,13 @@ import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Generator, Sequence
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
 
+import imageio_ffmpeg
 import torch
 
 # No video for training comes close; beyond, a broken header asks for memory that is not there.
@@ -156,14 +157,21 @@ def decode_clips(
         key=lambda shape: (stream.kept(shape), shape.num_frames, shape.height * shape.width),
     )
     clips = choose_frames(stream.times, shape)
-    frames = _read_frames(path, number, {index for clip in clips for index in clip}, stream, shape, check_time)
-    fps = _mean_rate(stream.times) if shape.fps is None else float(shape.fps)
-    return [Clip(torch.stack([frames[index] for index in clip], dim=1), fps, stream.kept(shape)) for clip in clips]
-
-
-def _mean_rate(times: Sequence[Fraction]) -> float:
-    span = times[-1] - times[0]
-    return float((len(times) - 1) / span) if span else 0.0
+    wanted = {index for clip in clips for index in clip}
+    first, last = min(wanted), max(wanted)
+    filters = stream.filters(rf"select=between(n\,{first}\,{last})")
+    output = ["-vf", filters, "-frames:v", str(last - first + 1), "-f", "rawvideo", "-pix_fmt", "rgb24"]
+    frames, size = {}, 3 * stream.height * stream.width
+    with closing(_decode(path, number, output, size, check_time, [])) as blocks:
+        for index, data in zip(range(first, last + 1), blocks, strict=False):
+            if index in wanted and len(data) == size:
+                frame = torch.frombuffer(data, dtype=torch.uint8).reshape(stream.height, stream.width, 3)
+                frames[index] = resize_and_crop(frame.permute(2, 0, 1), shape.height, shape.width, stream.aspect)
+    if len(frames) < len(wanted):
+        raise BadVideo("cannot be decoded: the decoder ended early")
+    times = stream.times
+    rate = shape.fps or float((len(times) - 1) / (times[-1] - times[0]) if times[-1] > times[0] else 0)
+    return [Clip(torch.stack([frames[index] for index in clip], dim=1), rate, stream.kept(shape)) for clip in clips]
 
 
 def _grid(times: Sequence[Fraction], shape: ClipShape) -> list[int]:
@@ -221,23 +229,15 @@ def resize_and_crop(frame: torch.Tensor, height: int, width: int, aspect: Fracti
     return frame[:, top : top + height, left : left + width].contiguous()
 
 
-def _ffmpeg() -> str:
-    import imageio_ffmpeg
+def _decode(
+    path: Path, stream: int, output: Sequence[str], size: int, check_time: Callable[[], None], report: list[str]
+) -> Generator[bytearray]:
+    """What an ffmpeg makes of a file, in blocks of `size` bytes, the last one shorter. It is killed on closing.
 
-    return imageio_ffmpeg.get_ffmpeg_exe()
-
-
-@contextmanager
-def _decoder(
-    path: Path, stream: int, output: Sequence[str], check_time: Callable[[], None]
-) -> Iterator[tuple[Callable[[int], bytes], Callable[[], str]]]:
-    """An ffmpeg that decodes a file, and is killed when the block ends.
-
-    Yields two functions: one reads so many bytes (fewer at the end), one waits for the end and returns what was
-    reported, each message after its level in brackets.
+    At the end `report` gets what it reported, each message after its level in brackets.
     """
     command = [
-        *(_ffmpeg(), "-nostdin", "-hide_banner", "-nostats", "-v", "level+info", "-xerror"),
+        *(imageio_ffmpeg.get_ffmpeg_exe(), "-nostdin", "-hide_banner", "-nostats", "-v", "level+info", "-xerror"),
         # With more, an error in the last frames sometimes comes too late for the exit code.
         *("-threads", "1"),
         # A playlist that passes for a video shall not reach the network.
@@ -254,33 +254,27 @@ def _decoder(
         pipe = process.stdout
         selector.register(pipe, selectors.EVENT_READ)
 
-        def read(size: int) -> bytes:
-            data = bytearray()
-            while len(data) < size:
-                while not selector.select(0.1):
-                    check_time()
+        try:
+            block, more = bytearray(), True
+            while more:
                 check_time()
-                chunk = os.read(pipe.fileno(), min(size - len(data), 2**20))
-                if not chunk:
-                    break
-                data += chunk
-            return bytes(data)
-
-        def finish() -> str:
+                if selector.select(0.1):
+                    chunk = os.read(pipe.fileno(), min(size - len(block), 2**20))
+                    block += chunk
+                    more = bool(chunk)
+                if len(block) == size or not more:
+                    yield block
+                    block = bytearray()
             while process.poll() is None:
                 check_time()
                 time.sleep(0.002)
             log.seek(0)
             # Addresses differ from run to run.
-            report = re.sub(r"\[[^\]\n]*@ 0x[0-9a-f]+\]\s*", "", log.read(2**24).decode(errors="replace"))
-            errors = re.findall(r"^\[(?:error|fatal|panic)\]\s*(\S.*)", report, re.MULTILINE)
+            report += [re.sub(r"\[[^\]\n]*@ 0x[0-9a-f]+\]\s*", "", log.read(2**24).decode(errors="replace"))]
+            errors = re.findall(r"^\[(?:error|fatal|panic)\]\s*(\S.*)", report[0], re.MULTILINE)
             # Of some containers ffmpeg reports the missing end, and goes on all the same.
             if process.returncode or any("prematurely" in error for error in errors):
                 raise BadVideo(f"cannot be decoded: {next(iter(errors), f'ffmpeg ended with {process.returncode}')}")
-            return report
-
-        try:
-            yield read, finish
         finally:
             if process.poll() is None:
                 with suppress(ProcessLookupError):
@@ -293,9 +287,10 @@ def _decoder(
 
 def _read_stream(path: Path, number: int, check_time: Callable[[], None]) -> _Stream:
     """Decode a whole video stream for its frames' times and kind."""
-    with _decoder(path, number, ["-enc_time_base", "demux", "-f", "framecrc"], check_time) as (read, finish):
-        text = read(2**30).decode()
-        source, _, output = finish().partition("[info] Output #0")
+    report: list[str] = []
+    options = ["-enc_time_base", "demux", "-f", "framecrc"]
+    text = b"".join(_decode(path, number, options, 2**20, check_time, report)).decode()
+    source, _, output = report[0].partition("[info] Output #0")
     ticks = [int(tick) for tick in re.findall(r"^0,\s*-?\d+,\s*(-?\d+),", text, re.MULTILINE)]
     base = re.search(r"^#tb 0: (\d+/\d+)", text, re.MULTILINE)
     # pixel format, its traits, width, height, shape of a pixel
@@ -322,25 +317,3 @@ def _read_stream(path: Path, number: int, check_time: Callable[[], None]) -> _St
         colours=(3 * colours)[:3],
         count=len(re.findall(r"^\[info\]   Stream #0:.*: Video: (?!.*\(attached pic\))", source, re.MULTILINE)),
     )
-
-
-def _read_frames(
-    path: Path, number: int, wanted: set[int], stream: _Stream, shape: ClipShape, check_time: Callable[[], None]
-) -> dict[int, torch.Tensor]:
-    """The frames of the given indices, each uint8 [3, H, W]."""
-    first, last = min(wanted), max(wanted)
-    filters = stream.filters(rf"select=between(n\,{first}\,{last})")
-    output = ["-vf", filters, "-frames:v", str(last - first + 1), "-f", "rawvideo", "-pix_fmt", "rgb24"]
-    frames = {}
-    size = 3 * stream.height * stream.width
-    with _decoder(path, number, output, check_time) as (read, finish):
-        for index in range(first, last + 1):
-            data = read(size)
-            if len(data) < size:
-                finish()
-                raise BadVideo("cannot be decoded: the decoder ended early")
-            if index in wanted:
-                pixels = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-                frame = pixels.reshape(stream.height, stream.width, 3).permute(2, 0, 1)
-                frames[index] = resize_and_crop(frame, shape.height, shape.width, stream.aspect)
-    return frames

@@ -70,21 +70,6 @@ class _Made:
     failures: list[dict[str, Any]] = field(default_factory=list)
 
 
-@dataclass(frozen=True)
-class _Plan:
-    """An epoch.
-
-    Args:
-        batches: (bucket, first slot over all ranks) of each.
-        orders: rows of each bucket.
-        dropped: for each bucket and slot, whether its caption is dropped.
-    """
-
-    batches: list[tuple[int, int]]
-    orders: list[np.ndarray]
-    dropped: list[np.ndarray]
-
-
 @dataclass(eq=False)
 class LatentLoader(Dataset[_Made]):
     """Batches of one rank, endless over epochs, from a position that is saved and restored exactly.
@@ -154,8 +139,13 @@ class LatentLoader(Dataset[_Made]):
             problem = f"{place} has text of {text.shape[1]}: another text encoder made it"
             raise DataError(f"text_dim is {self.text_dim}, but {problem}")
 
-    def plan(self, epoch: int) -> _Plan:
-        """The batches of an epoch, on all ranks the same."""
+    def plan(self, epoch: int) -> tuple[list[tuple[int, int]], list[np.ndarray], list[np.ndarray]]:
+        """What all ranks do in an epoch.
+
+        Returns:
+            (bucket, first slot over all ranks) of each batch; rows of each bucket; for each bucket and slot, whether
+            its caption is dropped.
+        """
         rows = len(self.folder)
         order = epoch_order(self.folder, self.seed, epoch) if self.shuffle else np.arange(rows)
         place = np.argsort(order)
@@ -166,18 +156,18 @@ class LatentLoader(Dataset[_Made]):
         dropped = np.split(uniform < self.caption_dropout, np.cumsum(padded)[:-1])
         batches = [(n, first) for n, slots in enumerate(padded) for first in range(0, slots, self._unit)]
         batches.sort(key=lambda batch: place[orders[batch[0]][batch[1]]])
-        return _Plan(batches, orders, dropped)
+        return batches, orders, dropped
 
     def __getitem__(self, number: int) -> _Made:
         """Batch `number`, counted from the run's first."""
         epoch, place = divmod(number, self.batches_per_epoch)
         if epoch != self._epoch:
-            self._plan, self._epoch = self.plan(epoch), epoch
+            (self._batches, self._orders, self._dropped), self._epoch = self.plan(epoch), epoch
         made = _Made()
         dead: set[int] = set()
         try:
             # Where no row of a bucket can be used, a batch of another one stands in.
-            for bucket, first in self._plan.batches[place:] + self._plan.batches[:place]:
+            for bucket, first in self._batches[place:] + self._batches[:place]:
                 start = first + self.rank * self.batch_size
                 slots = range(start, start + self.batch_size) if bucket not in dead else ()
                 found = (self._sample(bucket, slot, made, not dead) for slot in slots)
@@ -198,7 +188,7 @@ class LatentLoader(Dataset[_Made]):
 
     def _sample(self, bucket: int, slot: int, made: _Made, counts: bool) -> Sample | None:
         """The clip of a slot, or None where no row of the bucket can be used; notes in `made` what was tried."""
-        order = self._plan.orders[bucket]
+        order = self._orders[bucket]
         # The slots after the last row repeat rows that are counted elsewhere.
         counts &= slot < len(order)
         made.tried += counts
@@ -214,7 +204,7 @@ class LatentLoader(Dataset[_Made]):
                 if step + 1 >= limit:
                     raise self._too_bad(step + 1, step + 1, made.failures) from error
                 continue
-            if not self._plan.dropped[bucket][slot]:
+            if not self._dropped[bucket][slot]:
                 return sample
             empty = self.folder.empty_caption
             text = sample.text[:0] if empty is None else empty[: self.text_length]

@@ -30,10 +30,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from functools import partial
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -43,7 +42,7 @@ from tqdm import tqdm
 from vmonarch.configs import InputError, build, file_sha256
 from vmonarch.files import write_json
 from vmonarch.finetune.config import check_values, choice, number
-from vmonarch.finetune.data.captions import Captioned, read_captions
+from vmonarch.finetune.data.captions import read_captions
 from vmonarch.finetune.data.decode import BadVideo, Clip, ClipShape, decode_clips
 from vmonarch.finetune.data.parquet import EMPTY_CAPTION, TEXT_LENGTH, Sample, write_empty_caption, write_shard
 from vmonarch.pipelines.environment import DTYPES, choose_device, choose_dtype
@@ -53,6 +52,8 @@ from vmonarch.pipelines.model_folder import ModelFolder, find_wan_model
 FORMAT = "vmonarch-preprocess-1"
 # Settings that say where and how patiently, not what the rows are.
 _FREE = ("captions", "output", "model", "revision", "workers", "timeout")
+# Caption and clips of a video.
+Made = tuple[str, list[Clip]]
 
 
 class PreprocessError(RuntimeError):
@@ -142,7 +143,7 @@ def preprocess_config(*layers: Mapping[str, Any]) -> PreprocessConfig:
     Raises:
         InputError: no output, an unknown key, or a value of another type or out of range; the error names the key.
     """
-    values: dict[str, Any] = dict(chain.from_iterable(layer.items() for layer in layers))
+    values = {key: value for layer in layers for key, value in layer.items()}
     if values.get("output") is None:
         raise InputError("output", "is missing: name a folder")
     return build(PreprocessConfig, values)
@@ -173,6 +174,15 @@ def complete(config: PreprocessConfig, model: ModelFolder) -> PreprocessConfig:
     return config
 
 
+@contextmanager
+def _exact() -> Iterator[None]:
+    """No gradients, and the same bits each time."""
+    from vmonarch.pipelines.sampling import deterministic_convolutions
+
+    with torch.no_grad(), deterministic_convolutions():
+        yield
+
+
 class PipelineEncoders:
     """Text encoder, VAE and image encoder of a stock diffusers pipeline, called as its own code calls them."""
 
@@ -188,22 +198,22 @@ class PipelineEncoders:
 
         return self.pipe.tokenizer(prompt_clean(caption), **options)
 
+    @_exact()
     def text(self, caption: str) -> torch.Tensor:
         """Float32 [L, D]: the tokens that the attention mask marks; zeros after them give the pipeline's own rows."""
-        with _exact():
-            embeds, _ = self.pipe.encode_prompt(
-                caption, do_classifier_free_guidance=False, max_sequence_length=self._length, device=self._device
-            )
+        embeds, _ = self.pipe.encode_prompt(
+            caption, do_classifier_free_guidance=False, max_sequence_length=self._length, device=self._device
+        )
         tokens = self._tokens(caption, max_length=self._length, truncation=True, return_attention_mask=True)
         return embeds[0, : sum(tokens.attention_mask)].float().cpu()
 
+    @_exact()
     def latents(self, video: torch.Tensor) -> torch.Tensor:
         """The VAE's means [C, T, y, x] as they are."""
         vae = self.pipe.vae
-        with _exact():
-            latents = vae.encode(video[None].to(self._device, vae.dtype)).latent_dist.mode()
-        return latents[0].float().cpu()
+        return vae.encode(video[None].to(self._device, vae.dtype)).latent_dist.mode()[0].float().cpu()
 
+    @_exact()
     def image(self, video: torch.Tensor) -> dict[str, torch.Tensor]:
         """`first_frame_latent` [C, T, y, x], and `clip_feature` [tokens, D] if the pipeline has an image encoder.
 
@@ -222,19 +232,9 @@ class PipelineEncoders:
             from PIL import Image
 
             picture = ((video[:, 0] + 1) * 127.5).round().clamp(0, 255).to(torch.uint8)
-            with _exact():
-                feature = self.pipe.encode_image(Image.fromarray(picture.permute(1, 2, 0).numpy()), self._device)
+            feature = self.pipe.encode_image(Image.fromarray(picture.permute(1, 2, 0).numpy()), self._device)
             extras["clip_feature"] = feature[0].float().cpu()
         return extras
-
-
-@contextmanager
-def _exact() -> Iterator[None]:
-    """No gradients, and the same bits each time."""
-    from vmonarch.pipelines.sampling import deterministic_convolutions
-
-    with torch.no_grad(), deterministic_convolutions():
-        yield
 
 
 def load_encoders(config: PreprocessConfig, folder: ModelFolder) -> PipelineEncoders:
@@ -249,30 +249,14 @@ def load_encoders(config: PreprocessConfig, folder: ModelFolder) -> PipelineEnco
     from vmonarch.pipelines.loading import read_pipeline
 
     device = choose_device(config.device)
-    dtype = choose_dtype(config.dtype, device)
     cls = getattr(diffusers, IMAGE_TO_VIDEO if config.image_to_video else folder.pipeline)
     left_out = ["transformer", "transformer_2", "scheduler"]
     if not config.image_to_video and folder.pipeline == IMAGE_TO_VIDEO:
         left_out += ["image_encoder", "image_processor"]
-    pipe = read_pipeline(cls, folder, dtype, **dict.fromkeys(left_out))
+    pipe = read_pipeline(cls, folder, choose_dtype(config.dtype, device), **dict.fromkeys(left_out))
     pipe.to(device)
     assert config.max_sequence_length is not None
     return PipelineEncoders(pipe, device, config.max_sequence_length)
-
-
-@dataclass(frozen=True)
-class _Item:
-    """A video, or what stands for one.
-
-    Args:
-        file: its name in rows and in quarantine.
-        ids: of the clips that it can have, in order.
-        make: gives caption and clips; ends early when the event is set.
-    """
-
-    file: str
-    ids: tuple[str, ...]
-    make: Callable[[threading.Event], tuple[str, list[Clip]]]
 
 
 def procedural_clip(seed: int, number: int) -> tuple[str, Clip]:
@@ -290,36 +274,25 @@ def procedural_clip(seed: int, number: int) -> tuple[str, Clip]:
     return text, Clip(render(scenes)[0], float(EMBEDDED_SETTINGS.fps))
 
 
-def _items(config: PreprocessConfig, captioned: Sequence[Captioned]) -> list[_Item]:
-    def render(number: int, _: threading.Event) -> tuple[str, list[Clip]]:
-        text, clip = procedural_clip(config.seed, number)
-        return text, [clip]
-
-    def decode(entry: Captioned, stop: threading.Event) -> tuple[str, list[Clip]]:
-        path = Path(str(config.videos), entry.file)
-        try:
-            return entry.caption, decode_clips(path, config.shapes, timeout=config.timeout, stop=stop)
-        except OSError:
-            # The video is not to blame when ffmpeg cannot be started.
-            raise
-        except Exception as error:
-            raise BadVideo(str(error) or repr(error)) from error
-
-    names = [f"procedural-{config.seed}-{number}" for number in range(config.procedural or 0)]
-    made = [_Item(name, (name,), partial(render, number)) for number, name in enumerate(names)]
-    numbers = range(config.clips_per_video)
-    return made + [_Item(e.file, tuple(f"{e.stem}-{k}" for k in numbers), partial(decode, e)) for e in captioned]
+def _stem(file: str) -> str:
+    """The file's part of a clip's id: its name; where characters had to go, with a hash that tells it apart."""
+    name = re.sub(r"[^A-Za-z0-9._-]+", "-", file)
+    return name if name == file else f"{name}-{hashlib.sha256(file.encode()).hexdigest()[:8]}"
 
 
-def _ahead(items: Iterable[_Item], workers: int) -> Generator[tuple[_Item, Future[tuple[str, list[Clip]]]]]:
-    """What each item makes, in order, made by so many threads before it is asked for."""
-    stop, left = threading.Event(), iter(items)
+def _ahead(
+    files: Iterable[str], make: Callable[[str, threading.Event], Made], workers: int
+) -> Generator[tuple[str, Future[Made]]]:
+    """What `make` makes of each file, in order, by so many threads and before it is asked for.
+
+    It gets an event that is set when nothing more is wanted.
+    """
+    stop, left = threading.Event(), iter(files)
     pool = ThreadPoolExecutor(workers, thread_name_prefix="decode")
-    waiting: deque[tuple[_Item, Future[tuple[str, list[Clip]]]]] = deque()
+    waiting: deque[tuple[str, Future[Made]]] = deque()
     try:
         while True:
-            more = islice(left, 1 + workers - len(waiting))
-            waiting.extend((item, pool.submit(item.make, stop)) for item in more)
+            waiting.extend((file, pool.submit(make, file, stop)) for file in islice(left, 1 + workers - len(waiting)))
             if not waiting:
                 return
             yield waiting.popleft()
@@ -331,25 +304,24 @@ def _ahead(items: Iterable[_Item], workers: int) -> Generator[tuple[_Item, Futur
 class _Output:
     """The output folder: what is in it, and what is added.
 
+    Args:
+        about: what the rows are made of, for the manifest.
+
+    Raises:
+        InputError: it holds the work of other settings, or what cannot be read.
+
     Attributes:
         manifest: what its file holds, or will hold when it is written next.
         ids: of the rows in its shards. bad: reasons by file.
     """
 
     def __init__(self, folder: Path, about: Mapping[str, Any]) -> None:
-        """Read what a run of the same settings has left in the folder, and clear away what is half-written.
-
-        Args:
-            about: what the rows are made of, for the manifest.
-
-        Raises:
-            InputError: the folder holds other work, or what cannot be read.
-        """
         self.folder, self._quarantine = folder, folder / "quarantine.jsonl"
         # As JSON has them: tuples are lists.
         self.manifest = json.loads(json.dumps(about)) | {"complete": False, "counts": {}, "shards": []}
         self.ids: list[str] = []
         self.bad: dict[str, str] = {}
+        # Of a run that was killed.
         for path in folder.glob(".*.partial.*"):
             path.unlink()
         shards = sorted(folder.glob("shard-*.parquet"), key=lambda path: (len(path.name), path.name))
@@ -449,39 +421,46 @@ def preprocess(
     from vmonarch.pipelines.environment import environment, package_versions
     from vmonarch.pipelines.outputs import prepare_output_dir
 
-    captioned: list[Captioned] = []
+    captions: dict[str, str] = {}
     if config.videos is not None:
         videos = Path(config.videos).expanduser()
         if not videos.is_dir():
             raise InputError("videos", f"must be a folder; there is none at {config.videos!r}")
-        captioned = read_captions(videos, config.captions)
+        captions = read_captions(videos, config.captions)
     folder = find_wan_model(config.model, config.revision)
     config = complete(config, folder)
     device = choose_device(config.device)
     choose_dtype(config.dtype, device)
+    pairs = hashlib.sha256(json.dumps(list(captions.items())).encode()).hexdigest() if captions else None
     about = {
         "format": FORMAT,
         "config": dataclasses.asdict(config),
-        "captions_sha256": _captions_sha256(config, captioned),
+        "captions_sha256": file_sha256(config.captions) if config.captions else pairs,
         "model": {"name": folder.name, "revision": folder.revision, **folder.fingerprint()},
     }
     try:
         path = prepare_output_dir(config.output)
     except InputError as error:
         raise InputError("output", error.problem) from error
-    items = _items(config, captioned)
+    # Of the clips that each file can have, in order.
+    ids = {file: [f"{_stem(file)}-{k}" for k in range(config.clips_per_video)] for file in captions}
+    ids |= {name: [name] for name in (f"procedural-{config.seed}-{k}" for k in range(config.procedural or 0))}
     with _held(path):
         output = _Output(path, about)
-        todo = _not_done(items, output)
+        done, last = set(output.ids), output.ids[-1:]
+        # A video may have fewer clips than asked for. More can only be missing of the one that the last shard ends in.
+        ended = lambda names: names[-1] in done or names[0] in done and not {*last} & {*names}
+        todo = {file: names for file, names in ids.items() if file not in output.bad and not ended(names)}
         if todo:
             encoders = encoders or load_encoders(config, folder)
-            cut = sum(encoders.cut(entry.caption) for entry in captioned)
+            cut = sum(map(encoders.cut, captions.values()))
             versions = environment(device) | {"decoder": package_versions(("imageio-ffmpeg", "pyarrow"))}
-            output.manifest["counts"] = {"videos": len(items), "captions_cut": cut}
+            output.manifest["counts"] = {"videos": len(ids), "captions_cut": cut}
             output.write_manifest(complete=False, environment=versions)
             if not (path / EMPTY_CAPTION).exists():
                 write_empty_caption(path, encoders.text(""))
-            with closing(_samples(config, items, todo, output, encoders, progress)) as samples:
+            bar = tqdm(total=len(ids), initial=len(ids) - len(todo), disable=not progress, unit="video")
+            with bar, closing(_samples(config, captions, todo, output, encoders, bar)) as samples:
                 for first in samples:
                     output.write_shard(chain([first], islice(samples, config.rows_per_shard - 1)))
         if not output.manifest["complete"]:
@@ -489,89 +468,68 @@ def preprocess(
         if not output.ids:
             file, reason = next(iter(output.bad.items()))
             why = f"{path / 'quarantine.jsonl'} says why, and first: {file} {reason}"
-            raise PreprocessError(f"no clip could be made of {len(items)} videos; {why}")
+            raise PreprocessError(f"no clip could be made of {len(ids)} videos; {why}")
         counts: dict[str, int] = output.manifest["counts"]
         return counts
 
 
-def _captions_sha256(config: PreprocessConfig, captioned: Sequence[Captioned]) -> str | None:
-    if config.captions is not None:
-        return file_sha256(config.captions)
-    pairs = json.dumps([[entry.file, entry.caption] for entry in captioned])
-    return hashlib.sha256(pairs.encode()).hexdigest() if captioned else None
-
-
-def _not_done(items: Sequence[_Item], output: _Output) -> dict[str, int]:
-    """The items still to be made, by their files, and how many of the clips of each are in shards already."""
-    done = set(output.ids)
-    last = output.ids[-1] if output.ids else None
-    todo = {}
-    for item in items:
-        present = sum(name in done for name in item.ids)
-        # A video may have fewer clips than asked for. More can only be missing of the one that the last shard ends in.
-        whole = present == len(item.ids) or (present and last not in item.ids)
-        if item.file not in output.bad and not whole:
-            todo[item.file] = present
-    return todo
-
-
 def _samples(
     config: PreprocessConfig,
-    items: Sequence[_Item],
-    todo: Mapping[str, int],
+    captions: Mapping[str, str],
+    todo: Mapping[str, Sequence[str]],
     output: _Output,
     encoders: PipelineEncoders,
-    progress: bool,
+    bar: tqdm[NoReturn],
 ) -> Generator[Sample]:
-    """The rows still to be written, in order; bad videos go to quarantine on the way."""
-    cropped, cut = 0, output.manifest["counts"]["captions_cut"]
-    bar = tqdm(total=len(items), initial=len(items) - len(todo), disable=not progress, unit="video")
-    with bar, closing(_ahead((item for item in items if item.file in todo), config.workers)) as made:
-        for item, future in made:
+    """The rows still to be written, in order; bad videos go to quarantine on the way.
+
+    Args:
+        todo: ids of the clips by files; those that the output has are left out.
+    """
+
+    def decode(file: str, stop: threading.Event) -> Made:
+        path = Path(str(config.videos), file)
+        try:
+            return captions[file], decode_clips(path, config.shapes, timeout=config.timeout, stop=stop)
+        except OSError:
+            # The video is not to blame when ffmpeg cannot be started.
+            raise
+        except Exception as error:
+            raise BadVideo(str(error) or repr(error)) from error
+
+    def render(name: str, _: threading.Event) -> Made:
+        caption, clip = procedural_clip(config.seed, int(name.rpartition("-")[2]))
+        return caption, [clip]
+
+    done, cropped, cut = set(output.ids), 0, output.manifest["counts"]["captions_cut"]
+    with closing(_ahead(todo, decode if captions else render, config.workers)) as made:
+        for file, future in made:
             # All clips of a video or none.
             samples: list[Sample] = []
             try:
                 caption, clips = future.result()
-                samples = _encode(config, item, todo[item.file], caption, clips, encoders)
+                text = encoders.text(caption)
+                for name, clip in zip(todo[file], clips, strict=False):
+                    if name not in done:
+                        facts = _encode(config, clip, encoders)
+                        samples.append(Sample(id=name, text=text, caption=caption, file_name=file, **facts))
+                if not all(x.isfinite().all() for s in samples for x in (s.text, s.latents, *s.extras.values())):
+                    raise BadVideo("has encodings that are not finite")
                 # Sizes are whole pixels: no more than that is lost of a picture that has the shape of the clips.
                 cropped += clips[0].kept < 0.98
             except BadVideo as error:
-                output.quarantine(item.file, str(error))
+                output.quarantine(file, str(error))
+                samples.clear()
             bar.update()
             bar.set_postfix(bad=len(output.bad), cropped=cropped, captions_cut=cut, refresh=False)
             yield from samples
 
 
-def _encode(
-    config: PreprocessConfig, item: _Item, skip: int, caption: str, clips: Sequence[Clip], encoders: PipelineEncoders
-) -> list[Sample]:
-    """The rows of a video's clips but the first `skip`.
-
-    Raises:
-        BadVideo: what the encoders made is not finite.
-    """
-    samples = []
-    store = getattr(torch, config.store_dtype)
-    text = encoders.text(caption)
-    for name, clip in list(zip(item.ids, clips, strict=False))[skip:]:
-        video = clip.frames if clip.frames.is_floating_point() else clip.frames.float() / 127.5 - 1
-        tensors = {"latents": encoders.latents(video)} | (encoders.image(video) if config.image_to_video else {})
-        tensors = {key: tensor.to(store) for key, tensor in tensors.items()}
-        if not all(tensor.isfinite().all() for tensor in (text, *tensors.values())):
-            raise BadVideo("has encodings that are not finite")
-        frames, height, width = video.shape[1:]
-        samples.append(
-            Sample(
-                id=name,
-                latents=tensors.pop("latents"),
-                text=text,
-                caption=caption,
-                file_name=item.file,
-                width=width,
-                height=height,
-                fps=clip.fps,
-                duration=frames / clip.fps if clip.fps else 0.0,
-                extras=tensors,
-            )
-        )
-    return samples
+def _encode(config: PreprocessConfig, clip: Clip, encoders: PipelineEncoders) -> dict[str, Any]:
+    """What a row has of a clip's frames, by the names of `Sample`."""
+    video = clip.frames if clip.frames.is_floating_point() else clip.frames.float() / 127.5 - 1
+    tensors = {"latents": encoders.latents(video)} | (encoders.image(video) if config.image_to_video else {})
+    tensors = {key: tensor.to(getattr(torch, config.store_dtype)) for key, tensor in tensors.items()}
+    frames, height, width = video.shape[1:]
+    sizes = dict(width=width, height=height, fps=clip.fps, duration=frames / clip.fps if clip.fps else 0.0)
+    return {"latents": tensors.pop("latents"), "extras": tensors, **sizes}

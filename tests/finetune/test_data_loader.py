@@ -4,8 +4,6 @@ import json
 import pickle
 import random
 import re
-import subprocess
-import sys
 from itertools import islice
 
 import numpy as np
@@ -502,39 +500,3 @@ def test_a_bucket_without_a_row_that_can_be_used_is_passed_over(tmp_path):
     )
     assert set(epoch_ids(loader)) == {f"clip-{n}" for n in range(30)} - {"clip-11"}
     assert len(lines(tmp_path / "bad.jsonl")) == 1
-
-
-# Several processes
-
-RANK = """
-import sys, datetime, torch, torch.distributed as dist
-from vmonarch.finetune.data.loader import LatentLoader
-from vmonarch.finetune.data.parquet import ParquetFolder
-folder, rank, workers = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
-torch.set_num_threads(1)
-dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2,
-                        timeout=datetime.timedelta(seconds=60))
-loader = LatentLoader(ParquetFolder(folder), batch_size=2, seed=1, rank=rank, world_size=2, workers=workers,
-                      mean=torch.zeros(3), std=torch.ones(3), text_length=6, text_dim=5, bad_fraction=0.5)
-total = torch.zeros(1)
-for number, batch in enumerate(loader):
-    if number == 2 * loader.batches_per_epoch:
-        break
-    loss = batch.latents.mean().view(1)
-    dist.all_reduce(loss)
-    total += loss
-print(number, total.item())
-"""
-
-
-def test_two_ranks_with_unequal_data_finish(tmp_path):
-    # 13 rows are 4, 4, 3 and 2 of two ranks' batches; bad rows are one rank's more than the other's.
-    write_broken(tmp_path / "0.parquet", 13, (2, 5, 6), rows_per_group=4)
-    command = [sys.executable, "-c", RANK, str(tmp_path)]
-    ranks = [
-        subprocess.Popen([*command, str(rank), "1"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        for rank in range(2)
-    ]
-    results = [process.communicate(timeout=120) for process in ranks]
-    assert [process.returncode for process in ranks] == [0, 0], results
-    assert results[0][0] == results[1][0] and results[0][0].startswith("8 ")

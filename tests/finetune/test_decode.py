@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import subprocess
+from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
+import imageio_ffmpeg
 import numpy as np
 import pytest
 import torch
 
-from vmonarch.finetune.data.decode import BadVideo, Clip, ClipShape, _ffmpeg, decode_clips
-from vmonarch.pipelines.video_io import read_video
+from vmonarch.finetune.data.decode import BadVideo, Clip, ClipShape, choose_frames, decode_clips, resize_and_crop
+from vmonarch.pipelines.video_io import encode_video, read_video
 
 H264 = ("-c:v", "libx264", "-qp", "1")
 HEVC = ("-c:v", "libx265", "-x265-params", "log-level=error:qp=4")
@@ -21,7 +24,7 @@ def encode(path: Path, frames: np.ndarray, *options: str) -> Path:
     """Encode frames [F, H, W, 3 or 4] with ffmpeg's options."""
     height, width, channels = frames.shape[1:]
     source = ("-f", "rawvideo", "-pix_fmt", {3: "rgb24", 4: "rgba"}[channels], "-s", f"{width}x{height}", "-r", "10")
-    command = [_ffmpeg(), "-y", "-v", "error", *source, "-i", "pipe:0", *options, str(path)]
+    command = [imageio_ffmpeg.get_ffmpeg_exe(), "-y", "-v", "error", *source, "-i", "pipe:0", *options, str(path)]
     subprocess.run(command, input=frames.tobytes(), check=True)
     return path
 
@@ -32,6 +35,42 @@ def flat(height: int, width: int, colour: tuple[int, ...] = BROWN) -> np.ndarray
 
 def decoded(path: Path, frames: int = 3, height: int = 48, width: int = 48) -> Clip:
     return decode_clips(path, [ClipShape(height, width, frames)], timeout=60)[0]
+
+
+def test_clips_are_the_right_frames(tmp_path: Path) -> None:
+    grey = np.arange(20, 200, 6, dtype=np.uint8)
+    encode_video(tmp_path / "a.mp4", np.broadcast_to(grey[:, None, None, None], (30, 32, 48, 3)).copy(), 20.0)
+
+    def numbers(**shape: Any) -> list[list[int]]:
+        clips = decode_clips(tmp_path / "a.mp4", [ClipShape(32, 48, 5, **shape)], timeout=60)
+        assert all(clip.fps == shape.get("fps", 20) for clip in clips)
+        return [[round((float(frame.float().mean()) - 20) / 6) for frame in clip.frames.unbind(1)] for clip in clips]
+
+    assert numbers() == [[0, 1, 2, 3, 4]] and numbers(start="middle") == [[12, 13, 14, 15, 16]]
+    assert numbers(fps=5) == [[0, 4, 8, 12, 16]] and numbers(fps=40) == [[0, 0, 1, 1, 2]]
+    assert numbers(clips=2, start="middle") == [[10, 11, 12, 13, 14], [15, 16, 17, 18, 19]]
+    assert len(numbers(clips=9)) == 6
+    # Frames of uneven times, and rates that were rounded.
+    uneven = [Fraction(time, 100) for time in (0, 10, 20, 90, 100, 110, 120)]
+    assert choose_frames(uneven, ClipShape(1, 1, 5, fps=4)) == [[0, 2, 2, 3, 4]]
+    even = [Fraction(1001 * k, 30000) for k in range(61)]
+    for rate in (29.97, 30, 30000 / 1001):
+        assert choose_frames(even, ClipShape(1, 1, 61, fps=rate)) == [list(range(61))]
+    with pytest.raises(BadVideo, match="has 31 frames at 15 frames per second, 33 are needed"):
+        choose_frames(even, ClipShape(1, 1, 33, fps=15))
+
+
+def test_frames_are_scaled_to_cover_and_cut_at_the_centre() -> None:
+    # Of the second nothing is to be scaled: the very rows.
+    for size, inside in ((64, 200), (..., slice(48, 152))), ((200, 48), (slice(84, 116),)):
+        frame = torch.zeros(3, *size, dtype=torch.uint8)
+        frame[:, *inside] = 200
+        assert torch.equal(resize_and_crop(frame, 32, 48), torch.full((3, 32, 48), 200, dtype=torch.uint8))
+    # Antialiased: a fine grid becomes grey instead of stripes.
+    grid = (255 * (torch.arange(384) % 2)).to(torch.uint8).expand(3, 256, 384)
+    assert resize_and_crop(grid, 32, 48)[:, 4:-4, 4:-4].float().std() < 3
+    with pytest.raises(BadVideo, match="cannot be scaled"):
+        resize_and_crop(torch.zeros(3, 1, 5000, dtype=torch.uint8), 480, 832)
 
 
 def test_pixels_become_square(tmp_path: Path) -> None:
