@@ -73,7 +73,7 @@ def prompt_scorer(model: LoadedModel, prompt_set: str | None = None) -> Callable
     """A function of frames [F, 3, H, W] and prompt to the prompt score (`vmonarch.eval.prompt_score.PromptMatch`).
 
     It answers None for prompts in other words than the embedded model's, and, unless its prompts are asked for by
-    `prompt_set`, for models other than that one and its proxies (`eval/studies/proxy.py`).
+    `prompt_set`, for models other than that one and its proxies (`vmonarch.finetune.embedded`).
     """
     ours = model.folder.name == "embedded" or prompt_set == "embedded"
     if not ours and not (model.folder.path / PROXY_RECORD).is_file():

@@ -38,10 +38,16 @@ def test_objects_stay_in_the_frame_and_two_objects_rarely_touch():
     assert (gap[batch.count == 2] < 0).float().mean() < 0.02
 
 
-def test_rendered_clips_are_videos_in_the_range_of_a_vae():
-    video = scenes.render(scenes.sample_scenes(3, 1), frames=range(5))
-    assert video.shape == (3, 3, 5, 96, 160) and video.dtype == torch.float32
-    assert video.min() >= -1 and video.max() <= 1
+def test_scenes_drawn_larger_are_the_same_scenes():
+    batch = scenes.sample_scenes(6, 11)
+    small, large = (scenes.render(batch, frames=[0, 60], scale=scale) for scale in (1, 2))
+    assert small.shape == (6, 3, 2, 96, 160) and large.shape == (6, 3, 2, 192, 320)
+    shrunk = torch.nn.functional.avg_pool3d(large, (1, 2, 2))
+    # They differ where an edge crosses a pixel.
+    assert (shrunk - small).abs().mean() < 0.01 and (shrunk - small).abs().max() < 0.6
+    # Edges are one pixel wide at any scale: the share of pixels between two colours halves.
+    edges = [(video.diff(dim=-1).abs() > 0.02).float().mean() for video in (small, large)]
+    assert 0.3 < edges[1] / edges[0] < 0.7
 
 
 @pytest.mark.parametrize("name", scenes.SHAPES)
