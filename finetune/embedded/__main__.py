@@ -139,16 +139,17 @@ def fit(
     recent: list[dict[str, torch.Tensor]] = []
     for step in range(average.optimization_step, steps):
         if step % 10 == 0:
-            share = (time.monotonic() - begun) / max(time_limit, 1e-9)
+            share = (time.monotonic() - begun) / time_limit
             # Clocks differ, and all processes must come to the same decision.
             spent = broadcast(torch.tensor(share, device=accelerator.device)).item()
-        progress = max(step / steps, spent)
+        progress = min(1.0, max(step / steps, spent))
         last = step + 1 == steps or progress >= 1
         torch.manual_seed(own(accelerator, seed * 1_000_003 + step))
         found = trained(*inputs(step))
         accelerator.backward(found["loss"])
         accelerator.clip_grad_norm_(model.parameters(), 1.0)
         for view, parameter in zip(views, matrices, strict=True):
+            assert parameter.grad is not None
             view.grad = parameter.grad.flatten(1)
         for optimizer in (muon, adam):
             for group in optimizer.param_groups:
@@ -218,37 +219,35 @@ def encode_clips(
     return torch.cat(parts)
 
 
-def run(settings: Settings, options: argparse.Namespace, about: dict[str, Any]) -> None:
-    """Train and save; see the module's docstring. `about` is what a proxy's record begins with."""
+def run(settings: Settings, options: argparse.Namespace, command: str) -> None:
+    """Train and save; see the module's docstring."""
     begun = time.monotonic()
     torch.backends.cudnn.benchmark = True
     on_cpu = parse_flag_from_env("ACCELERATE_USE_CPU", not torch.cuda.is_available())
     accelerator = Accelerator(cpu=on_cpu, mixed_precision="no" if on_cpu else "bf16")
     device, main, compile = accelerator.device, accelerator.is_main_process, not (options.no_compile or on_cpu)
     origin: Path = options.continue_from or embedded_model_path()
-    # Where VAE and tokenizer are, or will be.
-    begins_anew = not (options.continue_from or options.proxy)
-    vae_folder, words = origin / "vae", origin / "tokenizer" / "tokenizer.json"
+    # Where VAE and tokenizer are, or will be; in the folder of a run that begins anew.
+    anew = not (options.continue_from or options.proxy)
+    vae_folder = options.work_dir / "vae" if anew else origin / "vae"
+    words = options.work_dir / "tokenizer.json" if anew else origin / "tokenizer" / "tokenizer.json"
 
     torch.manual_seed(settings.seed)
-    if begins_anew:
-        vae_folder, words = options.work_dir / "vae", options.work_dir / "tokenizer.json"
-        if not vae_folder.is_dir():
-            vae = AutoencoderKLWan.from_config(AutoencoderKLWan.load_config(origin / "vae"))
-            train_vae(accelerator, vae, settings, compile)
-            if main:
-                with appearing(vae_folder) as partial:
-                    vae.save_pretrained(partial)
+    if not vae_folder.is_dir():
+        vae = AutoencoderKLWan.from_config(AutoencoderKLWan.load_config(origin / "vae"))
+        train_vae(accelerator, vae, settings, compile)
+        if main:
+            with appearing(vae_folder) as partial:
+                vae.save_pretrained(partial)
     accelerator.wait_for_everyone()
     vae = AutoencoderKLWan.from_pretrained(vae_folder).to(device).eval()
 
     scenes = sample_scenes(settings.clips, own(accelerator, settings.seed + 1))
     captions = write_captions(scenes, own(accelerator, settings.seed + 2), CAPTIONS_PER_CLIP)
     if main and not words.is_file():
-        learnt = AutoTokenizer.from_pretrained(origin / "tokenizer").train_new_from_iterator(
-            captions[:200_000], VOCABULARY
-        )
+        untrained = AutoTokenizer.from_pretrained(origin / "tokenizer")
         with AtomicFiles() as files:
+            learnt = untrained.train_new_from_iterator(captions[:200_000], VOCABULARY)
             learnt.backend_tokenizer.save(str(files.stage(words)))
     accelerator.wait_for_everyone()
     tokenizer = Tokenizer.from_file(str(words))
@@ -257,12 +256,10 @@ def run(settings: Settings, options: argparse.Namespace, about: dict[str, Any]) 
     tokens = torch.tensor([encoding.ids for encoding in tokenizer.encode_batch_fast(captions)], device=device)
     latents = encode_clips(vae, scenes, device, settings.scale, compile)
     data = latents, tokens.unflatten(0, (len(scenes), CAPTIONS_PER_CLIP)), attribute_targets(scenes).to(device)
-    accelerator.print(
-        f"latents {list(latents.shape)}, standard deviation {latents[:256].float().std():.3f}", flush=True
-    )
+    accelerator.print(f"latents {list(latents.shape)}, deviation {latents[:256].float().std():.3f}", flush=True)
 
     torch.manual_seed(settings.seed)
-    if begins_anew:
+    if anew:
         text_encoder = UMT5EncoderModel(UMT5Config.from_pretrained(origin / "text_encoder"))
     else:
         text_encoder = UMT5EncoderModel.from_pretrained(origin / "text_encoder")
@@ -281,6 +278,9 @@ def run(settings: Settings, options: argparse.Namespace, about: dict[str, Any]) 
     def is_matrix(name: str, parameter: nn.Parameter) -> bool:
         return ("blocks." in name or ".block." in name) and parameter.ndim == 2 and "relative" not in name
 
+    left = options.time_limit - (time.monotonic() - begun)
+    if left <= 0:
+        raise TimeoutError(f"must be above {options.time_limit - left:.0f} s, which the clips alone took")
     log = fit(
         accelerator,
         TextToVideo(text_encoder, transformer, settings.flow_shift, settings.batch),
@@ -293,7 +293,7 @@ def run(settings: Settings, options: argparse.Namespace, about: dict[str, Any]) 
         decay=0.999,
         beta2=0.98,
         weight_decay=0.02,
-        time_limit=options.time_limit - (time.monotonic() - begun),
+        time_limit=left,
         checkpoint=options.work_dir / "checkpoint.pt",
     )
     if main:
@@ -301,15 +301,17 @@ def run(settings: Settings, options: argparse.Namespace, about: dict[str, Any]) 
         with appearing(options.output) as partial:
             save_pipeline(partial, origin, words, models, settings.flow_shift)
             if options.proxy:
-                size = {
-                    "height": 8 * latents.shape[3],
-                    "width": 8 * latents.shape[4],
-                    "flow_shift": settings.flow_shift,
+                height, width = (8 * size for size in latents.shape[3:])
+                generation = {**vars(EMBEDDED_SETTINGS), "height": height, "width": width}
+                record = {
+                    "command": command,
+                    "environment": environment(device),
+                    "training": vars(settings),
+                    "generation": generation | {"flow_shift": settings.flow_shift},
+                    "parameters": transformer.num_parameters(),
+                    "log": log,
                 }
-                generation = dataclasses.asdict(EMBEDDED_SETTINGS) | size
-                parameters = sum(parameter.numel() for parameter in transformer.parameters())
-                record = {"training": vars(settings), "generation": generation, "parameters": parameters, "log": log}
-                write_json(partial / PROXY_RECORD, about | {"environment": environment(device)} | record)
+                write_json(partial / PROXY_RECORD, record)
     accelerator.end_training()
 
 
@@ -320,9 +322,8 @@ def save_pipeline(folder: Path, origin: Path, words: Path, models: dict[str, Any
     """
     shutil.copytree(origin, folder, ignore=shutil.ignore_patterns("*.py", "__pycache__", "*.safetensors", PROXY_RECORD))
     shutil.copy(words, folder / "tokenizer" / "tokenizer.json")
-    UniPCMultistepScheduler.from_pretrained(origin / "scheduler", flow_shift=flow_shift).save_pretrained(
-        folder / "scheduler"
-    )
+    scheduler = UniPCMultistepScheduler.from_pretrained(origin / "scheduler", flow_shift=flow_shift)
+    scheduler.save_pretrained(folder / "scheduler")
     for name, model in models.items():
         model.to("cpu").half().save_pretrained(folder / name)
     # transformers loads in the precision that the config names, diffusers' models load in float32 by default.
@@ -368,7 +369,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for folder in (options.work_dir, options.output.parent):
         folder.mkdir(parents=True, exist_ok=True)
     write_json(kept, run_of)
-    run(settings, options, {"command": shown_command(("python", "-m", "vmonarch.finetune.embedded"), arguments)})
+    try:
+        run(settings, options, shown_command(("python", "-m", "vmonarch.finetune.embedded"), arguments))
+    except TimeoutError as error:
+        parser.error(f"--time-limit {error}")
     return 0
 
 

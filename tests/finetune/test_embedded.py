@@ -159,7 +159,10 @@ def test_an_update_of_a_matrix_is_orthogonal_and_as_large_as_adamws():
 
 
 def test_the_clock_ends_a_run_and_a_loss_that_is_not_finite_too():
-    assert fit(tiny_model(), steps=100_000, time_limit=1e-9)[-1]["step"] == 1
+    model = tiny_model()
+    before = model.transformer.proj_out.weight.clone()
+    assert fit(model, steps=100_000, time_limit=1e-9)[-1]["step"] == 1
+    assert torch.equal(model.transformer.proj_out.weight, before), "the learning rate has fallen to 0"
     broken = tiny_model()
     torch.nn.init.constant_(broken.transformer.proj_out.bias, torch.nan)
     with pytest.raises(FloatingPointError, match="the loss is not finite at step 0"):
@@ -224,6 +227,7 @@ def test_two_processes_train_one_model_from_scratch(forks, tmp_path):
         (["--learning-rate", "-1"], "--learning-rate must be positive, got -1"),
         (["--time-limit", "nan"], "--time-limit must be positive, got nan"),
         (["--continue-from", "docs"], "--continue-from must be the folder of a pipeline, got docs"),
+        (["--proxy", "--learning-rate", "7e-4", "--time-limit", "0.01"], "--time-limit must be above"),
         (["--proxy"], "has stages of a run with other settings"),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
