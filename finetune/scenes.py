@@ -21,16 +21,19 @@ import torch
 HEIGHT, WIDTH, NUM_FRAMES = 96, 160, 61
 MAX_OBJECTS = 2
 
-COLOURS: dict[str, tuple[float, float, float]] = {
-    "red": (0.88, 0.10, 0.12),
-    "orange": (1.00, 0.52, 0.04),
-    "yellow": (0.98, 0.90, 0.10),
-    "green": (0.10, 0.70, 0.22),
-    "cyan": (0.08, 0.83, 0.86),
-    "blue": (0.12, 0.26, 0.92),
-    "purple": (0.52, 0.14, 0.80),
-    "pink": (0.98, 0.26, 0.68),
+# What pixels have, and words for it beside the name, which is three times as frequent as each of these.
+_PALETTE: dict[str, tuple[tuple[float, float, float], tuple[str, ...]]] = {
+    "red": ((0.88, 0.10, 0.12), ("bright red", "scarlet", "crimson")),
+    "orange": ((1.00, 0.52, 0.04), ("bright orange", "tangerine")),
+    "yellow": ((0.98, 0.90, 0.10), ("bright yellow", "lemon yellow")),
+    "green": ((0.10, 0.70, 0.22), ("bright green", "emerald")),
+    "cyan": ((0.08, 0.83, 0.86), ("turquoise", "aqua", "bright cyan")),
+    "blue": ((0.12, 0.26, 0.92), ("bright blue", "royal blue")),
+    "purple": ((0.52, 0.14, 0.80), ("violet", "bright purple")),
+    "pink": ((0.98, 0.26, 0.68), ("magenta", "hot pink", "bright pink")),
 }
+COLOURS = {name: rgb for name, (rgb, _) in _PALETTE.items()}
+COLOUR_WORDS = {name: (name,) * 3 + others for name, (_, others) in _PALETTE.items()}
 SHAPES: tuple[str, ...] = ("circle", "square", "triangle", "star", "cross", "ring")
 DIRECTIONS: dict[str, tuple[float, float]] = {
     "left": (-1.0, 0.0),
@@ -46,18 +49,19 @@ SIZES: dict[str, tuple[float, float]] = {"small": (9.0, 10.0), "medium": (11.5, 
 """Radius range in pixels; a shape's area is about that of a disc of this radius."""
 SPEEDS: dict[str, tuple[float, float]] = {"slow": (20.0, 24.0), "medium": (32.0, 38.0), "fast": (46.0, 52.0)}
 """Displacement range in pixels over the clip."""
-BACKGROUNDS: dict[str, tuple[float, float, float]] = {
-    "grey": (0.50, 0.50, 0.50),
-    "white": (0.90, 0.90, 0.90),
-    "black": (0.10, 0.10, 0.10),
-    "beige": (0.78, 0.73, 0.64),
-    "slate": (0.36, 0.41, 0.48),
-    "olive": (0.42, 0.43, 0.33),
-    "navy": (0.14, 0.17, 0.27),
-    "mauve": (0.57, 0.49, 0.57),
-    "sage": (0.57, 0.64, 0.56),
-    "brown": (0.37, 0.30, 0.25),
+_GROUNDS: dict[str, tuple[tuple[float, float, float], tuple[str, ...]]] = {
+    "grey": ((0.50, 0.50, 0.50), ("grey", "gray")),
+    "white": ((0.90, 0.90, 0.90), ("white",)),
+    "black": ((0.10, 0.10, 0.10), ("black",)),
+    "beige": ((0.78, 0.73, 0.64), ("beige", "cream")),
+    "slate": ((0.36, 0.41, 0.48), ("slate", "slate grey")),
+    "olive": ((0.42, 0.43, 0.33), ("olive",)),
+    "navy": ((0.14, 0.17, 0.27), ("navy", "dark navy")),
+    "mauve": ((0.57, 0.49, 0.57), ("mauve",)),
+    "sage": ((0.57, 0.64, 0.56), ("sage", "pale sage")),
+    "brown": ((0.37, 0.30, 0.25), ("brown", "dark brown")),
 }
+BACKGROUNDS = {name: rgb for name, (rgb, _) in _GROUNDS.items()}
 PATTERNS: tuple[str, ...] = ("plain", "striped", "checkered", "gradient", "dotted")
 PANS: tuple[str, ...] = ("none", "left", "right", "up", "down")
 PANNABLE = (1, 2, 4)
@@ -69,8 +73,7 @@ OBJECT_TABLES = {"shape": SHAPES, "colour": tuple(COLOURS), "direction": tuple(D
 SCENE_TABLES = {"background": tuple(BACKGROUNDS), "pattern": PATTERNS, "pan": PANS}
 SHAPE_EXTENT = 1.35
 """No shape reaches further than this many radii from its centre."""
-Triples = Sequence[tuple[int, int, int]]
-"""Combinations of the indices of shape, colour and direction."""
+Triples = Sequence[tuple[int, int, int]]  # combinations of the indices of shape, colour and direction
 
 
 @dataclass(frozen=True)
@@ -298,16 +301,6 @@ def _pattern_level(
 
 
 # A word that is listed twice is twice as frequent.
-COLOUR_WORDS: dict[str, tuple[str, ...]] = {
-    "red": ("red", "red", "red", "bright red", "scarlet", "crimson"),
-    "orange": ("orange", "orange", "orange", "bright orange", "tangerine"),
-    "yellow": ("yellow", "yellow", "yellow", "bright yellow", "lemon yellow"),
-    "green": ("green", "green", "green", "bright green", "emerald"),
-    "cyan": ("cyan", "cyan", "cyan", "turquoise", "aqua", "bright cyan"),
-    "blue": ("blue", "blue", "blue", "bright blue", "royal blue"),
-    "purple": ("purple", "purple", "purple", "violet", "bright purple"),
-    "pink": ("pink", "pink", "pink", "magenta", "hot pink", "bright pink"),
-}
 SHAPE_WORDS: dict[str, tuple[str, ...]] = {
     "circle": ("circle", "circle", "circle", "ball", "disc", "disk", "dot"),
     "square": ("square", "square", "square", "box", "block"),
@@ -350,11 +343,6 @@ SPEED_WORDS: dict[str, tuple[str, ...]] = {
     "medium": ("steadily", "at a medium speed", "at a moderate pace"),
     "fast": ("quickly", "fast", "rapidly", "swiftly", "at high speed"),
 }
-BACKGROUND_WORDS: dict[str, tuple[str, ...]] = {
-    "grey": ("grey", "gray"), "white": ("white",), "black": ("black",), "beige": ("beige", "cream"),
-    "slate": ("slate", "slate grey"), "olive": ("olive",), "navy": ("navy", "dark navy"), "mauve": ("mauve",),
-    "sage": ("sage", "pale sage"), "brown": ("brown", "dark brown"),
-}  # fmt: skip
 PATTERN_WORDS: dict[str, tuple[str, ...]] = {
     "plain": ("plain", "plain", "solid", "simple", ""),
     "striped": ("striped", "striped", "stripy"),
@@ -438,7 +426,7 @@ def _article(words: str) -> str:
 def _ground_phrase(scene: SceneAttributes, rng: random.Random) -> str:
     if rng.random() < 0.25:
         return ""
-    colour, pattern = rng.choice(BACKGROUND_WORDS[scene.background]), rng.choice(PATTERN_WORDS[scene.pattern])
+    colour, pattern = rng.choice(_GROUNDS[scene.background][1]), rng.choice(PATTERN_WORDS[scene.pattern])
     if pattern and rng.random() < 0.1:
         colour = ""
     elif rng.random() < 0.1:
@@ -480,21 +468,19 @@ def held_out_prompts() -> dict[str, SceneAttributes]:
     The first object is a combination that training never showed. They are the same on every machine.
     """
     rng = random.Random(20260)
+
+    def attributes(triple: tuple[int, ...]) -> ObjectAttributes:
+        named = (table[index] for table, index in zip(OBJECT_TABLES.values(), triple, strict=False))
+        return ObjectAttributes(*named, rng.choice(tuple(SIZES)), rng.choice(tuple(SPEEDS)))
+
     prompts = {}
     for number, triple in enumerate(held_out_triples()):
-        objects = [_attributes(triple, rng)]
+        objects = [attributes(triple)]
         if number % 16 in (3, 8, 14):
-            others = [other for other in training_triples() if other[1] != triple[1]]
-            objects.append(_attributes(rng.choice(others), rng))
+            objects.append(attributes(rng.choice([other for other in training_triples() if other[1] != triple[1]])))
         pattern = rng.choice(PATTERNS)
         pans = PATTERNS.index(pattern) in PANNABLE and rng.random() < 0.3
         background, pan = rng.choice(tuple(BACKGROUNDS)), rng.choice(PANS[1:]) if pans else "none"
         scene = SceneAttributes(tuple(objects), background, pattern, pan)
         prompts[caption(scene, rng, complete=True)] = scene
     return prompts
-
-
-def _attributes(triple: tuple[int, int, int], rng: random.Random) -> ObjectAttributes:
-    shape, colour, direction = triple
-    size, speed = rng.choice(tuple(SIZES)), rng.choice(tuple(SPEEDS))
-    return ObjectAttributes(SHAPES[shape], tuple(COLOURS)[colour], tuple(DIRECTIONS)[direction], size, speed)

@@ -30,7 +30,6 @@ import torch
 from vmonarch.configs.methods import resolve_method
 from vmonarch.eval.record import script_parser, script_record
 from vmonarch.files import write_json
-from vmonarch.finetune.embedded.text import encode_text, tokenize
 from vmonarch.finetune.scenes import sample_scenes, write_captions
 from vmonarch.pipelines.embedded import EMBEDDED_SETTINGS, embedded_model_path
 
@@ -72,26 +71,29 @@ class Distillation:
         from diffusers import WanPipeline
 
         self.sizes, self.n, self.device, self.levels = sizes, steps, device, noise_levels(steps)
-        pipe = WanPipeline.from_pretrained(embedded_model_path())
-        self.encoder = pipe.text_encoder.to(device).eval().requires_grad_(False)
-        self.teacher = pipe.transformer.to(device).eval().requires_grad_(False)
+        self.pipe = WanPipeline.from_pretrained(embedded_model_path()).to(device)
+        self.teacher = self.pipe.transformer.eval().requires_grad_(False)
         # Other scenes than those that the embedded model was trained on.
-        captions = write_captions(sample_scenes(sizes.captions, 32_452), 32_453, 1)
-        self.tokens = tokenize(pipe.tokenizer, captions).to(device)
-        self.empty = self.text(tokenize(pipe.tokenizer, [""]).to(device))
+        self.captions = write_captions(sample_scenes(sizes.captions, 32_452), 32_453, 1)
+        self.empty = self.text([""])
         frames, settings = (sizes.num_frames - 1) // 4 + 1, EMBEDDED_SETTINGS
         self.shape = (self.teacher.config.in_channels, frames, settings.height // 8, settings.width // 8)
         self.states = torch.empty(
             sizes.pool, steps, *self.shape, dtype=torch.float16, device=device
         )  # [N, n, C, T, h, w]
         self.velocities = torch.empty_like(self.states)
-        self.prompts = torch.zeros(sizes.pool, dtype=torch.long, device=device)
+        self.prompts = torch.zeros(sizes.pool, dtype=torch.long)
         self.made = 0
 
     @torch.no_grad()
-    def text(self, ids: torch.Tensor) -> torch.Tensor:
-        """Rows of text [B, 512, D] of token numbers."""
-        return encode_text(self.encoder, ids)[0].float()
+    def text(self, captions: list[str]) -> torch.Tensor:
+        """Rows of text [B, 512, D]."""
+        embeds, _ = self.pipe.encode_prompt(captions, do_classifier_free_guidance=False, max_sequence_length=512)
+        return embeds
+
+    def texts_of(self, rows: torch.Tensor) -> torch.Tensor:
+        """Rows of text [B, 512, D] of places in the pool [B]."""
+        return self.text([self.captions[number] for number in self.prompts[rows].tolist()])
 
     def velocity(self, model: Any, x: torch.Tensor, sigma: torch.Tensor | float, text: torch.Tensor) -> torch.Tensor:
         """Float32 [B, C, T, h, w] at x of that shape, and at a level or one of each video [B]."""
@@ -118,8 +120,8 @@ class Distillation:
         """Put a chunk of new trajectories into the pool, in place of the oldest: the teacher's own, or a student's."""
         rows = (self.made + torch.arange(self.sizes.chunk)) % self.sizes.pool
         self.made += self.sizes.chunk
-        self.prompts[rows] = torch.randint(len(self.tokens), (self.sizes.chunk,), device=self.device)
-        text = self.text(self.tokens[self.prompts[rows]])
+        self.prompts[rows] = torch.randint(len(self.captions), (self.sizes.chunk,))
+        text = self.texts_of(rows)
         x = torch.randn(self.sizes.chunk, *self.shape, device=self.device)
         for step, (sigma, after) in enumerate(itertools.pairwise(self.levels)):
             end = self.arrive(x, step, text)
@@ -132,6 +134,7 @@ class Distillation:
     def train(self, attention: str, seconds: float, start: Path | None = None) -> tuple[dict[str, Any], list[float]]:
         """LoRA layers of a student with an attention method, and the mean loss of every 100 updates."""
         from diffusers import WanPipeline
+        from diffusers.training_utils import EMAModel
         from peft import LoraConfig, get_peft_model_state_dict, set_peft_model_state_dict
 
         began, sizes = time.monotonic(), self.sizes
@@ -145,7 +148,7 @@ class Distillation:
             set_peft_model_state_dict(student, {k.removeprefix("transformer."): x for k, x in layers.items()})
         resolve_method(attention).install(student)
         learnt = [parameter for parameter in student.parameters() if parameter.requires_grad]
-        average = [parameter.detach().clone() for parameter in learnt]
+        average = EMAModel(learnt, decay=0.99)
         optimizer = torch.optim.AdamW(learnt, betas=(0.9, 0.98), weight_decay=0.0)
         levels, losses, filled = torch.tensor(self.levels, device=self.device), [], min(sizes.pool, self.made)
         training = time.monotonic()
@@ -155,10 +158,8 @@ class Distillation:
                 break
             if update and update % sizes.every == 0:
                 self.fill(student)
-            rows = torch.randint(filled, (sizes.batch,), device=self.device)
-            step = torch.randint(self.n, (sizes.batch,), device=self.device)
-            text = self.text(self.tokens[self.prompts[rows]])
-            found = self.velocity(student, self.states[rows, step].float(), levels[step], text)
+            rows, step = torch.randint(filled, (sizes.batch,)), torch.randint(self.n, (sizes.batch,))
+            found = self.velocity(student, self.states[rows, step].float(), levels[step], self.texts_of(rows))
             loss = (found - self.velocities[rows, step]).square().mean()
             loss.backward()
             torch.nn.utils.clip_grad_norm_(learnt, 1.0)
@@ -166,11 +167,9 @@ class Distillation:
             optimizer.param_groups[0]["lr"] = LEARNING_RATE * min(1, (update + 1) / 100, 2 * (1 - share))
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-            with torch.no_grad():
-                torch._foreach_lerp_(average, learnt, 1 - min(0.99, (1 + update) / (10 + update)))
+            average.step(learnt)
             losses.append(loss.detach())
-        with torch.no_grad():
-            torch._foreach_copy_(learnt, average)
+        average.copy_to(learnt)
         return get_peft_model_state_dict(student), [part.mean().item() for part in torch.stack(losses).split(100)]
 
 
@@ -190,6 +189,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     sizes = QUICK if options.quick else Sizes()
     if options.steps < 1 or sizes.teacher_steps % options.steps:
         parser.error(f"--steps must be a divisor of {sizes.teacher_steps}, got {options.steps}")
+    if options.output.exists():
+        parser.error(f"--output: {options.output} exists; nothing is overwritten")
     record = script_record("studies.few_steps", arguments, options.device) | {"sizes": vars(sizes)}
     distillation = Distillation(sizes, options.steps, options.device)
     layers, losses = distillation.train(options.attention, 60 * options.minutes, options.start)

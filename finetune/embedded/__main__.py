@@ -3,208 +3,376 @@
     python -m vmonarch.finetune.embedded --output my-model --work-dir outputs/embedded
 
 Stages: the VAE; captions and tokenizer; latents of all clips; text encoder and transformer together. VAE, tokenizer and
-checkpoints stay in the work folder, and the command picks up from there when it is run again.
+checkpoint stay in the work folder, and the command picks up from there when it is run again. The sizes of layers are
+those in the shipped model's configs. Under `accelerate launch` every process draws its own clips.
+
+`--proxy` trains a larger transformer on the same scenes drawn twice as large: 240 tokens a frame and 36 M parameters,
+where the embedded model has 60 tokens. VAE, tokenizer and, to begin with, text encoder are the embedded model's. Its
+`proxy.json` says how it was trained.
 """
 
 from __future__ import annotations
 
-import copy
+import argparse
+import contextlib
+import dataclasses
 import json
+import math
+import operator
 import shutil
 import sys
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import Accelerator
+from accelerate.utils import broadcast, parse_flag_from_env
+from diffusers import AutoencoderKLWan, UniPCMultistepScheduler, WanTransformer3DModel
+from diffusers.training_utils import EMAModel
+from tokenizers import Tokenizer
+from torch import nn
+from transformers import AutoTokenizer, UMT5Config, UMT5EncoderModel
 
-from vmonarch.finetune.embedded import loop, parallel
-from vmonarch.pipelines.model_folder import folder_bytes
+from vmonarch.files import AtomicFiles, write_json
+from vmonarch.finetune.embedded.text_to_video import TextToVideo, attribute_targets
+from vmonarch.finetune.embedded.vae import Reconstruction, encode_means
+from vmonarch.finetune.models import compile_options
+from vmonarch.finetune.scenes import SceneBatch, render, sample_scenes, write_captions
+from vmonarch.pipelines.embedded import EMBEDDED_SETTINGS, embedded_model_path
+from vmonarch.pipelines.environment import environment, shown_command
+from vmonarch.pipelines.model_folder import PROXY_RECORD
+
+CAPTIONS_PER_CLIP, TRAIN_TOKENS, VOCABULARY = 4, 55, 1024
 
 
 @dataclass(frozen=True)
-class TrainingSettings:
-    """Sizes of a run; the defaults are what the shipped model was trained with."""
+class Settings:
+    """Sizes of a run; the defaults are what the shipped model was trained with.
 
-    vae_steps: int = 3200
-    vae_batch: int = 8
-    vae_learning_rate: float = 2e-3
-    vae_object_weight: float = 0.0
-    vae_first_frame_weight: float = 0.0
+    Args:
+        scale: of the pixels, see `vmonarch.finetune.scenes.render`.
+        transformer: what differs from the config of the embedded model's.
+    """
+
     clips: int = 64_000
-    captions_per_clip: int = 4
     steps: int = 12_000
     batch: int = 256
     learning_rate: float = 1.5e-3
-    sigma_shift: float = 3.0
     seed: int = 0
+    vae_steps: int = 3200
+    vae_batch: int = 8
+    statistics_clips: int = 256
+    scale: int = 1
+    flow_shift: float = EMBEDDED_SETTINGS.flow_shift
+    transformer: dict[str, int] = field(default_factory=dict)
 
 
-def save_pipeline(
-    folder: Path, *, vae: Any, tokenizer: Any, text_encoder: Any, transformer: Any, flow_shift: float
-) -> None:
-    """Write a stock `WanPipeline` folder, weights in float16 safetensors that load as float32."""
-    from diffusers import UniPCMultistepScheduler, WanPipeline
-
-    half = lambda model: copy.deepcopy(model).to("cpu").half()
-    scheduler = UniPCMultistepScheduler(
-        prediction_type="flow_prediction", use_flow_sigmas=True, num_train_timesteps=1000, flow_shift=flow_shift
-    )
-    pipe = WanPipeline(
-        tokenizer=tokenizer,
-        text_encoder=half(text_encoder),
-        vae=half(vae),
-        scheduler=scheduler,
-        transformer=half(transformer),
-    )
-    pipe.save_pretrained(folder, safe_serialization=True)
-    config = folder / "text_encoder" / "config.json"
-    values = json.loads(config.read_text())
-    # transformers loads in the precision that the config names, diffusers' models load in float32 by default.
-    values["dtype"] = "float32"
-    config.write_text(json.dumps(values, indent=2, sort_keys=True) + "\n")
-    # The name under which every version of transformers knows this class.
-    for name in ("model_index.json", "tokenizer/tokenizer_config.json"):
-        text = (folder / name).read_text()
-        (folder / name).write_text(text.replace('"TokenizersBackend"', '"PreTrainedTokenizerFast"'))
+# Four times the tokens show the same scene through twice the noise. By the seed they are other clips.
+PROXY = Settings(
+    clips=8192, steps=100_000, batch=24, learning_rate=1e-3, seed=104_728, scale=2, flow_shift=5.0,
+    transformer={"num_attention_heads": 8, "ffn_dim": 2048, "num_layers": 8},
+)  # fmt: skip
+QUICK: dict[str, Any] = {
+    "clips": 2, "steps": 2, "batch": 2, "vae_steps": 2, "vae_batch": 1, "statistics_clips": 1, "scale": 1,
+    "transformer": {"num_attention_heads": 1, "ffn_dim": 64, "num_layers": 1},
+}  # fmt: skip
 
 
-def run(
-    settings: TrainingSettings,
+def own(accelerator: Accelerator, seed: int) -> int:
+    """A seed of this process's own, from one that all share; `seed` itself for a process alone."""
+    return seed * accelerator.num_processes + accelerator.process_index
+
+
+def fit(
+    accelerator: Accelerator,
+    model: nn.Module,
+    inputs: Callable[[int], Sequence[torch.Tensor]],
+    is_matrix: Callable[[str, nn.Parameter], bool],
+    rate: Callable[[int, float], float],
     *,
-    output: Path,
-    work: Path,
-    device: str,
-    compile: bool,
-    time_limit: float,
-    continue_from: Path | None = None,
-    quick: bool = False,
-) -> None:
-    """Train and save; see the module's docstring."""
-    from diffusers import AutoencoderKLWan, WanTransformer3DModel
-    from transformers import AutoTokenizer, UMT5EncoderModel
+    steps: int,
+    seed: int,
+    decay: float,
+    beta2: float = 0.99,
+    weight_decay: float = 0.0,
+    time_limit: float = math.inf,
+    checkpoint: Path | None = None,
+) -> list[dict[str, float]]:
+    """Train a module that gives scalars by name, of which it minimises `loss`; leaves the averaged weights in it.
 
-    from vmonarch.finetune.embedded.text import (
-        attribute_targets,
-        build_text_encoder,
-        tokenize,
-        train_tokenizer,
+    Args:
+        inputs: of the module at a step.
+        is_matrix: parameters that Muon trains, as matrices of shape (out, everything else); AdamW trains the others.
+        rate: learning rate at a step and at the share of the run that is over, in [0, 1).
+        decay: of the average.
+        weight_decay: of Muon.
+        time_limit: seconds; a run that cannot do all its steps in this time ends earlier.
+        checkpoint: file that is written six times and at the end; the run goes on from there if it exists.
+
+    Returns:
+        the means over every 100 steps.
+
+    Raises:
+        FloatingPointError: the loss is not finite.
+    """
+    matrices: list[nn.Parameter] = []
+    others: list[nn.Parameter] = []
+    for name, parameter in model.to(accelerator.device).train().named_parameters():
+        (matrices if is_matrix(name, parameter) else others).append(parameter)
+    # Muon takes matrices alone; these share the kernels' memory.
+    views = [nn.Parameter(parameter.detach().view(len(parameter), -1)) for parameter in matrices]
+    muon = torch.optim.Muon(views, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw")
+    adam = torch.optim.AdamW(others, betas=(0.9, beta2), weight_decay=0.0)
+    average = EMAModel(model.parameters(), decay=decay, foreach=True)
+    parts: dict[str, Any] = {"model": model, "muon": muon, "adam": adam, "average": average}
+    log: list[dict[str, float]] = []
+    if checkpoint is not None and checkpoint.exists():
+        state = torch.load(checkpoint, map_location=accelerator.device, weights_only=True)
+        log = state["log"]
+        for name, part in parts.items():
+            part.load_state_dict(state[name])
+    trained = accelerator.prepare_model(model)
+    begun, spent = time.monotonic(), 0.0
+    recent: list[dict[str, torch.Tensor]] = []
+    for step in range(average.optimization_step, steps):
+        if step % 10 == 0:
+            share = (time.monotonic() - begun) / time_limit
+            # Clocks differ, and all processes must come to the same decision.
+            spent = broadcast(torch.tensor(share, device=accelerator.device)).item()
+        progress = min(1.0, max(step / steps, spent))
+        last = step + 1 == steps or progress >= 1
+        torch.manual_seed(own(accelerator, seed * 1_000_003 + step))
+        found = trained(*inputs(step))
+        accelerator.backward(found["loss"])
+        accelerator.clip_grad_norm_(model.parameters(), 1.0)
+        for view, parameter in zip(views, matrices, strict=True):
+            assert parameter.grad is not None
+            view.grad = parameter.grad.flatten(1)
+        for optimizer in (muon, adam):
+            for group in optimizer.param_groups:
+                group["lr"] = rate(step, progress)
+            optimizer.step()
+        model.zero_grad(set_to_none=True)
+        average.step(model.parameters())
+        recent.append({name: value.detach() for name, value in found.items()})
+        if (step + 1) % 100 == 0 or last:
+            means = {name: torch.stack([entry[name] for entry in recent]).mean().item() for name in found}
+            recent.clear()
+            if not math.isfinite(means["loss"]):
+                raise FloatingPointError(f"the loss is not finite at step {step}")
+            log.append({"step": step + 1, **means, "seconds": round(time.monotonic() - begun, 1)})
+            accelerator.print(json.dumps(log[-1]), flush=True)
+        if checkpoint is not None and accelerator.is_main_process and (last or (step + 1) % math.ceil(steps / 6) == 0):
+            with AtomicFiles(overwrite=True) as files:
+                states = {name: part.state_dict() for name, part in parts.items()}
+                torch.save({**states, "log": log}, files.stage(checkpoint))
+        if last:
+            break
+    average.copy_to(model.parameters())
+    return log
+
+
+@contextlib.contextmanager
+def appearing(folder: Path) -> Iterator[Path]:
+    """A folder to write to, which then appears whole or not at all."""
+    partial = folder.with_name(f".{folder.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    yield partial
+    partial.rename(folder)
+
+
+def train_vae(accelerator: Accelerator, vae: AutoencoderKLWan, settings: Settings, compile: bool) -> None:
+    """Train the VAE on whole rendered clips, and set its `latents_mean` and `latents_std` to those of other clips."""
+    steps, seed = settings.vae_steps, settings.seed
+
+    def clips(step: int) -> list[torch.Tensor]:
+        scenes = sample_scenes(settings.vae_batch, own(accelerator, seed * 1_000_003 + step))
+        return [render(scenes, accelerator.device)]
+
+    def is_kernel(name: str, parameter: nn.Parameter) -> bool:
+        outer = "conv_in" in name or "decoder.conv_out" in name
+        return parameter.ndim >= 4 and parameter[0].numel() > 1 and not outer
+
+    rate = lambda step, progress: 1e-3 * min(1, 50 * (step + 1) / steps) * (1 + math.cos(math.pi * progress))
+    fit(accelerator, Reconstruction(vae, compile), clips, is_kernel, rate, steps=steps, seed=seed, decay=0.995)
+    z_dim = vae.config.z_dim
+    vae.register_to_config(latents_mean=[0.0] * z_dim, latents_std=[1.0] * z_dim)
+    latents = encode_clips(vae, sample_scenes(settings.statistics_clips, seed + 7_919), accelerator.device)
+    channels = latents.transpose(0, 1).flatten(1).float()
+    vae.register_to_config(latents_mean=channels.mean(1).tolist(), latents_std=channels.std(1).tolist())
+
+
+def encode_clips(
+    vae: AutoencoderKLWan, scenes: SceneBatch, device: torch.device, scale: int = 1, compile: bool = False
+) -> torch.Tensor:
+    """Normalised latents of every clip, drawn `scale` times as large: [B, 16, 16, 12·scale, 20·scale], float16."""
+    mean, std = (
+        torch.tensor(vae.config[f"latents_{name}"], device=device)[:, None, None, None] for name in ("mean", "std")
     )
-    from vmonarch.finetune.embedded.transformer import encode_clips, train_transformer
-    from vmonarch.finetune.embedded.vae import reconstruction_psnr, train_vae
-    from vmonarch.finetune.scenes import render, sample_scenes, write_captions
-    from vmonarch.pipelines.embedded import EMBEDDED_SETTINGS
+    encode, parts = torch.compile(encode_means, dynamic=False) if compile else encode_means, []
+    for rows in torch.arange(len(scenes)).split(64 // scale**2):
+        video = render(scenes.map(operator.itemgetter(rows)), device, scale=scale)
+        parts.append(((encode(vae, video) - mean) / std).half())
+    return torch.cat(parts)
 
-    work.mkdir(parents=True, exist_ok=True)
-    started = time.monotonic()
-    report: dict[str, Any] = {}
 
-    def note(stage: str, **values: Any) -> None:
-        if parallel.rank() > 0:
-            return
-        report[stage] = {**values, "at_seconds": round(time.monotonic() - started, 1)}
-        print(stage, json.dumps(report[stage], default=str)[:400], flush=True)
-        (work / f"report-{stage}.json").write_text(json.dumps(report[stage], indent=1, default=str) + "\n")
-
-    if continue_from is not None:
-        with parallel.first_process_first():
-            for part in ("vae", "tokenizer"):
-                if not (work / part).is_dir():
-                    shutil.copytree(continue_from / part, work / part)
-    if (work / "vae").is_dir():
-        vae = AutoencoderKLWan.from_pretrained(work / "vae").to(device).eval()
-    else:
-        vae, log = train_vae(
-            steps=settings.vae_steps,
-            batch=settings.vae_batch,
-            learning_rate=settings.vae_learning_rate,
-            object_weight=settings.vae_object_weight,
-            first_frame_weight=settings.vae_first_frame_weight,
-            seed=settings.seed,
-            device=device,
-            compile=compile,
-            statistics_clips=2 if quick else 256,
-        )
-        if parallel.rank() == 0:
-            vae.save_pretrained(work / "vae")
-        video = render(sample_scenes(1 if quick else 16, settings.seed + 999_983), device)
-        note("vae", psnr_db=float(reconstruction_psnr(vae, video).mean()), log=log)
-
-    scenes = sample_scenes(settings.clips, parallel.own_seed(settings.seed + 1))
-    captions = write_captions(scenes, parallel.own_seed(settings.seed + 2), settings.captions_per_clip)
-    with parallel.first_process_first():
-        if not (work / "tokenizer").is_dir():
-            train_tokenizer(captions[:200_000]).save_pretrained(work / "tokenizer")
-    tokenizer = AutoTokenizer.from_pretrained(work / "tokenizer")
-    tokens = tokenize(tokenizer, captions).view(settings.clips, settings.captions_per_clip, -1).to(device)
-    note("captions", vocabulary=len(tokenizer), longest=int((tokens != 0).sum(-1).max()))
-    latents = encode_clips(vae, scenes, device, batch=4 if quick else 64, compile=compile)
-    note("latents", shape=list(latents.shape), std=float(latents[:256].float().std()))
-
-    def save(step: int, transformer: Any, text_encoder: Any) -> None:
-        save_pipeline(
-            output,
-            vae=vae,
-            tokenizer=tokenizer,
-            text_encoder=text_encoder,
-            transformer=transformer,
-            flow_shift=EMBEDDED_SETTINGS.flow_shift,
-        )
-        note("saved", step=step, bytes=folder_bytes(output))
+def run(settings: Settings, options: argparse.Namespace, command: str) -> None:
+    """Train and save; see the module's docstring."""
+    begun = time.monotonic()
+    torch.backends.cudnn.benchmark = True
+    on_cpu = parse_flag_from_env("ACCELERATE_USE_CPU", not torch.cuda.is_available())
+    accelerator = Accelerator(cpu=on_cpu, mixed_precision="no" if on_cpu else "bf16")
+    device, main, compile = accelerator.device, accelerator.is_main_process, not (options.no_compile or on_cpu)
+    origin: Path = options.continue_from or embedded_model_path()
+    # Where VAE and tokenizer are, or will be; in the folder of a run that begins anew.
+    anew = not (options.continue_from or options.proxy)
+    vae_folder = options.work_dir / "vae" if anew else origin / "vae"
+    words = options.work_dir / "tokenizer.json" if anew else origin / "tokenizer" / "tokenizer.json"
 
     torch.manual_seed(settings.seed)
-    if continue_from is None:
-        text_encoder, transformer = build_text_encoder(len(tokenizer)), None
+    if not vae_folder.is_dir():
+        vae = AutoencoderKLWan.from_config(AutoencoderKLWan.load_config(origin / "vae"))
+        train_vae(accelerator, vae, settings, compile)
+        if main:
+            with appearing(vae_folder) as partial:
+                vae.save_pretrained(partial)
+    accelerator.wait_for_everyone()
+    vae = AutoencoderKLWan.from_pretrained(vae_folder).to(device).eval()
+
+    scenes = sample_scenes(settings.clips, own(accelerator, settings.seed + 1))
+    captions = write_captions(scenes, own(accelerator, settings.seed + 2), CAPTIONS_PER_CLIP)
+    if main and not words.is_file():
+        untrained = AutoTokenizer.from_pretrained(origin / "tokenizer")
+        with AtomicFiles() as files:
+            learnt = untrained.train_new_from_iterator(captions[:200_000], VOCABULARY)
+            learnt.backend_tokenizer.save(str(files.stage(words)))
+    accelerator.wait_for_everyone()
+    tokenizer = Tokenizer.from_file(str(words))
+    tokenizer.enable_truncation(TRAIN_TOKENS)
+    tokenizer.enable_padding(length=TRAIN_TOKENS)
+    tokens = torch.tensor([encoding.ids for encoding in tokenizer.encode_batch_fast(captions)], device=device)
+    latents = encode_clips(vae, scenes, device, settings.scale, compile)
+    data = latents, tokens.unflatten(0, (len(scenes), CAPTIONS_PER_CLIP)), attribute_targets(scenes).to(device)
+    accelerator.print(f"latents {list(latents.shape)}, deviation {latents[:256].float().std():.3f}", flush=True)
+
+    torch.manual_seed(settings.seed)
+    if anew:
+        text_encoder = UMT5EncoderModel(UMT5Config.from_pretrained(origin / "text_encoder"))
     else:
-        text_encoder = UMT5EncoderModel.from_pretrained(continue_from / "text_encoder")
-        transformer = WanTransformer3DModel.from_pretrained(continue_from / "transformer")
-    _, _, log = train_transformer(
-        latents=latents,
-        tokens=tokens,
-        targets=attribute_targets(scenes).to(device),
-        text_encoder=text_encoder,
-        transformer=transformer,
-        sigma_shift=settings.sigma_shift,
+        text_encoder = UMT5EncoderModel.from_pretrained(origin / "text_encoder")
+    if options.continue_from:
+        transformer = WanTransformer3DModel.from_pretrained(origin / "transformer")
+    else:
+        config = WanTransformer3DModel.load_config(origin / "transformer") | settings.transformer
+        transformer = WanTransformer3DModel.from_config(config)
+        # Zero output at the start: the first prediction is zero, not noise.
+        nn.init.zeros_(transformer.proj_out.weight)
+        nn.init.zeros_(transformer.proj_out.bias)
+    if compile:
+        for part in (text_encoder, transformer):
+            part.compile(dynamic=False, options=compile_options())
+
+    def is_matrix(name: str, parameter: nn.Parameter) -> bool:
+        return ("blocks." in name or ".block." in name) and parameter.ndim == 2 and "relative" not in name
+
+    left = options.time_limit - (time.monotonic() - begun)
+    if left <= 0:
+        raise TimeoutError(f"must be above {options.time_limit - left:.0f} s, which the clips alone took")
+    log = fit(
+        accelerator,
+        TextToVideo(text_encoder, transformer, settings.flow_shift, settings.batch),
+        lambda step: data,
+        is_matrix,
+        # Constant after a warm-up, and falling to zero over the last 35 % of the run.
+        lambda step, progress: settings.learning_rate * min(1, (step + 1) / 200, (1 - progress) / 0.35),
         steps=settings.steps,
-        batch=settings.batch,
-        learning_rate=settings.learning_rate,
         seed=settings.seed,
-        device=device,
-        compile=compile,
-        checkpoint=work / "checkpoint.pt",
-        checkpoint_every=max(1, settings.steps // 6),
-        time_limit=parallel.first_process_says(time_limit - (time.monotonic() - started), device),
-        on_checkpoint=save,
+        decay=0.999,
+        beta2=0.98,
+        weight_decay=0.02,
+        time_limit=left,
+        checkpoint=options.work_dir / "checkpoint.pt",
     )
-    note("transformer", log=log)
+    if main:
+        models = {"vae": vae, "text_encoder": text_encoder, "transformer": transformer}
+        with appearing(options.output) as partial:
+            save_pipeline(partial, origin, words, models, settings.flow_shift)
+            if options.proxy:
+                height, width = (8 * size for size in latents.shape[3:])
+                generation = {**vars(EMBEDDED_SETTINGS), "height": height, "width": width}
+                record = {
+                    "command": command,
+                    "environment": environment(device),
+                    "training": vars(settings),
+                    "generation": generation | {"flow_shift": settings.flow_shift},
+                    "parameters": transformer.num_parameters(),
+                    "log": log,
+                }
+                write_json(partial / PROXY_RECORD, record)
+    accelerator.end_training()
+
+
+def save_pipeline(folder: Path, origin: Path, words: Path, models: dict[str, Any], flow_shift: float) -> None:
+    """Write a copy of a stock `WanPipeline` folder with other models, in float16 safetensors, and another tokenizer.
+
+    The models become float16. The folder's configs let them be loaded as float32.
+    """
+    shutil.copytree(origin, folder, ignore=shutil.ignore_patterns("*.py", "__pycache__", "*.safetensors", PROXY_RECORD))
+    shutil.copy(words, folder / "tokenizer" / "tokenizer.json")
+    scheduler = UniPCMultistepScheduler.from_pretrained(origin / "scheduler", flow_shift=flow_shift)
+    scheduler.save_pretrained(folder / "scheduler")
+    for name, model in models.items():
+        model.to("cpu").half().save_pretrained(folder / name)
+    # transformers loads in the precision that the config names, diffusers' models load in float32 by default.
+    shutil.copy(origin / "text_encoder" / "config.json", folder / "text_encoder")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Command line."""
-    parser = loop.training_parser("vmonarch.finetune.embedded", str(__doc__).splitlines()[0], TrainingSettings())
-    parser.add_argument("--output", type=Path, required=True, help="folder of the pipeline to write")
+    parser = argparse.ArgumentParser(
+        prog="python -m vmonarch.finetune.embedded",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--output", type=Path, required=True, help="folder of the pipeline to write; must not exist")
     parser.add_argument("--work-dir", type=Path, required=True, help="folder for stages and checkpoints")
     parser.add_argument("--continue-from", type=Path, help="folder of an embedded model to train on from")
+    parser.add_argument("--proxy", action="store_true", help="train the larger model")
+    parser.add_argument("--time-limit", type=float, default=math.inf, help="seconds the whole run may take")
+    parser.add_argument("--quick", action="store_true", help="a few steps of everything, to see that it runs")
+    parser.add_argument("--no-compile", action="store_true", help="run eagerly")
+    sizes = ("clips", "steps", "batch", "learning_rate", "seed")
+    for name in sizes:
+        value, proxy = getattr(Settings(), name), getattr(PROXY, name)
+        help = f"default {value}, {proxy} for a proxy"
+        parser.add_argument(f"--{name.replace('_', '-')}", type=type(value), help=help)
     options = parser.parse_args(arguments)
-    zeros = ("seed", "vae_object_weight", "vae_first_frame_weight")
-    quick = {"vae_steps": 2, "vae_batch": 1, "clips": 4, "captions_per_clip": 4, "steps": 2, "batch": 2}
-    settings = loop.read_settings(parser, options, TrainingSettings(), zeros, quick)
-    if options.continue_from is not None and not (options.continue_from / "model_index.json").is_file():
+
+    chosen = {name: value for name in sizes if (value := getattr(options, name)) is not None}
+    for name, value in {**chosen, "time_limit": options.time_limit}.items():
+        if not (value >= 0 if name == "seed" else value > 0):
+            parser.error(f"--{name.replace('_', '-')} must be positive, got {value}")
+    if options.output.exists():
+        parser.error(f"--output: {options.output} exists; nothing is overwritten")
+    if options.continue_from and not (options.continue_from / "model_index.json").is_file():
         parser.error(f"--continue-from must be the folder of a pipeline, got {options.continue_from}")
-    torch.backends.cudnn.benchmark = True
-    with parallel.process_group(options.device) as device:
-        run(
-            settings,
-            output=options.output,
-            work=options.work_dir,
-            device=device,
-            compile=not options.no_compile and device != "cpu",
-            time_limit=options.time_limit,
-            continue_from=options.continue_from,
-            quick=options.quick,
-        )
+    settings = dataclasses.replace(PROXY if options.proxy else Settings(), **chosen)
+    settings = dataclasses.replace(settings, **QUICK if options.quick else {})
+    # Stages of another run are not to be taken for those of this one.
+    run_of = {**vars(settings), "proxy": options.proxy, "continue_from": str(options.continue_from)}
+    kept = options.work_dir / "settings.json"
+    if kept.is_file() and json.loads(kept.read_text()) != run_of:
+        parser.error(f"--work-dir: {options.work_dir} has stages of a run with other settings; give another")
+    for folder in (options.work_dir, options.output.parent):
+        folder.mkdir(parents=True, exist_ok=True)
+    write_json(kept, run_of)
+    try:
+        run(settings, options, shown_command(("python", "-m", "vmonarch.finetune.embedded"), arguments))
+    except TimeoutError as error:
+        parser.error(f"--time-limit {error}")
     return 0
 
 

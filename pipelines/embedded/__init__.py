@@ -39,10 +39,7 @@ def embedded_model_path() -> Path:
     """
     folder = Path(__file__).resolve().parent
     if not (folder / "model_index.json").is_file():
-        raise FileNotFoundError(
-            f"the embedded model's weights are missing from {folder}; reinstall vmonarch, or train them with "
-            "`python -m vmonarch.finetune.embedded`"
-        )
+        raise FileNotFoundError(f"the embedded model's weights are missing from {folder}; reinstall vmonarch")
     return folder
 
 

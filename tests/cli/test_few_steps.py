@@ -137,25 +137,20 @@ def test_what_diffusers_leaves_out_of_a_lora_file_is_told(tiny_model, tmp_path) 
 
 
 @pytest.mark.parametrize(
-    ("tensors", "problem"),
+    ("layers", "problem"),
     [
-        ({"transformer.blocks.7.attn1.to_q": (24, 24)}, "blocks.7.attn1.to_q"),
-        ({"transformer.blocks.0.attn1.to_q": (20, 24)}, "size mismatch"),
-        ({"transformer.blocks.0.attn1.to_q": (24, 24), "transformer.blocks.2.ffn.net.2": (24, 32)}, "2 tensors"),
-        ({"unet.blocks.0.attn1.to_q": (24, 24)}, "no place for: unet"),
+        ({"transformer.blocks.7.attn1.to_q": 24}, "blocks.7.attn1.to_q"),
+        ({"transformer.blocks.0.attn1.to_q": 20}, "size mismatch"),
+        ({"transformer.blocks.0.attn1.to_q": 24, "transformer.blocks.2.ffn.net.2": 24}, "2 tensors"),
+        ({"unet.blocks.0.attn1.to_q": 24}, "no place for: unet"),
         ({}, "no LoRA layers"),
     ],
     ids=["no such layer", "other size", "one of two layers", "other model", "nothing"],
 )
-def test_a_lora_file_of_another_model_is_refused(tensors, problem, tiny_model, tmp_path) -> None:
+def test_a_lora_file_of_another_model_is_refused(layers, problem, tiny_model, tmp_path) -> None:
     file = tmp_path / "layers.safetensors"
-    pairs = {f"{name}.lora_{x}.weight" for name in tensors for x in "AB"}
-    layers = {
-        name: torch.ones(*((RANK, size[1]) if "lora_A" in name else (size[0], RANK)))
-        for name in sorted(pairs)
-        for size in [tensors[name.split(".lora_")[0]]]
-    }
-    save_file(layers, file)
+    tensors = {f"{name}.lora_A.weight": torch.ones(RANK, 24) for name in layers}
+    save_file(tensors | {f"{name}.lora_B.weight": torch.ones(rows, RANK) for name, rows in layers.items()}, file)
     with pytest.raises(InputError, match=problem) as error:
         load(tiny_model, lora=(str(file),))
     assert error.value.argument == "lora"
@@ -242,19 +237,14 @@ def test_euler_and_lcm_do_what_their_formulas_say(tiny_model) -> None:
     assert not torch.allclose(found["euler"], found["lcm"], atol=1e-2)
 
 
-def test_a_loaded_model_keeps_its_noise_levels(tiny_model) -> None:
-    model = load(tiny_model, guidance=1.0, scheduler="lcm", sigmas=(1.0, 0.757, 0.522))
-    denoise(model, model.config, [PROMPT], [0])
-    torch.testing.assert_close(model.pipe.scheduler.timesteps / 1000, torch.tensor([1.0, 0.757, 0.522]))
-    with pytest.raises(InputError, match=r"sigmas must be \(1.0, 0.757, 0.522\), with which the pipeline was loaded"):
-        check_loaded(dataclasses.replace(model.config, sigmas=(1.0, 0.757, 0.5)), model)
-
-
-def test_fastwans_checkpoints_are_wan_pipelines(broken_model) -> None:
+def test_fastwans_checkpoints_are_wan_pipelines_and_keep_their_noise_levels(broken_model) -> None:
     index = json.loads((broken_model / "model_index.json").read_text())
     (broken_model / "model_index.json").write_text(json.dumps(index | {"_class_name": "WanDMDPipeline"}))
     model = load(broken_model, steps=3, guidance=1.0, scheduler="lcm", sigmas=(1.0, 0.757, 0.522))
     assert denoise(model, model.config, [PROMPT], [0]).transformer_calls == 3
+    torch.testing.assert_close(model.pipe.scheduler.timesteps / 1000, torch.tensor([1.0, 0.757, 0.522]))
+    with pytest.raises(InputError, match=r"sigmas must be \(1.0, 0.757, 0.522\), with which the pipeline was loaded"):
+        check_loaded(dataclasses.replace(model.config, sigmas=(1.0, 0.757, 0.5)), model)
 
 
 def test_a_scale_is_what_follows_the_last_colon(tmp_path) -> None:
