@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from vmonarch import BasedProcessor, VMonarchProcessor
-from vmonarch.configs import FOLDER, InputError, preset_names, read_yaml
+from vmonarch.configs import FOLDER, InputError, read_yaml
 from vmonarch.configs.methods import merge_attention, method_names, resolve_method
 from vmonarch.eval.calibrate.run import CalibrateConfig
 from vmonarch.eval.compare import CompareConfig
@@ -22,7 +22,6 @@ from vmonarch.pipelines.config import GenerateConfig, SamplingConfig, build_conf
 from vmonarch.pipelines.loading import load_model
 from vmonarch.pipelines.model_folder import find_model
 
-GENERAL = {"full", "vmonarch", "vmonarch-t1", "vmonarch-t3", "vmonarch-band1"}
 REACH = (4.0, 8.0, 8.0)
 
 
@@ -48,14 +47,10 @@ def test_every_method_installs_what_it_says(name: str, pipe, shipped_adapter: Pa
         assert isinstance(processor, type(method.processor())) and processor.config == method.processor().config
 
 
-def test_the_names_mean_what_they_say() -> None:
-    assert set(method_names()) >= GENERAL
-    iterations = {name: resolve_method(name).to_dict().get("num_iterations") for name in GENERAL}
-    assert iterations == {"full": None, "vmonarch": 2, "vmonarch-t1": 1, "vmonarch-t3": 3, "vmonarch-band1": 2}
+def test_names_and_options_in_them_mean_what_they_say() -> None:
+    general = {"full": None, "vmonarch": 2, "vmonarch-t1": 1, "vmonarch-t3": 3, "vmonarch-band1": 2}
+    assert {name: resolve_method(name).to_dict().get("num_iterations") for name in general} == general
     assert resolve_method("vmonarch-band1").to_dict()["exact"] == {"band": 1}
-
-
-def test_options_in_the_name() -> None:
     method = resolve_method("vmonarch:num_iterations=3,tiles=[2, 2],exact={band: 1},dense_steps=0.25")
     expected = VMonarchProcessor(num_iterations=3, tiles=(2, 2), exact={"band": 1}, dense_steps=0.25)
     assert method.processor().config == expected.config and method.name == "vmonarch"
@@ -135,20 +130,12 @@ READERS: dict[str, Callable[[str], Any]] = {
 VIDEOS = {"videos": "clips", "captions": "captions.jsonl", "output": "data"}
 
 
-def test_every_folder_of_presets_has_a_reader() -> None:
-    assert set(READERS) == {path.parent.name for path in FOLDER.rglob("*.yaml")}
-
-
-@pytest.mark.parametrize("group", READERS)
-def test_every_preset_is_read_and_names_a_model_that_there_is(group: str) -> None:
-    for name in preset_names(group):
+def test_every_preset_is_read_names_a_model_that_there_is_and_says_what_it_is_for() -> None:
+    for path in FOLDER.rglob("*.yaml"):
+        group, name = path.parent.name, path.stem
+        assert path.read_text(encoding="utf-8").startswith("# "), path
         model = getattr(READERS[group](name), "model", "embedded")
         assert model == "embedded" or re.fullmatch(r"[\w.-]+/[\w.-]+", model), f"{group}/{name}: {model!r}"
-
-
-def test_every_shipped_yaml_says_what_it_is_for() -> None:
-    for path in FOLDER.rglob("*.yaml"):
-        assert path.read_text(encoding="utf-8").startswith("# "), path
 
 
 @pytest.mark.parametrize(

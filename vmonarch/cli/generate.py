@@ -48,7 +48,7 @@ def run(arguments: argparse.Namespace) -> None:
     try:
         videos = generate(config, recorded=recorded, progress=not arguments.quiet and shard.rank == 0, shard=shard)
     except GenerationError as error:
-        failure, videos = error, error.videos
+        failure, videos = error, list(error.videos)
     for video in videos:
         spent = seconds(video.record["seconds"]["total"])
         about = f"  (seed {video.record['seed']}, {config.attention.label} attention, {spent})"
