@@ -229,7 +229,7 @@ def test_no_prompt(cli) -> None:
 
 def test_cuda_without_cuda(cli, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert_refused(cli("generate", PROMPT, "--device", "cuda"), 2, ["--device", "no CUDA device", "auto, cpu"])
+    assert_refused(cli("generate", PROMPT, "--device", "cuda"), 2, ["--device", "no CUDA device", "auto or cpu"])
 
 
 def test_cuda_number_too_high(cli, monkeypatch: pytest.MonkeyPatch) -> None:
