@@ -351,7 +351,11 @@ def _check_settings(config: SamplingConfig, model: ModelFolder) -> None:
         ("guidance_2", config.guidance_2 is not None and not model.two_stage, two),
         ("lora_2", config.lora_2 and not model.two_stage, two),
         ("image", config.image is None and needs_image, "is needed: this is an image-to-video model"),
-        ("image", config.image and not model.image_capable, "cannot be used: this is a text-to-video model"),
+        (
+            "image",
+            config.image is not None and not model.image_capable,
+            "cannot be used: this is a text-to-video model",
+        ),
     ):
         if wrong:
             raise InputError(argument, problem)

@@ -58,8 +58,7 @@ class Kind:
             model where these configs are not supported.
         prepare: sets on a pipeline what its call has no argument for.
         tiled: whether the model's card decodes in tiles, for want of memory.
-        wan: of the Wan family, which can be trained, whose guidance can be batched, and whose videos several GPUs can
-            share.
+        wan: of the Wan family, which can be trained, and whose videos several GPUs can share.
     """
 
     defaults: str
@@ -100,9 +99,6 @@ def _lengths(tokenizers: Mapping[str, Any], text: str, most: int | None) -> list
 _GUIDED = {"guidance": "guidance_scale", "max_sequence_length": "max_sequence_length"}
 
 
-# Wan
-
-
 def _wan_sizes(configs: Configs) -> dict[str, Any]:
     vae, transformer = configs["vae"], configs["transformer"]
     # The length of the transformer's rotary tables.
@@ -127,9 +123,6 @@ def _wan_decode(pipe: Any, latents: torch.Tensor) -> torch.Tensor:
     inverse_std = (1.0 / torch.tensor(vae.config.latents_std).view(shape)).to(latents.device, vae.dtype)
     video: torch.Tensor = vae.decode(latents.to(vae.dtype) / inverse_std + mean, return_dict=False)[0]
     return video
-
-
-# HunyuanVideo
 
 
 def _hunyuan_sizes(configs: Configs, *, spatial: int = 8, patch: int = 2) -> dict[str, Any]:
@@ -169,9 +162,6 @@ def _scaled_decode(pipe: Any, latents: torch.Tensor) -> torch.Tensor:
     vae = pipe.vae
     video: torch.Tensor = vae.decode(latents.to(vae.dtype) / vae.config.scaling_factor, return_dict=False)[0]
     return video
-
-
-# HunyuanVideo-1.5
 
 
 _hunyuan15_sizes = functools.partial(_hunyuan_sizes, spatial=16, patch=1)
@@ -215,9 +205,6 @@ def _hunyuan15_prepare(pipe: Any, config: SamplingConfig) -> None:
         pipe.guider = pipe.guider.new(**wanted)
 
 
-# LTX
-
-
 def _ltx_sizes(configs: Configs) -> dict[str, Any]:
     vae, transformer = configs["vae"], configs["transformer"]
     size = transformer.get("patch_size", 1)
@@ -244,9 +231,6 @@ def _ltx_decode(pipe: Any, latents: torch.Tensor) -> torch.Tensor:
     timestep = latents.new_zeros(len(latents)) if vae.config.timestep_conditioning else None
     video: torch.Tensor = vae.decode(latents, timestep, return_dict=False)[0]
     return video
-
-
-# CogVideoX
 
 
 def _cogvideox_sizes(configs: Configs) -> dict[str, Any]:

@@ -187,9 +187,11 @@ def check_prompt_lengths(config: SamplingConfig, kind: Kind, tokenizers: Mapping
         InputError: a prompt has more tokens than the limit; both numbers are told.
     """
     texts = [("prompts", prompt) for prompt in config.prompts]
-    for name, text in [*texts, ("negative_prompt", config.negative_prompt)]:
-        for tokens, limit, which, summary in kind.lengths(tokenizers, text, config.max_sequence_length) if text else ():
-            has = f"{shorten(text or '')!r} has {tokens}"
+    if config.negative_prompt:
+        texts.append(("negative_prompt", config.negative_prompt))
+    for name, text in texts:
+        for tokens, limit, which, summary in kind.lengths(tokenizers, text, config.max_sequence_length):
+            has = f"{shorten(text)!r} has {tokens}"
             if tokens > limit and not summary:
                 raise InputError(name, f"must have at most {limit} tokens{which} for this model's text encoder; {has}")
             if tokens > limit:

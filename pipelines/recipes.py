@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Any
 from vmonarch.configs import InputError
 from vmonarch.configs.methods import AttentionMethod, resolve_method
 from vmonarch.configs.stack import CACHES, Stack
-from vmonarch.installation import find_transformers
 
 if TYPE_CHECKING:
     import torch
@@ -77,6 +76,8 @@ def apply(
     Raises:
         InputError: an unknown name or option, or what the pipeline or its device cannot do.
     """
+    from vmonarch.installation import find_transformers
+
     method = recipe if isinstance(recipe, AttentionMethod) else resolve_method(recipe, argument="recipe", recipes=True)
     caches = cache_config(method.stack, steps)
     transformers: list[Any] = list(find_transformers(pipe).values())

@@ -6,15 +6,16 @@ are uint8 arrays [F, H, W, 3].
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import io
 import re
 import subprocess
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from fractions import Fraction
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -92,16 +93,15 @@ def encode_video(path: Path, frames: NDArray[np.uint8], fps: float) -> None:
     threads = max(1, min(8, height * width // _PIXELS_PER_THREAD))
     # Converted by BT.709 and marked so: players that must guess take BT.601 for small videos, and shift the colours.
     bt709 = "setparams=range=tv:colorspace=bt709:color_primaries=bt709:color_trc=bt709"
-    run = _ffmpeg(
-        *("-y", "-v", "error", "-f", "rawvideo", "-s", f"{width}x{height}", "-pix_fmt", "rgb24"),
+    status, _, messages = _ffmpeg(
+        *("-y", "-xerror", "-v", "error", "-f", "rawvideo", "-s", f"{width}x{height}", "-pix_fmt", "rgb24"),
         *("-r", str(Fraction(fps).limit_denominator()), "-i", "pipe:0", "-c:v", "libx264", "-pix_fmt", "yuv420p"),
         *("-vf", f"scale=out_color_matrix=bt709:out_range=tv,{bt709}", "-threads", str(threads), "-crf", "12"),
         *("-movflags", "+faststart", "-fflags", "+bitexact", "-flags:v", "+bitexact", "-f", "mp4", _url(path)),
-        input=np.ascontiguousarray(frames).data,
+        frames=frames,
     )
-    if run.returncode:
-        reason = (run.stderr.decode(errors="replace").strip().splitlines() or [f"it ended with {run.returncode}"])[-1]
-        raise OSError(f"ffmpeg could not write the video: {reason}")
+    if status:
+        raise OSError(f"ffmpeg could not write the video: {(messages.splitlines() or [f'exit status {status}'])[-1]}")
 
 
 def read_video(path: Path) -> tuple[NDArray[np.uint8], float]:
@@ -114,16 +114,14 @@ def read_video(path: Path) -> tuple[NDArray[np.uint8], float]:
     path = Path(path)
     if not path.is_file():
         raise FileNotFoundError(f"there is no video {path}")
-    run = _ffmpeg(
+    status, output, messages = _ffmpeg(
         *("-nostdin", "-hide_banner", "-xerror", "-i", _url(path), "-map", "0:V:0"),
         *("-fps_mode", "passthrough", "-f", "image2pipe", "-c:v", "ppm", "-pix_fmt", "rgb24", "pipe:1"),
     )
-    output, text = run.stdout, run.stderr.decode(errors="replace")
-    if run.returncode:
-        reason = (text.strip().splitlines() or ["no message"])[-1]
-        raise VideoError(f"{path} cannot be decoded: {reason}")
+    if status:
+        raise VideoError(f"{path} cannot be decoded: {(messages.splitlines() or [f'exit status {status}'])[-1]}")
     # ffmpeg writes 1000 as "1k". An attached picture may come first; it has no rate, or that of its clock.
-    streams = [line for line in text.splitlines() if "Video: " in line and "(attached pic)" not in line]
+    streams = [line for line in messages.splitlines() if "Video: " in line and "(attached pic)" not in line]
     rate = re.search(r"([0-9.]+)(k?) fps", "".join(streams[:1]))
     header = re.match(rb"P6\s(\d+)\s(\d+)\s255\s", output)
     if header is None or rate is None:
@@ -137,15 +135,27 @@ def read_video(path: Path) -> tuple[NDArray[np.uint8], float]:
     return files[:, start:].reshape(-1, height, width, 3), float(rate.group(1)) * (1000 if rate.group(2) else 1)
 
 
-def _ffmpeg(*arguments: str, input: Any = b"") -> subprocess.CompletedProcess[bytes]:
-    """Run ffmpeg to its end, in a group of its own, which Ctrl-C does not reach: it is killed with this process's call.
+def _ffmpeg(*arguments: str, frames: Iterable[NDArray[np.uint8]] = ()) -> tuple[int, bytes, str]:
+    """Run ffmpeg to its end, with frames for its standard input: its exit status, its output and its messages.
 
-    Not by imageio's reader and writer: these do not tell how ffmpeg ended, and lose a Ctrl-C while they start it.
+    It has a process group of its own, so that it is killed when Ctrl-C ends this call, and not before. Not by imageio's
+    reader and writer: these do not tell how ffmpeg ended, and lose a Ctrl-C while they start it.
     """
     import imageio_ffmpeg
 
-    command = [imageio_ffmpeg.get_ffmpeg_exe(), *arguments]
-    return subprocess.run(command, input=input, capture_output=True, process_group=0)
+    command, pipe = [imageio_ffmpeg.get_ffmpeg_exe(), *arguments], subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, process_group=0) as process:
+        try:
+            assert process.stdin is not None
+            # If it ends early, it says why.
+            with contextlib.suppress(BrokenPipeError):
+                for frame in frames:
+                    process.stdin.write(np.ascontiguousarray(frame).data)
+            output, messages = process.communicate()
+        except BaseException:
+            process.kill()
+            raise
+    return process.returncode, output, messages.decode(errors="replace").strip()
 
 
 def _url(path: Path) -> str:

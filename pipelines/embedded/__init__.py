@@ -39,7 +39,8 @@ def embedded_model_path() -> Path:
     """
     folder = Path(__file__).resolve().parent
     if not (folder / "model_index.json").is_file():
-        raise FileNotFoundError(f"the embedded model's weights are missing from {folder}; reinstall vmonarch")
+        instead = "reinstall vmonarch, or train them with `python -m vmonarch.finetune.embedded`"
+        raise FileNotFoundError(f"the embedded model's weights are missing from {folder}; {instead}")
     return folder
 
 
@@ -53,11 +54,6 @@ def embedded_adapter_path() -> Path:
     """
     file = Path(__file__).resolve().parent.parent / "embedded_adapters" / "based.safetensors"
     if not file.is_file():
-        raise FileNotFoundError(
-            f"the embedded model's adapter {file} is missing; reinstall vmonarch, or train it with"
-            " `vmonarch finetune --config embedded-based`"
-        )
+        instead = "reinstall vmonarch, or train it with `vmonarch finetune --config embedded-based`"
+        raise FileNotFoundError(f"the embedded model's adapter {file} is missing; {instead}")
     return file
-
-
-__all__ = ["EMBEDDED_SETTINGS", "GenerationSettings", "embedded_adapter_path", "embedded_model_path"]

@@ -62,7 +62,7 @@ def line(folder: Path, name: str, *words: object) -> list[object]:
 
 
 @pytest.mark.parametrize("name", tiny_folders.FOLDERS)
-def test_full_attention_is_the_stock_pipeline(folders: Folders, name: str) -> None:
+def test_full_attention_is_the_stock_pipeline_whose_grid_is_known(folders: Folders, name: str) -> None:
     folder, (ours, theirs) = find_model(str(folders(name))), SETTINGS[name]
     settings = complete(config(folder.path, name, attention="full", **ours), folder)
     model = loading.load_model(settings, folder)
@@ -78,17 +78,11 @@ def test_full_attention_is_the_stock_pipeline(folders: Folders, name: str) -> No
     plain = complete(config(folder.path, name, attention="full"), folder)
     other = sampling.denoise(model, plain, [PROMPT], [7]).latents
     assert not torch.equal(found.latents, other)
-
-
-@pytest.mark.parametrize("name", tiny_folders.FOLDERS)
-def test_the_grid_is_that_of_the_call(folders: Folders, name: str) -> None:
-    folder = find_model(str(folders(name)))
-    settings = complete(config(folder.path, name), folder)
-    model = loading.load_model(settings, folder)
+    # The grid is that of the call.
     installation = apply(model.pipe, VMonarchProcessor())
     sampling.denoise(model, settings, [PROMPT], [0], steps=1)
-    expected = LatentGrid(*tiny_folders.FOLDERS[name][2])
-    assert folder.grid(**tiny_folders.size(name)) == expected == installation.grid
+    expected_grid = LatentGrid(*tiny_folders.FOLDERS[name][2])
+    assert folder.grid(**tiny_folders.size(name)) == expected_grid == installation.grid
     modules = len([module for module in model.pipe.transformer.modules() if hasattr(module, "to_q")])
     assert 2 <= folder.layers <= modules
 
@@ -129,6 +123,18 @@ def test_guidance_of_a_guider_is_turned_off_at_one(folders: Folders) -> None:
         wanted = complete(config(folder.path, "hunyuan15", guidance=guidance), folder)
         assert sampling.denoise(model, wanted, [PROMPT], [0], steps=1).transformer_calls == calls
         assert model.pipe.guider.guidance_scale == guidance
+
+
+@pytest.fixture
+def changed(folders: Folders, tmp_path: Path) -> Callable[..., Path]:
+    """changed(name, file, key=value): a copy of a folder with another value in one of its configs."""
+
+    def copy(name: str, file: str, **change: Any) -> Path:
+        path = Path(shutil.copytree(folders(name), tmp_path / name))
+        (path / file).write_text(json.dumps(json.loads((path / file).read_text()) | change))
+        return path
+
+    return copy
 
 
 def test_a_decoder_that_is_told_the_time(folders: Folders, tmp_path: Path) -> None:
@@ -229,35 +235,17 @@ def test_a_prompt_that_is_too_long_for_its_summary(folders: Folders) -> None:
     assert len([warning for warning in found if "sees 77" in str(warning.message)]) == 1
 
 
-def test_the_shift_of_a_schedule_that_depends_on_the_size(folders: Folders, tmp_path: Path) -> None:
-    path = Path(shutil.copytree(folders("ltx"), tmp_path / "model"))
-    file = path / "scheduler/scheduler_config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"use_dynamic_shifting": True}))
+def test_what_the_configs_of_a_model_rule_out(changed: Callable[..., Path]) -> None:
+    path = changed("ltx", "scheduler/scheduler_config.json", use_dynamic_shifting=True)
     folder = find_model(str(path))
     with pytest.raises(InputError, match="flow_shift cannot be set: this model's shift follows from the size"):
         loading.load_model(complete(config(path, "ltx", flow_shift=3.0), folder), folder)
-
-
-@pytest.mark.parametrize(
-    ("name", "file", "change", "message"),
-    [
-        ("hunyuan", "transformer/config.json", {"guidance_embeds": False}, "model is a .* no embedded guidance"),
-        (
-            "hunyuan15",
-            "guider/guider_config.json",
-            {"guidance_scale": None},
-            "model has no guider with a guidance_scale",
-        ),
-    ],
-    ids=["embedded", "guider"],
-)
-def test_a_model_without_guidance_of_its_kind(
-    folders: Folders, tmp_path: Path, name: str, file: str, change: dict[str, Any], message: str
-) -> None:
-    path = Path(shutil.copytree(folders(name), tmp_path / "model"))
-    (path / file).write_text(json.dumps(json.loads((path / file).read_text()) | change))
-    with pytest.raises(InputError, match=message):
-        complete(config(path, name), find_model(str(path)))
+    path = changed("hunyuan", "transformer/config.json", guidance_embeds=False)
+    with pytest.raises(InputError, match="model is a .* no embedded guidance"):
+        complete(config(path, "hunyuan"), find_model(str(path)))
+    path = changed("hunyuan15", "guider/guider_config.json", guidance_scale=None)
+    with pytest.raises(InputError, match="model has no guider with a guidance_scale"):
+        complete(config(path, "hunyuan15"), find_model(str(path)))
 
 
 def test_videos_of_other_families_are_not_shared(folders: Folders) -> None:

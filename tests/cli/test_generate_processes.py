@@ -12,7 +12,7 @@ import torch
 from vmonarch.cli import main
 from vmonarch.pipelines.config import GenerateConfig
 from vmonarch.pipelines.generation import generate
-from vmonarch.pipelines.processes import Shard, leaving_group
+from vmonarch.pipelines.processes import Shard, check_sharing, leaving_group
 from vmonarch.pipelines.video_io import read_video
 
 SCRIPT = Path(__file__).parents[1] / "support" / "shared_generate.py"
@@ -57,31 +57,27 @@ def test_a_process_that_fails_does_not_wait_for_the_others(monkeypatch, backend,
     assert len(ended) == left + 1
 
 
-@pytest.fixture
-def with_gpus(monkeypatch):
+def test_what_processes_cannot_share(tiny_model, tmp_path, monkeypatch):
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"device": "cpu"}, "device must be auto for 2 processes that share a video, as each has its own, got cpu"),
-        ({"offload": "model"}, "offload must be none for 2 processes that share a video, got model"),
-    ],
-)
-def test_what_processes_cannot_share(tiny_model, tmp_path, with_gpus, options, message):
-    config = GenerateConfig(prompts=("x",), model=str(tiny_model), output_dir=str(tmp_path / "out"), **options)
-    with pytest.raises(ValueError, match=message):
-        generate(config, shard=Shard(1, 2, 1))
+    who = "for 2 processes that share a video"
+    for options, message in (
+        ({"device": "cpu"}, f"device must be auto {who}, as each has its own, got cpu"),
+        ({"offload": "model"}, f"offload must be none {who}, got model"),
+        ({"attention": "stack-fast"}, f"cache must be null {who}"),
+    ):
+        config = GenerateConfig(prompts=("x",), model=str(tiny_model), output_dir=str(tmp_path / "out"), **options)
+        with pytest.raises(ValueError, match=message):
+            generate(config, shard=Shard(1, 2, 1))
     assert not (tmp_path / "out").exists()
+    check_sharing(GenerateConfig(prompts=("x",), attention="stack-near-lossless"), Shard(1, 2, 1))
 
 
-@pytest.mark.parametrize("name", ["compare", "calibrate"])
-def test_commands_for_one_process_say_so(tmp_path, monkeypatch, capsys, name):
+def test_commands_for_one_process_say_so(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "4")
-    assert main([name, "a red circle", "--output-dir", str(tmp_path / "out")]) == 2
-    assert "WORLD_SIZE is 4, but this command is for one process" in capsys.readouterr().err
+    for name in ("compare", "calibrate"):
+        assert main([name, "a red circle", "--output-dir", str(tmp_path / "out")]) == 2
+        assert "WORLD_SIZE is 4, but this command is for one process" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
 

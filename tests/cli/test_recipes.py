@@ -19,7 +19,6 @@ from vmonarch.pipelines import recipes
 from vmonarch.pipelines.config import GenerateConfig, complete
 from vmonarch.pipelines.loading import LoadedModel, load_model
 from vmonarch.pipelines.model_folder import find_model
-from vmonarch.pipelines.processes import Shard, check_sharing
 from vmonarch.pipelines.sampling import denoise
 
 STEPS = 7
@@ -67,13 +66,10 @@ def test_every_recipe_is_written_and_read_back(name: str) -> None:
     plain = resolve(f"{name}:attention=full,cache=null")
     assert (plain.processor_name, plain.stack.cache) == ("full", None)
     assert resolve({"name": name, "cache": {"kind": "sea"}}).stack.cache == {"kind": "sea"}
-
-
-def test_who_cannot_switch_on_a_stack_refuses_recipes() -> None:
-    with pytest.raises(InputError, match="attention must be an attention method, got the recipe 'stack-fast'"):
-        resolve_method("stack-fast")
-    with pytest.raises(InputError, match="attention must be an attention method, got the recipe 'stack-fast'"):
-        finetune_config({"attention": "stack-fast"})
+    # Who cannot switch on a stack refuses recipes.
+    for use in (resolve_method, lambda recipe: finetune_config({"attention": recipe})):
+        with pytest.raises(InputError, match=f"attention must be an attention method, got the recipe '{name}'"):
+            use(name)
 
 
 def test_names_that_were_recipes_are_told_to_be_methods() -> None:
@@ -87,10 +83,10 @@ def test_names_that_were_recipes_are_told_to_be_methods() -> None:
         assert resolve(old) == new, "as records have it"
 
 
-@pytest.mark.parametrize("command", ["generate", "compare"])
-def test_the_option_of_recipes_does_not_take_what_is_a_method_now(cli: Callable[..., Any], command: str) -> None:
-    code, _, err = cli(command, "a red circle", "--recipe", "fast:refresh=6")
-    assert code == 2 and "'fast' is an attention method; the recipe is 'stack-fast'" in err
+def test_the_option_of_recipes_does_not_take_what_is_a_method_now(cli: Callable[..., Any]) -> None:
+    for command in ("generate", "compare"):
+        code, _, err = cli(command, "a red circle", "--recipe", "fast:refresh=6")
+        assert code == 2 and "'fast' is an attention method; the recipe is 'stack-fast'" in err
 
 
 def test_a_recipe_with_overrides_is_labelled_with_them() -> None:
@@ -150,7 +146,7 @@ def test_steps_that_are_skipped_are_told_apart_for_each_transformer() -> None:
     assert "".join(kind[0] for kind in kinds) == "kaskssk" + "kasa"
 
 
-def test_a_recipe_is_recorded_and_made_again(cli: Any, told_steps: set[int | None]) -> None:
+def test_a_recipe_is_recorded_made_again_and_compared_with_stock(cli: Any, told_steps: set[int | None]) -> None:
     code, _, err = cli("generate", "a red circle", "--recipe", ALL, "attention.compile=false", "steps=5")
     assert code == 0, err
     (record,) = cli.records()
@@ -161,17 +157,14 @@ def test_a_recipe_is_recorded_and_made_again(cli: Any, told_steps: set[int | Non
     code, _, err = cli("generate", "--from-json", path, tiny=False)
     assert code == 0, err
     assert cli.records()[1]["frames_sha256"] == record["frames_sha256"]
-
-
-def test_recipes_are_compared_with_stock(cli: Any, told_steps: set[int | None]) -> None:
+    told_steps.clear()
     line = ["--recipe", "stock:compile=false", "stack-near-lossless:compile=false,linears=null"]
     code, _, err = cli("compare", "a red circle", *line)
     assert code == 0, err
     (folder,) = cli.outputs("outputs/compare")
     (record,) = cli.records(f"outputs/compare/{folder}")
     means = {label: values["psnr"] and values["psnr"]["mean"] for label, values in record["statistics"].items()}
-    assert list(means) == ["full", *line[1:]]
-    assert told_steps == {2}
+    assert list(means) == ["full", *line[1:]] and told_steps == {2}
     assert means[line[1]] == "inf" and 10 < means[line[2]] < 200
 
 
@@ -181,10 +174,11 @@ def wide(tiny: Any) -> torch.nn.Module:
     return tiny.transformer(num_attention_heads=2, attention_head_dim=16, ffn_dim=64)
 
 
-def test_linear_layers_are_quantised_and_come_back(wide: torch.nn.Module) -> None:
+def test_linear_layers_are_quantised_and_come_back_or_not(wide: torch.nn.Module) -> None:
     pytest.importorskip("torchao")
+    float8 = "stock:compile=false,linears=float8-weights"
     own = {name: parameter for name, parameter in wide.named_parameters()}
-    recipes.apply(wide, "stock:compile=false,linears=float8-weights")
+    recipes.apply(wide, float8)
     quantised = {name for name, parameter in wide.named_parameters() if parameter is not own[name]}
     linears = {f"{name}.weight" for name, m in wide.blocks.named_modules() if isinstance(m, torch.nn.Linear)}
     assert quantised == {f"blocks.{name}" for name in linears}
@@ -193,19 +187,11 @@ def test_linear_layers_are_quantised_and_come_back(wide: torch.nn.Module) -> Non
     assert 0 < (weight.dequantize() - own["blocks.0.ffn.net.2.weight"]).abs().max() < 0.05
     recipes.apply(wide, "full")
     assert all(parameter is own[name] for name, parameter in wide.named_parameters())
-    recipes.apply(wide, "stock:compile=false,linears=float8-weights")
-    assert torch.equal(wide.blocks[0].ffn.net[2].weight.qdata, weight.qdata)
-
-
-def test_a_model_quantised_for_good_stays_so(wide: torch.nn.Module) -> None:
-    pytest.importorskip("torchao")
     recipes.quantize_for_good(wide, "float8-weights", torch.device("cpu"))
-    weight = wide.blocks[1].attn1.to_q.weight
-    recipes.apply(wide, "stock:compile=false,linears=float8-weights")
-    assert wide.blocks[1].attn1.to_q.weight is weight and weight.qdata.dtype == torch.float8_e4m3fn
-    with pytest.raises(
-        InputError, match="linears must be 'float8-weights', got None: the model was quantised for good"
-    ):
+    kept = wide.blocks[0].ffn.net[2].weight
+    recipes.apply(wide, float8)
+    assert wide.blocks[0].ffn.net[2].weight is kept and kept.qdata.equal(weight.qdata)
+    with pytest.raises(InputError, match="linears must be 'float8-weights', got None: the model was quantised for"):
         recipes.apply(wide, "full")
 
 
@@ -235,27 +221,14 @@ def test_quantised_layers_need_torchao(wide: torch.nn.Module, monkeypatch: Any) 
         recipes.apply(wide, "stock:linears=float8-weights")
 
 
-@pytest.mark.parametrize(
-    ("attention", "offload", "problem"),
-    [
+def test_a_stack_is_checked_before_a_model_is_loaded(tiny_model: Path) -> None:
+    for attention, offload, problem in (
         ("stack-fast", "group", "offload cannot be group with quantised linear layers"),
         ("stock:cache={kind: sea, order: 2}", "none", "attention .* a cache that cannot be used: cache.order is no"),
         ("stock:cache={kind: first_block, threshold: true}", "none", "cache.threshold must be of type float, got"),
-    ],
-)  # fmt: skip
-def test_a_stack_is_checked_before_a_model_is_loaded(
-    tiny_model: Path, attention: str, offload: str, problem: str
-) -> None:
-    with pytest.raises(InputError, match=problem):
-        complete(config(tiny_model, attention=attention, offload=offload), find_model(str(tiny_model)))
-
-
-def test_processes_that_share_a_video_have_no_cache(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
-    shard = Shard(rank=0, local_rank=0, size=2)
-    check_sharing(config(tiny_model, attention="stack-near-lossless", device="auto"), shard)
-    with pytest.raises(InputError, match="cache must be null for 2 processes that share a video"):
-        check_sharing(config(tiny_model, attention="stack-fast", device="auto"), shard)
+    ):
+        with pytest.raises(InputError, match=problem):
+            complete(config(tiny_model, attention=attention, offload=offload), find_model(str(tiny_model)))
 
 
 def test_the_cache_mag_knows_the_steps(sample: Callable[..., torch.Tensor], loaded: LoadedModel) -> None:

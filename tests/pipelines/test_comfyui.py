@@ -15,7 +15,6 @@ from comfyui_stand_in import (
     CALLBACKS,
     GRID,
     KEY,
-    PROMPT,
     WRAPPERS,
     CameraWanModel,
     HunyuanVideo,
@@ -64,8 +63,10 @@ def close(found, expected):
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("apart", [False, True], ids=["heads-together", "heads-apart"])
-@pytest.mark.parametrize("kind", [WanModel, CameraWanModel, HunyuanVideo, LTXVModel])
+@pytest.mark.parametrize(
+    ("kind", "apart"),
+    [(WanModel, True), (WanModel, False), (CameraWanModel, True), (HunyuanVideo, False), (LTXVModel, True)],
+)
 def test_self_attention_of_the_video_is_the_presets_and_cross_attention_is_not(kind, apart):
     model = kind(apart=apart)
     patcher, seam = patched(model, preset="vmonarch")
@@ -116,25 +117,19 @@ def test_guidance_that_leaves_blocks_out_and_windows_have_residuals_of_their_own
     assert (seam.report.exact, seam.report.branches) == (8, 4)
 
 
-def test_samplers_of_higher_order_refresh_once_a_step():
-    patcher, seam = patched(WanModel(blocks=1))
-    with sampling(patcher, SCHEDULE) as ask:
-        # Heun's method: at a level, then at the next one.
-        for first, second in zip(SCHEDULE[:-2], SCHEDULE[1:-1], strict=True):
-            ask(first)
-            ask(second)
-        ask(SCHEDULE[-2])
-    assert (seam.report.attended, seam.report.exact, seam.report.refreshed) == (15, len(DUE), set(DUE))
+# As ComfyUI flips a schedule, in unsampling.
+RISING = [1e-4, *reversed(SCHEDULE[:-1])]
+# Heun's method calls the model at a level, then at the next one.
+HEUN = [sigma for pair in zip(SCHEDULE[:-2], SCHEDULE[1:-1], strict=True) for sigma in pair] + [SCHEDULE[-2]]
 
 
-def test_noise_levels_that_rise_as_in_unsampling_renew_residuals_too():
-    # As ComfyUI flips a schedule.
-    rising = [1e-4, *reversed(SCHEDULE[:-1])]
+@pytest.mark.parametrize("schedule, asked", [(SCHEDULE, HEUN), (RISING, RISING[:-1])], ids=["heun", "rising"])
+def test_every_step_that_is_due_renews_residuals_once(schedule, asked):
     patcher, seam = patched(WanModel(blocks=1))
-    with sampling(patcher, rising) as ask:
-        for sigma in rising[:-1]:
+    with sampling(patcher, schedule) as ask:
+        for sigma in asked:
             ask(sigma)
-    assert (seam.report.attended, seam.report.exact, seam.report.refreshed) == (8, len(DUE), set(DUE))
+    assert (seam.report.attended, seam.report.exact, seam.report.refreshed) == (len(asked), len(DUE), set(DUE))
 
 
 @pytest.mark.parametrize(
@@ -146,50 +141,52 @@ def test_the_step_is_that_of_the_level_before(sigma, step):
     assert step_of(sigma, [*SCHEDULE, *SCHEDULE]) is None
 
 
+class Unpatched(HunyuanVideo):
+    """The sizes of the videos here are no whole patches of its."""
+
+    patch_size = (2, 2, 2)
+
+
+class Gradients(WanModel):
+    tokens = staticmethod(lambda *of: WanModel.tokens(*of).requires_grad_())
+
+
+class Older(CameraWanModel):
+    tells_block = False
+
+
+class Refiner(WanModel):
+    lists = {"blocks": "another"}
+
+
+# What is said: the model, the settings, what the sampler tells, what the call has.
 REASONS = {
-    "with a mask": (dict(named={"mask": torch.zeros(1, 1, 1, GRID.tokens)}), {}, {}),
-    "with a scale of its own": (dict(named={"scale": 0.1}), {}, {}),
-    "with gradients": ({}, {}, {}),
-    "in dense_blocks": ({}, {"dense_blocks": "0-1"}, {}),
-    "outside of start_percent to end_percent": ({}, {"start_percent": 0.5}, {}),
-    "with as many tokens as the prompt, which may be cross-attention": ({}, {}, {"prompt": GRID.tokens}),
-    "with refresh, where the sampler tells no step or guidance branch": ({}, {"preset": PRESETS[0]}, {}),
-    "of other tokens than the video's": (dict(beside=(0, 2)), {}, {}),
-    "outside of the transformer's blocks": ({}, {}, {}),
-    "in a block that this ComfyUI does not tell; newer versions do": ({}, {}, {}),
-    "where the model tells no latent grid": ({}, {}, {}),
+    "with a mask": (WanModel(named={"mask": torch.zeros(1, 1, 1, GRID.tokens)}), {}, {}, {}),
+    "with a scale of its own": (WanModel(named={"scale": 0.1}), {}, {}, {}),
+    "with gradients": (Gradients(), {}, {}, {}),
+    "in dense_blocks": (WanModel(), {"dense_blocks": "0-1"}, {}, {}),
+    "outside of start_percent to end_percent": (WanModel(), {"start_percent": 0.5}, {}, {}),
+    "with as many tokens as the prompt, which may be cross-attention": (WanModel(), {}, {}, {"prompt": GRID.tokens}),
+    "with refresh, where the sampler tells no step or guidance branch": (
+        *(WanModel(), {"preset": PRESETS[0]}, {"sample_sigmas": None}, {}),
+    ),
+    "of other tokens than the video's": (LTXVModel(beside=(0, 2)), {}, {}, {}),
+    "outside of the transformer's blocks": (Refiner(), {}, {}, {}),
+    "in a block that this ComfyUI does not tell; newer versions do": (Older(), {}, {}, {}),
+    "where the model tells no latent grid": (Unpatched(), {}, {}, {"latents": (3, 4, 8)}),
 }
 
 
 @pytest.mark.parametrize("reason", REASONS)
 def test_what_is_not_for_the_preset_is_left_untouched_and_the_reason_reported(reason, caplog):
-    of_model, settings, of_call = REASONS[reason]
-    kind = LTXVModel if "beside" in of_model else HunyuanVideo if "grid" in reason else WanModel
-    kind = CameraWanModel if "ComfyUI" in reason else kind
-    model = kind(**of_model)
-    told = {"sample_sigmas": None} if "refresh" in reason else {}
-    if "outside of the transformer" in reason:
-        model.lists = {"blocks": "another"}
-    if "ComfyUI" in reason:
-        model.tells_block = False
-    if "gradients" in reason:
-        model.tokens = lambda *of: WanModel.tokens(*of).requires_grad_()
-    if "grid" in reason:
-        # Of which sizes are no whole patches.
-        model.patch_size = (2, 2, 2)
+    model, settings, told, of_call = REASONS[reason]
     patcher, seam = patched(model, **{"preset": "vmonarch"} | settings)
-    blocks = [(name, index, 0) for name in model.lists for index in range(2)]
     with caplog.at_level(logging.WARNING), sampling(patcher, SCHEDULE, **told) as ask:
-        if "grid" in reason:
-            x = torch.zeros(1, 16, GRID.frames, 2 * GRID.height, 2 * GRID.width)
-            options = {"uuids": ["cond"], "sigmas": [0.9], "wrappers": patcher.wrappers}
-            model(x, torch.tensor([0.9]), torch.zeros(1, PROMPT, 4), options)
-            blocks = []
-        else:
-            found = ask(0.9, ("cond",), **of_call)
-            for block, out in zip(blocks, found, strict=True):
-                beside = sum(of_model.get("beside", ()))
-                close(out, exact(*inputs(model, block, 0.9, ("cond",), beside), **of_model.get("named", {})))
+        found = ask(0.9, ("cond",), **of_call)
+    blocks = [(name, index, 0) for name in model.lists for index in range(2)]
+    for block, out in zip(blocks, found, strict=True):
+        qkv = [by_heads(model.tokens(block, 0.9, ("cond",), name, out.shape[1])) for name in "qkv"]
+        close(out, exact(*qkv, **model.named))
     assert reason in seam.report.untouched and not seam.report.attended
     assert reason in caplog.text
 
@@ -301,9 +298,11 @@ def test_a_plan_decides_what_every_head_computes(tmp_path):
 
 def test_there_are_fewer_steps_than_refresh_asks_for():
     patcher, _ = patched(WanModel(), refresh="6")
-    with pytest.raises(ValueError, match="refresh=6, but there are only 4 steps"):
-        with sampling(patcher, SCHEDULE[4:]) as ask:
-            ask(0.6)
+    with (
+        pytest.raises(ValueError, match="refresh=6, but there are only 4 steps"),
+        sampling(patcher, SCHEDULE[4:]) as ask,
+    ):
+        ask(0.6)
 
 
 @pytest.mark.parametrize("preset", PRESETS)
@@ -316,8 +315,9 @@ def test_presets_are_the_named_methods(preset):
 
 
 @pytest.mark.parametrize("text, steps", [("6", 6), ("0.16", 0.16), ("0, 3", [0, 3]), ("[0, 3]", [0, 3])])
-def test_steps_are_read(text, steps):
+def test_steps_and_blocks_are_read(text, steps):
     assert parse_refresh(text, "vmonarch") == Refresh(steps)
+    assert parse_blocks(" 0, 3 - 5,7,") == (range(1), range(3, 6), range(7, 8))
 
 
 def test_a_workflow_with_an_old_name_of_a_preset_runs(nodes, caplog):
@@ -325,10 +325,6 @@ def test_a_workflow_with_an_old_name_of_a_preset_runs(nodes, caplog):
     assert SeamAttention(preset="vmonarch-refresh-fast").preset == "fast"
     assert "The preset vmonarch-refresh-fast is called fast now" in caplog.text
     assert nodes.VMonarch.validate_inputs("local").startswith("preset must be one of near-lossless, fast")
-
-
-def test_blocks_are_read():
-    assert parse_blocks(" 0, 3 - 5,7,") == (range(1), range(3, 6), range(7, 8))
 
 
 @pytest.mark.parametrize(

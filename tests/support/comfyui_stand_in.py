@@ -95,7 +95,7 @@ class Model:
         options, sigma, outputs = transformer_options, float(timestep[0]), []
         if self.tells_grid:
             options["grid_sizes"] = x.shape[2], x.shape[3] // 2, x.shape[4] // 2
-        count = x[0, 0].numel() // math.prod(self.patch_size) + sum(self.beside)
+        count = math.prod(n // p for n, p in zip(x.shape[2:], self.patch_size, strict=True)) + sum(self.beside)
         for name, kind in self.lists.items():
             for index in range(len(getattr(self, name))):
                 if self.tells_block:
@@ -191,7 +191,8 @@ def sampling(patcher, schedule, **told):
     """A run of a sampler: a function that calls the model once, at a noise level, of prompts."""
 
     def ask(sigma, prompts=("cond", "uncond"), grid=GRID, **kwargs):
-        sizes = [tokens * of for tokens, of in zip(grid, patcher.objects["diffusion_model"].patch_size, strict=True)]
+        patch = patcher.objects["diffusion_model"].patch_size
+        sizes = kwargs.pop("latents", [tokens * of for tokens, of in zip(grid, patch, strict=True)])
         x = torch.zeros(len(prompts), 16, *sizes)
         options = {**patcher.model_options["transformer_options"], "wrappers": patcher.wrappers}
         options |= {"sigmas": torch.tensor([sigma]), "sample_sigmas": torch.tensor(schedule), "uuids": list(prompts)}
