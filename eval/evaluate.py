@@ -39,13 +39,11 @@ from vmonarch.eval.settings import CompareConfig, EvalConfig
 from vmonarch.files import AtomicFiles, file_name, short_hash
 from vmonarch.pipelines import recipes
 from vmonarch.pipelines.config import complete
-from vmonarch.pipelines.devices import choose_device, choose_dtype
+from vmonarch.pipelines.environment import choose_device, choose_dtype
 from vmonarch.pipelines.loading import LoadedModel, complete_and_load
-from vmonarch.pipelines.lora import lora_sha256
 from vmonarch.pipelines.model_folder import PROXY_RECORD, ModelFolder, find_model
-from vmonarch.pipelines.outputs import GenerationError, keep_elsewhere, prepare_output_dir
+from vmonarch.pipelines.outputs import GenerationError, frames_sha256, keep_elsewhere, lora_sha256, prepare_output_dir
 from vmonarch.pipelines.processes import Shard
-from vmonarch.pipelines.records import frames_sha256
 from vmonarch.pipelines.sampling import Batch, decode, denoise, sample
 
 if TYPE_CHECKING:

@@ -32,13 +32,11 @@ from vmonarch.configs import InputError, file_sha256
 from vmonarch.installation import find_transformers
 from vmonarch.pipelines import recipes
 from vmonarch.pipelines.config import GenerateConfig, complete, recommended_settings
-from vmonarch.pipelines.devices import choose_device
-from vmonarch.pipelines.environment import seconds
+from vmonarch.pipelines.environment import choose_device, seconds
 from vmonarch.pipelines.generation import generate
 from vmonarch.pipelines.loading import LoadedModel, check_loaded, load_model
 from vmonarch.pipelines.model_folder import ModelError, find_model
-from vmonarch.pipelines.outputs import GenerationError, prepare_output_dir
-from vmonarch.pipelines.records import RECORD_FORMAT
+from vmonarch.pipelines.outputs import RECORD_FORMAT, GenerationError, prepare_output_dir
 from vmonarch.steps import denoising_step
 
 # What to choose from: the recipe for it, and the method for where that cannot run.

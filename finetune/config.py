@@ -3,25 +3,31 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 import operator
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from vmonarch.configs import InputError, build, check_keys, deep_merge
-from vmonarch.configs.methods import resolve_method
+from vmonarch.configs.methods import merge_attention, resolve_method
 from vmonarch.finetune.objective import DISTRIBUTIONS
 
 # Parts of a checkpoint that a run can start anew.
 WAIVABLE = ("ema", "loader", "random")
-LORA_TARGETS = ("to_q", "to_k", "to_v", "to_out.0")
 _BOUNDS = {
     "least": (operator.ge, "at least"),
     "above": (operator.gt, "above"),
     "most": (operator.le, "at most"),
     "below": (operator.lt, "below"),
 }
+
+
+def require(fits: object, argument: str, problem: str) -> None:
+    """Raise `InputError(argument, problem)` unless something fits."""
+    if not fits:
+        raise InputError(argument, problem)
 
 
 def number(default: Any, **bounds: float) -> Any:
@@ -34,8 +40,37 @@ def choice(default: Any, *choices: str) -> Any:
     return field(default=default, metadata={"choices": choices})
 
 
+def check_values(config: Any) -> None:
+    """Check that the values of a dataclass are of the choices and within the bounds of their fields.
+
+    Raises:
+        InputError: one is not; the error names it.
+    """
+    for entry in dataclasses.fields(config):
+        value, bounds, choices = (
+            getattr(config, entry.name),
+            entry.metadata.get("bounds"),
+            entry.metadata.get("choices"),
+        )
+        for one in value if isinstance(value, tuple) else (value,):
+            if choices:
+                require(one in choices, entry.name, f"must be one of {', '.join(choices)}, got {one!r}")
+        if bounds is not None and value is not None:
+            require(math.isfinite(value), entry.name, f"must be finite, got {value}")
+            fits = all(_BOUNDS[bound][0](value, end) for bound, end in bounds.items())
+            wanted = " and ".join(f"{_BOUNDS[bound][1]} {end}" for bound, end in bounds.items())
+            require(fits, entry.name, f"must be {wanted}, got {value}")
+
+
+class _Checked:
+    """Of a dataclass: its values are checked when it is made."""
+
+    def __post_init__(self) -> None:
+        check_values(self)
+
+
 @dataclass(frozen=True)
-class DataConfig:
+class DataConfig(_Checked):
     """Clips as rows of parquet (`vmonarch preprocess` or FastVideo make them).
 
     Args:
@@ -53,7 +88,7 @@ class DataConfig:
 
 
 @dataclass(frozen=True)
-class ObjectiveConfig:
+class ObjectiveConfig(_Checked):
     """Flow matching; see `vmonarch.finetune.objective`.
 
     Args:
@@ -73,7 +108,7 @@ class ObjectiveConfig:
 
 
 @dataclass(frozen=True)
-class OptimizerConfig:
+class OptimizerConfig(_Checked):
     """AdamW and its learning rate.
 
     Args:
@@ -95,7 +130,7 @@ class OptimizerConfig:
 
 
 @dataclass(frozen=True)
-class LoraConfig:
+class LoraConfig(_Checked):
     """Low-rank layers in place of the full weights; rank 0 for the full weights.
 
     Args:
@@ -104,11 +139,11 @@ class LoraConfig:
 
     rank: int = number(0, least=0)
     alpha: float | None = number(None, above=0)
-    targets: tuple[str, ...] = LORA_TARGETS
+    targets: tuple[str, ...] = ("to_q", "to_k", "to_v", "to_out.0")
 
 
 @dataclass(frozen=True)
-class ValidationConfig:
+class ValidationConfig(_Checked):
     """What is measured while training, always with the same noise.
 
     Args:
@@ -125,7 +160,7 @@ class ValidationConfig:
 
 
 @dataclass(frozen=True)
-class CheckpointConfig:
+class CheckpointConfig(_Checked):
     """Checkpoints to resume from.
 
     Args:
@@ -189,36 +224,17 @@ class FinetuneConfig:
     validation: ValidationConfig = field(default_factory=ValidationConfig)
     checkpoints: CheckpointConfig = field(default_factory=CheckpointConfig)
 
-    def check(self) -> None:
-        """Check every value.
-
-        Raises:
-            InputError: one cannot be used; the error names it.
-        """
+    def __post_init__(self) -> None:
         check_values(self)
-        if self.sequence_parallel_size > 1 and self.validation.videos_every:
-            raise InputError("validation.videos_every", "must be 0 with sequence_parallel_size, which spreads clips")
-        if not self.data.path:
-            raise InputError("data.path", "is missing: a folder of parquet files, as `vmonarch preprocess` makes them")
-        if self.lora.rank and not self.lora.targets:
-            raise InputError("lora.targets", "must name at least one layer")
-        if self.validation.videos_every and not self.validation.prompts:
-            raise InputError("validation.prompts", "must hold a prompt if validation.videos_every is above 0")
-
-    def accumulation(self, processes: int) -> int:
-        """Micro-batches of a process in an update; processes that share a clip count as one.
-
-        Raises:
-            InputError: batch_size is no multiple of micro_batch times the processes.
-        """
-        at_once = self.micro_batch * processes
-        if self.batch_size % at_once:
-            raise InputError(
-                "batch_size",
-                f"must be a multiple of micro_batch × processes = {self.micro_batch} × {processes},"
-                f" got {self.batch_size}",
-            )
-        return self.batch_size // at_once
+        require(
+            self.data.path, "data.path", "is missing: a folder of parquet files, as `vmonarch preprocess` makes them"
+        )
+        require(self.lora.targets or not self.lora.rank, "lora.targets", "must name at least one layer")
+        if self.validation.videos_every:
+            whole = self.sequence_parallel_size == 1
+            require(whole, "validation.videos_every", "must be 0 with sequence_parallel_size, which spreads clips")
+            prompts = self.validation.prompts
+            require(prompts, "validation.prompts", "must hold a prompt if validation.videos_every is above 0")
 
     def learning_rate(self, step: int) -> float:
         """Of the update number `step`, from 0."""
@@ -235,48 +251,10 @@ class FinetuneConfig:
         return options.learning_rate * (options.final + (1 - options.final) * down)
 
     def to_dict(self) -> dict[str, Any]:
-        """Every setting as plain values; `finetune_config` reads them back."""
-        values = dataclasses.asdict(dataclasses.replace(self, attention=None))
-        return _plain({**values, "attention": self.attention.to_dict()})
-
-
-def _plain(value: Any) -> Any:
-    """Values as JSON has them."""
-    if isinstance(value, Mapping):
-        return {key: _plain(entry) for key, entry in value.items()}
-    return [_plain(entry) for entry in value] if isinstance(value, list | tuple) else value
-
-
-def _values(config: Any, prefix: str = "") -> Iterator[tuple[str, Any, Mapping[str, Any]]]:
-    """Dotted name, value and rules of every field."""
-    for entry in dataclasses.fields(config):
-        value = getattr(config, entry.name)
-        if dataclasses.is_dataclass(entry.default_factory):
-            yield from _values(value, f"{prefix}{entry.name}.")
-        else:
-            yield prefix + entry.name, value, entry.metadata
-
-
-def check_values(config: Any) -> None:
-    """Check that every value is of the choices and within the bounds of its field.
-
-    Raises:
-        InputError: one is not; the error names it.
-    """
-    for name, value, rules in _values(config):
-        for entry in value if isinstance(value, tuple) else (value,):
-            if "choices" in rules and entry not in rules["choices"]:
-                raise InputError(name, f"must be one of {', '.join(rules['choices'])}, got {entry!r}")
-        if "bounds" in rules and value is not None:
-            _check_number(name, value, rules["bounds"])
-
-
-def _check_number(name: str, value: float, bounds: Mapping[str, float]) -> None:
-    if not math.isfinite(value):
-        raise InputError(name, f"must be finite, got {value}")
-    if not all(_BOUNDS[bound][0](value, end) for bound, end in bounds.items()):
-        wanted = " and ".join(f"{_BOUNDS[bound][1]} {end}" for bound, end in bounds.items())
-        raise InputError(name, f"must be {wanted}, got {value}")
+        """Every setting as JSON has it; `finetune_config` reads it back."""
+        values = dataclasses.asdict(dataclasses.replace(self, attention=None)) | {"attention": self.attention.to_dict()}
+        plain: dict[str, Any] = json.loads(json.dumps(values))
+        return plain
 
 
 def finetune_config(*layers: Mapping[str, Any]) -> FinetuneConfig:
@@ -285,31 +263,11 @@ def finetune_config(*layers: Mapping[str, Any]) -> FinetuneConfig:
     Raises:
         InputError: an unknown key, or a value of another type or out of range; the error names the key.
     """
-    values: dict[str, Any] = {}
-    attention: Any = "vmonarch"
+    values: dict[str, Any] = {"attention": "vmonarch"}
     for layer in layers:
         check_keys(FinetuneConfig, layer)
-        attention = _attention(attention, layer.get("attention", attention))
-        values = deep_merge(values, layer)
-    values.pop("attention", None)
-    parts: dict[str, Any] = {}
-    for entry in dataclasses.fields(FinetuneConfig):
-        if isinstance(group := entry.default_factory, type):
-            given = values.pop(entry.name, {})
-            if not isinstance(given, Mapping):
-                raise InputError(entry.name, f"must be a mapping of keys to values, got {given!r}")
-            parts[entry.name] = build(group, given, prefix=f"{entry.name}.")
-    parts["attention"] = resolve_method(attention)
-    config = dataclasses.replace(build(FinetuneConfig, values), **parts)
-    config.check()
-    return config
-
-
-def _attention(below: Any, above: Any) -> Any:
-    """An attention over another: options alone are those of the one below."""
-    if not isinstance(above, Mapping) or "name" in above:
-        return above
-    if isinstance(below, str):
-        below = resolve_method(below).to_dict() if ":" in below else {"name": below}
-    # The label named the options as they were.
-    return deep_merge({key: value for key, value in below.items() if key != "label"}, above)
+        attention = values["attention"]
+        if "attention" in layer:
+            attention = merge_attention(attention, layer["attention"])
+        values = deep_merge(values, layer) | {"attention": attention}
+    return build(FinetuneConfig, values | {"attention": resolve_method(values["attention"])})

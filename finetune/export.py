@@ -1,4 +1,4 @@
-"""From a run's checkpoint to what others load: `vmonarch export RUN --output FOLDER`.
+"""From a run's checkpoint to what others load: `vmonarch export checkpoints.RUN --output FOLDER`.
 
 Full weights become a pipeline folder that stock diffusers loads, LoRA layers a file for `pipe.load_lora_weights` (a
 folder of them for Wan2.2's two transformers) or for ComfyUI, and the parameters of an attention processor (with LoRA
@@ -11,7 +11,6 @@ import dataclasses
 import os
 import re
 import shutil
-import sys
 import types
 import warnings
 from pathlib import Path
@@ -21,9 +20,10 @@ import torch
 import torch.distributed.checkpoint
 
 from vmonarch.configs import InputError
-from vmonarch.finetune.checkpoints import AVERAGE, WEIGHTS, CheckpointError, Checkpoints, check, load_weights, read_run
-from vmonarch.finetune.config import FinetuneConfig, finetune_config
-from vmonarch.finetune.models import COMPONENTS, Experts, ModelFacts, load_experts, model_facts
+from vmonarch.finetune import checkpoints
+from vmonarch.finetune.checkpoints import CheckpointError
+from vmonarch.finetune.config import finetune_config, require
+from vmonarch.finetune.models import COMPONENTS, Experts, load_experts, model_facts
 from vmonarch.pipelines.model_folder import ModelFolder, find_wan_model
 
 WHICH, NAMES = ("auto", "last", "ema"), ("diffusers", "comfyui")
@@ -31,13 +31,13 @@ WHICH, NAMES = ("auto", "last", "ema"), ("diffusers", "comfyui")
 SPREAD_WEIGHTS = "pytorch_model_fsdp_0"
 # Names of Wan's layers in diffusers, and those that its authors gave them.
 _COMFYUI = (
-    (r"blocks\.(\d+)\.attn1\.to_([qkv])", r"blocks.\1.self_attn.\2"),
-    (r"blocks\.(\d+)\.attn1\.to_out\.0", r"blocks.\1.self_attn.o"),
-    (r"blocks\.(\d+)\.attn2\.to_([qkv])", r"blocks.\1.cross_attn.\2"),
-    (r"blocks\.(\d+)\.attn2\.add_([kv])_proj", r"blocks.\1.cross_attn.\2_img"),
-    (r"blocks\.(\d+)\.attn2\.to_out\.0", r"blocks.\1.cross_attn.o"),
-    (r"blocks\.(\d+)\.ffn\.net\.0\.proj", r"blocks.\1.ffn.0"),
-    (r"blocks\.(\d+)\.ffn\.net\.2", r"blocks.\1.ffn.2"),
+    (r"(blocks\.\d+)\.attn1\.to_([qkv])", r"\1.self_attn.\2"),
+    (r"(blocks\.\d+)\.attn1\.to_out\.0", r"\1.self_attn.o"),
+    (r"(blocks\.\d+)\.attn2\.to_([qkv])", r"\1.cross_attn.\2"),
+    (r"(blocks\.\d+)\.attn2\.add_([kv])_proj", r"\1.cross_attn.\2_img"),
+    (r"(blocks\.\d+)\.attn2\.to_out\.0", r"\1.cross_attn.o"),
+    (r"(blocks\.\d+)\.ffn\.net\.0\.proj", r"\1.ffn.0"),
+    (r"(blocks\.\d+)\.ffn\.net\.2", r"\1.ffn.2"),
     (r"condition_embedder\.text_embedder\.linear_1", "text_embedding.0"),
     (r"condition_embedder\.text_embedder\.linear_2", "text_embedding.2"),
     (r"condition_embedder\.time_embedder\.linear_1", "time_embedding.0"),
@@ -77,54 +77,12 @@ def export(
         CheckpointError: no such checkpoint, or it does not fit the model.
         ModelError: the model cannot be loaded.
     """
-    output = Path(output).expanduser()
-    if output.exists():
-        raise InputError("output", f"must not exist, {str(output)!r} does; nothing is overwritten")
+    run, output = Path(run).expanduser(), Path(output).expanduser()
+    require(not output.exists(), "output", f"must not exist, {str(output)!r} does; nothing is overwritten")
     for argument, value, known in (("weights", weights, WHICH), ("names", names, NAMES)):
-        if value not in known:
-            raise InputError(argument, f"must be one of {', '.join(known)}, got {value!r}")
-    config, folder, facts, experts = _trained(Path(run).expanduser(), step, weights, model)
-    dtypes = {name: dtype or facts.dtypes[name] for name in experts.parts}
-    learns = any(".processor." in name for name, _ in experts.named_parameters())
-    one_file = learns or (config.lora.rank > 0 and len(experts.parts) == 1)
-    if one_file != (output.suffix == ".safetensors"):
-        form = "end with .safetensors" if one_file else "be a folder"
-        raise InputError("output", f"must {form} for what this run trained, got {str(output)!r}")
-    try:
-        output.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InputError("output", f"{str(output)!r} cannot be written: {error.strerror or error}") from error
-    temporary = output.with_name(f".{output.stem}.{os.getpid()}.partial{output.suffix}")
-    try:
-        if learns:
-            _write_adapter(experts, temporary, next(iter(dtypes.values())))
-        elif config.lora.rank:
-            _write_layers(experts, temporary, dtypes, names)
-        else:
-            _write_pipeline(folder, experts, temporary, dtypes)
-        # It appears whole or not at all.
-        temporary.rename(output)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-        temporary.unlink(missing_ok=True)
-    return output
-
-
-def _trained(
-    run: Path, step: int | None, weights: str, model: str | None
-) -> tuple[FinetuneConfig, ModelFolder, ModelFacts, Experts]:
-    """(settings of the run, its model and what that says, the transformers with the weights of a checkpoint)."""
-    checkpoints = Checkpoints(run / "checkpoints")
-    if not checkpoints.folder.is_dir():
-        raise InputError("run", f"must be the output folder of a run; there is no folder {str(checkpoints.folder)!r}")
-    if step is not None and step not in checkpoints.steps():
-        listed = ", ".join(map(str, checkpoints.steps())) or "none"
-        raise CheckpointError(f"{run} has no checkpoint of step {step}; it has: {listed}")
-    path = checkpoints.latest() if step is None else checkpoints.path(step)
-    if path is None:
-        raise CheckpointError(f"{run} holds no checkpoint")
-    check(path)
-    record = read_run(path)
+        require(value in known, argument, f"must be one of {', '.join(known)}, got {value!r}")
+    path = _checkpoint(run, step)
+    record = checkpoints.read_json(path / checkpoints.RUN)
     config = finetune_config(record["config"])
     config = dataclasses.replace(
         config,
@@ -135,27 +93,60 @@ def _trained(
     folder = find_wan_model(config.model, config.revision)
     if folder.fingerprint() != record["model"]:
         raise CheckpointError(f"{path} was trained from another model than {folder.path}")
-    if weights == "ema" and not config.ema:
-        raise InputError("weights", "cannot be ema: the run has no average")
+    require(config.ema or weights != "ema", "weights", "cannot be ema: the run has no average")
     facts = model_facts(folder, config)
     experts, _ = load_experts(folder, facts, config)
+    _fill(experts.eval(), path, average=config.ema > 0 and weights != "last")
+    dtypes = {name: dtype or facts.dtypes[name] for name in facts.names}
+    learns = any(".processor." in name for name, _ in experts.named_parameters())
+    one_file = learns or (config.lora.rank > 0 and len(facts.names) == 1)
+    problem = f"must {'end with .safetensors' if one_file else 'be a folder'} for what this run trained, got"
+    require(one_file == (output.suffix == ".safetensors"), "output", f"{problem} {str(output)!r}")
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError("output", f"{str(output)!r} cannot be written: {error.strerror or error}") from error
+    partial = output.with_name(f".{output.stem}.{os.getpid()}.partial{output.suffix}")
+    try:
+        if learns:
+            from vmonarch import save_adapter
+
+            pipe = types.SimpleNamespace(**{**dict.fromkeys(COMPONENTS), **experts.parts})
+            save_adapter(pipe, partial, dtype=dtypes[facts.names[0]])
+        elif config.lora.rank:
+            _write_layers(experts, partial, dtypes, names)
+        else:
+            _write_pipeline(folder, experts, partial, dtypes)
+        # It appears whole or not at all.
+        partial.rename(output)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.unlink(missing_ok=True)
+    return output
+
+
+def _checkpoint(run: Path, step: int | None) -> Path:
+    """A run's checkpoint, all of whose files are what was saved."""
+    folder = run / "checkpoints"
+    require(folder.is_dir(), "run", f"must be the output folder of a run; there is no folder {str(folder)!r}")
+    path = checkpoints.newest(folder) if step is None else checkpoints.path_of(folder, step)
+    if path is None or not path.exists():
+        listed = ", ".join(map(str, checkpoints.steps_in(folder))) or "none"
+        raise CheckpointError(f"{run} has no checkpoint{'' if step is None else f' of step {step}'}; it has: {listed}")
+    if step is not None:
+        checkpoints.check(path)
+    return path
+
+
+def _fill(experts: Experts, path: Path, *, average: bool) -> None:
+    """Give the transformers the weights of a checkpoint."""
     trained = {name: p.detach() for name, p in experts.named_parameters() if p.requires_grad}
-    if config.ema and weights != "last":
-        load_weights(path / AVERAGE, trained)
-    elif (path / WEIGHTS).exists():
-        load_weights(path / WEIGHTS, trained)
-    else:
-        # FSDP's, each process its part.
-        with warnings.catch_warnings(action="ignore"):
-            torch.distributed.checkpoint.load({"model": trained}, checkpoint_id=path / SPREAD_WEIGHTS, no_dist=True)
-    return config, folder, facts, experts.eval()
-
-
-def _write_adapter(experts: Experts, path: Path, dtype: torch.dtype) -> None:
-    """A processor's parameters, with LoRA layers if there are any, as an adapter of ours."""
-    from vmonarch import save_adapter
-
-    save_adapter(types.SimpleNamespace(**{**dict.fromkeys(COMPONENTS), **experts.parts}), path, dtype=dtype)
+    if average or (path / checkpoints.WEIGHTS).exists():
+        checkpoints.load_weights(path / (checkpoints.AVERAGE if average else checkpoints.WEIGHTS), trained)
+        return
+    # FSDP's, each process its part.
+    with warnings.catch_warnings(action="ignore"):
+        torch.distributed.checkpoint.load({"model": trained}, checkpoint_id=path / SPREAD_WEIGHTS, no_dist=True)
 
 
 def _write_layers(experts: Experts, path: Path, dtypes: dict[str, torch.dtype], names: str) -> None:
@@ -165,19 +156,24 @@ def _write_layers(experts: Experts, path: Path, dtypes: dict[str, torch.dtype], 
     from peft.utils import get_peft_model_state_dict
     from safetensors.torch import save_file
 
+    part: Any
     for name, part in experts.parts.items():
         file = path if len(experts.parts) == 1 else path / f"{name}.safetensors"
         layers = get_peft_model_state_dict(part)
-        if names == "comfyui":
-            layers = {comfyui_name(key): _scaled(part, key, x) for key, x in layers.items()}
-        layers = {key: x.to(dtypes[name]).contiguous() for key, x in layers.items()}
-        if names == "comfyui":
-            file.parent.mkdir(parents=True, exist_ok=True)
-            save_file(layers, file, metadata={"format": "pt"})
-        else:
+        if names == "diffusers":
+            layers = {key: x.to(dtypes[name]).contiguous() for key, x in layers.items()}
             # Without the settings of the layers, alpha would be lost.
             settings = _collate_lora_metadata({"transformer": part})
             WanPipeline.save_lora_weights(file.parent, layers, weight_name=file.name, **settings)
+            continue
+        renamed = {}
+        for key, x in layers.items():
+            layer, _, factor = key.rpartition(".lora_")
+            # No file says what alpha is: it is in the second factor, over the rank.
+            scale = part.get_submodule(layer).scaling["default"] if factor.startswith("B") else 1.0
+            renamed[comfyui_name(key)] = (x * scale).to(dtypes[name]).contiguous()
+        file.parent.mkdir(parents=True, exist_ok=True)
+        save_file(renamed, file, metadata={"format": "pt"})
 
 
 def comfyui_name(key: str) -> str:
@@ -191,17 +187,9 @@ def comfyui_name(key: str) -> str:
     """
     layer, _, tensor = key.rpartition(".lora_")
     for ours, theirs in _COMFYUI:
-        layer, changed = re.subn(f"^{ours}$", theirs, layer)
-        if changed:
-            return f"diffusion_model.{layer}.lora_{tensor}"
+        if found := re.fullmatch(ours, layer):
+            return f"diffusion_model.{found.expand(theirs)}.lora_{tensor}"
     raise InputError("names", f"cannot be comfyui: {layer} has no name there; give diffusers")
-
-
-def _scaled(part: Any, key: str, tensor: torch.Tensor) -> torch.Tensor:
-    """With alpha over rank in the second factor, where no file says what alpha is."""
-    layer, _, factor = key.rpartition(".lora_")
-    scale: float = part.get_submodule(layer).scaling["default"]
-    return tensor * scale if factor.startswith("B") else tensor
 
 
 def _write_pipeline(folder: ModelFolder, experts: Experts, path: Path, dtypes: dict[str, torch.dtype]) -> None:
@@ -210,23 +198,13 @@ def _write_pipeline(folder: ModelFolder, experts: Experts, path: Path, dtypes: d
     from vmonarch.installation import is_applied
 
     shutil.copytree(folder.path, path, ignore=shutil.ignore_patterns(*experts.parts, "*.py", "__pycache__"))
-    for name in experts.parts:
-        part: Any = experts.parts[name]
+    part: Any
+    for name, part in experts.parts.items():
         if is_applied(part):
             restore(part)
-        _narrow(part, dtypes[name])
+        # diffusers keeps some modules in float32.
+        kept = set(part._keep_in_fp32_modules or ())
+        for key, parameter in part.named_parameters():
+            if kept.isdisjoint(key.split(".")):
+                parameter.data = parameter.data.to(dtypes[name])
         part.save_pretrained(path / name, safe_serialization=True)
-
-
-def _narrow(part: Any, dtype: torch.dtype) -> None:
-    """Cast the weights, all but those of modules that diffusers keeps in float32."""
-    kept = set(part._keep_in_fp32_modules or ())
-    for name, parameter in part.named_parameters():
-        if kept.isdisjoint(name.split(".")):
-            parameter.data = parameter.data.to(dtype)
-
-
-if __name__ == "__main__":
-    from vmonarch.cli import main
-
-    sys.exit(main(["export", *sys.argv[1:]]))

@@ -5,18 +5,18 @@ Only the transformers' weights are read. Text encoder and VAE have done their wo
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from vmonarch.configs import InputError
-from vmonarch.finetune.config import FinetuneConfig
+from vmonarch.finetune.config import FinetuneConfig, require
 from vmonarch.finetune.objective import Conditioning
 from vmonarch.pipelines.model_folder import ModelError, ModelFolder, read_json
 from vmonarch.pipelines.recipes import RECOMPILE_LIMIT
@@ -57,50 +57,40 @@ def model_facts(folder: ModelFolder, config: FinetuneConfig) -> ModelFacts:
         InputError: `train` names a transformer that the pipeline has not, or the conditioning does not fit the model.
         ModelError: the folder does not say how its latents are normalised.
     """
+    from safetensors import safe_open
+
     index = read_json(folder.path / "model_index.json")
     there = tuple(name for name in COMPONENTS if (index.get(name) or [None])[0])
-    if config.train != "all" and config.train not in there:
-        raise InputError("train", f"must be all or one of {', '.join(there)}, got {config.train!r}")
+    require(config.train in ("all", *there), "train", f"must be all or one of {', '.join(there)}, got {config.train!r}")
     names = there if config.train == "all" else (config.train,)
     vae = read_json(folder.path / "vae" / "config.json")
     if not vae.get("latents_mean") or not vae.get("latents_std"):
         raise ModelError(f"{folder.path / 'vae' / 'config.json'} has no latents_mean and latents_std")
     scheduler = read_json(folder.path / "scheduler" / "scheduler_config.json")
     transformer = read_json(folder.path / names[0] / "config.json")
+    share, patch = config.objective.image_share, tuple(transformer.get("patch_size", (1, 2, 2)))
+    if folder.image_conditioned:
+        conditioning = Conditioning("channels", 1.0, patch, takes_image=transformer.get("image_dim") is not None)
+    elif index.get("expand_timesteps"):
+        conditioning = Conditioning("tokens", share, patch)
+    else:
+        problem = f"must be 0 for {folder.name}, which takes no first frame, got {share}"
+        require(share == 0, "objective.image_share", problem)
+        conditioning = Conditioning()
+    dtypes = {}
+    for name in names:
+        with safe_open(min((folder.path / name).glob("*.safetensors")), "pt") as file:
+            dtypes[name] = file.get_tensor(next(iter(file.keys()))).dtype
     return ModelFacts(
         names=names,
         mean=torch.tensor(vae["latents_mean"]),
         std=torch.tensor(vae["latents_std"]),
         flow_shift=float(scheduler.get("flow_shift", scheduler.get("shift", 1.0))),
         boundary=index.get("boundary_ratio") if len(there) == 2 else None,
-        conditioning=_conditioning(folder, index, transformer, config),
+        conditioning=conditioning,
         text_dim=transformer.get("text_dim", 4096),
-        dtypes={name: _stored_dtype(folder.path / name) for name in names},
+        dtypes=dtypes,
     )
-
-
-def _conditioning(
-    folder: ModelFolder, index: Mapping[str, Any], transformer: Mapping[str, Any], config: FinetuneConfig
-) -> Conditioning:
-    share = config.objective.image_share
-    patch = tuple(transformer.get("patch_size", (1, 2, 2)))
-    if folder.image_conditioned:
-        takes_image = transformer.get("image_dim") is not None
-        return Conditioning("channels", 1.0, patch, takes_image)
-    if index.get("expand_timesteps"):
-        return Conditioning("tokens", share, patch)
-    if share:
-        raise InputError(
-            "objective.image_share", f"must be 0 for {folder.name}, which takes no first frame, got {share}"
-        )
-    return Conditioning()
-
-
-def _stored_dtype(folder: Path) -> torch.dtype:
-    from safetensors import safe_open
-
-    with safe_open(sorted(folder.glob("*.safetensors"))[0], "pt") as file:
-        return file.get_tensor(next(iter(file.keys()))).dtype
 
 
 class Experts(nn.Module):
@@ -124,46 +114,8 @@ class Experts(nn.Module):
         return transfer_loss(part, arguments) if transfer else part(**arguments)
 
 
-class _Compared(nn.Module):
-    """Full attention as an attention processor, which measures how far a layer would be from it on the same input."""
-
-    loss: torch.Tensor
-
-    def __init__(self, ours: Any, full: Any) -> None:
-        super().__init__()
-        self.ours, self.full = ours, full
-
-    def forward(self, attn: Any, hidden_states: torch.Tensor, *given: Any, **named: Any) -> Any:
-        """[B, S, C] -> [B, S, C]; sets `loss`, the mean squared distance over the variance of the result."""
-        exact = self.full(attn, hidden_states, *given, **named)
-        with torch.enable_grad():
-            distance = self.ours(attn, hidden_states, *given, **named).float() - exact.float()
-            self.loss = distance.square().mean() / exact.float().var()
-        return exact
-
-
-def transfer_loss(model: nn.Module, arguments: Mapping[str, Any]) -> torch.Tensor:
-    """[1]: how far each layer whose attention learns is from full attention, which the model computes meanwhile.
-
-    The gradient of a layer's distance reaches that layer alone.
-    """
-    from vmonarch.installation import own_processors
-
-    compared = [(attn, ours, _Compared(ours, full)) for attn, ours, full in own_processors(model) if ours.LEARNS]
-    try:
-        # Not by `set_processor`, which does not replace a processor that learns.
-        for attn, _, processor in compared:
-            attn.processor = processor
-        with torch.no_grad():
-            model(**arguments)
-    finally:
-        for attn, ours, _ in compared:
-            attn.processor = ours
-    return torch.stack([processor.loss for _, _, processor in compared]).mean()[None]
-
-
-def _frozen(experts: nn.Module) -> list[str]:
-    return [name for name, parameter in experts.named_parameters() if not parameter.requires_grad]
+def _frozen(experts: nn.Module) -> tuple[str, ...]:
+    return tuple(name for name, parameter in experts.named_parameters() if not parameter.requires_grad)
 
 
 def _leave_out_frozen(experts: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
@@ -172,8 +124,7 @@ def _leave_out_frozen(experts: nn.Module, state: dict[str, Any], prefix: str, _:
 
 
 def _miss_no_frozen(experts: nn.Module, found: Any) -> None:
-    frozen = tuple(_frozen(experts))
-    found.missing_keys[:] = [key for key in found.missing_keys if not key.endswith(frozen)]
+    found.missing_keys[:] = [key for key in found.missing_keys if not key.endswith(_frozen(experts))]
 
 
 def load_experts(
@@ -194,41 +145,43 @@ def load_experts(
     from diffusers.training_utils import cast_training_params
     from peft import LoraConfig
 
-    dtype = frozen if config.lora.rank else torch.float32
+    lora, method = config.lora, config.attention
+    dtype = frozen if lora.rank else torch.float32
     parts: dict[str, Any] = {name: folder.read_component(name, dtype) for name in facts.names}
     teacher = None
-    if config.objective.distillation and not config.lora.rank:
+    if config.objective.distillation and not lora.rank:
         teacher = Experts(copy.deepcopy(parts)).eval().requires_grad_(False)
     for component, model in parts.items():
         # Full attention at the first steps of sampling has no counterpart here, where every noise level is as likely.
         try:
-            config.attention.without_dense().install(model)
+            method.without_dense().install(model)
         except (TypeError, ValueError) as error:
-            raise InputError("attention", f"{config.attention.label} does not fit {component}: {error}") from error
-        if config.lora.rank:
-            if getattr(model, "peft_config", None):
-                raise InputError("lora.rank", f"must be 0 with {config.attention.label}, which brings LoRA layers")
-            _check_targets(model, config.lora.targets)
+            raise InputError("attention", f"{method.label} does not fit {component}: {error}") from error
+        if lora.rank:
+            brings = getattr(model, "peft_config", None)
+            require(not brings, "lora.rank", f"must be 0 with {method.label}, which brings LoRA layers")
+            # peft passes over targets that are no layer, if one is.
+            layers = [name for name, module in model.named_modules() if isinstance(module, nn.Linear | nn.Conv3d)]
+            for target in lora.targets:
+                known = ", ".join(dict.fromkeys(re.sub(r"^blocks\.\d+\.", "", name) for name in layers))
+                problem = f"names {target!r}, with which no layer's name ends; the layers are: {known}"
+                require(any(f".{name}".endswith(f".{target}") for name in layers), "lora.targets", problem)
             torch.manual_seed(config.seed)
-            model.add_adapter(
-                LoraConfig(
-                    r=config.lora.rank,
-                    lora_alpha=config.lora.alpha or config.lora.rank,
-                    target_modules=list(config.lora.targets),
-                )
-            )
-            for layer in _lora_layers(model):
+            alpha = lora.alpha or lora.rank
+            model.add_adapter(LoraConfig(r=lora.rank, lora_alpha=alpha, target_modules=list(lora.targets)))
+            for layer in lora_layers(model):
                 # Autocast does it, without a copy in float32.
                 layer.cast_input_dtype_enabled = False
         for name, parameter in model.named_parameters():
-            parameter.requires_grad_(not config.lora.rank or ".lora_" in name or ".processor." in name)
+            parameter.requires_grad_(not lora.rank or ".lora_" in name or ".processor." in name)
         cast_training_params(model, torch.float32)
         if config.gradient_checkpointing:
             model.enable_gradient_checkpointing()
     return Experts(parts).train(), teacher
 
 
-def _lora_layers(model: nn.Module) -> list[Any]:
+def lora_layers(model: nn.Module) -> list[Any]:
+    """The layers to which peft has added LoRA layers."""
     from peft.tuners.lora import LoraLayer
 
     return [layer for layer in model.modules() if isinstance(layer, LoraLayer)]
@@ -255,17 +208,6 @@ def compile_blocks(*models: Any) -> None:
         model.compile_repeated_blocks(dynamic=False, options=compile_options())
 
 
-def _check_targets(model: nn.Module, targets: Sequence[str]) -> None:
-    """Each must be the end of a layer's name: peft passes over those that are not, if one is."""
-    layers = [name for name, module in model.named_modules() if isinstance(module, nn.Linear | nn.Conv3d)]
-    for target in targets:
-        if not any(f".{name}".endswith(f".{target}") for name in layers):
-            known = dict.fromkeys(re.sub(r"^blocks\.\d+\.", "", name) for name in layers)
-            raise InputError(
-                "lora.targets", f"names {target!r}, with which no layer's name ends; the layers are: {', '.join(known)}"
-            )
-
-
 def share_clips(experts: Experts, size: int, device: torch.device, at_times_full: bool = False) -> None:
     """Spread the tokens of every clip over `size` neighbouring processes (diffusers' context parallelism).
 
@@ -289,14 +231,13 @@ def share_clips(experts: Experts, size: int, device: torch.device, at_times_full
     attn: Any
     for name, model in experts.parts.items():
         config = ContextParallelConfig(ulysses_degree=size, mesh=mesh["ring", "ulysses"])
-        full = FullAttentionProcessor()
         try:
             for _, attn in self_attention_modules(model):
                 ours = isinstance(attn.processor, VideoAttentionProcessor)
                 if ours:
                     attn.processor.check_context_parallel(config, attn.heads)
                 if at_times_full or not ours:
-                    full.check_context_parallel(config, attn.heads)
+                    FullAttentionProcessor().check_context_parallel(config, attn.heads)
                 if not ours:
                     attn.set_processor(FullAttentionProcessor()._place(None, attn.processor))
             model.enable_parallelism(config=config)
@@ -304,49 +245,97 @@ def share_clips(experts: Experts, size: int, device: torch.device, at_times_full
             raise InputError("sequence_parallel_size", f"cannot be {size} for {name}: {error}") from error
 
 
-def _full_attention(ours: VideoAttentionProcessor, original: Any) -> Any:
-    """The processor that computes full attention in place of `ours`: the original one, unless clips are shared."""
+# Attention that changes while a model is trained
+
+
+def _layers(model: nn.Module) -> list[tuple[Any, VideoAttentionProcessor, Any]]:
+    """(attention module, our processor, full attention in its place) of each layer that has one of ours.
+
+    Full attention is the processor that was there before, unless processes share clips.
+    """
     from vmonarch.context_parallel import context_parallel_config
+    from vmonarch.installation import own_processors
     from vmonarch.video_processor import FullAttentionProcessor
 
-    if context_parallel_config(ours._parallel_config) is None:
-        return original
-    full = FullAttentionProcessor()._place(None, original)
-    full._parallel_config = ours._parallel_config
-    return full
+    layers = []
+    for attn, ours, full in own_processors(model):
+        if context_parallel_config(ours._parallel_config) is not None:
+            full = FullAttentionProcessor()._place(None, full)
+            full._parallel_config = ours._parallel_config
+        layers.append((attn, ours, full))
+    return layers
+
+
+def _put(attn: nn.Module, processor: Any) -> None:
+    """Set a processor, also in place of one that learns, which `set_processor` refuses to lose."""
+    if attn.processor is not processor:
+        attn._modules.pop("processor", None)
+        attn.processor = processor
+
+
+@contextlib.contextmanager
+def _processors(given: Iterable[tuple[nn.Module, Any]]) -> Iterator[None]:
+    """Let attention modules have other processors for a while."""
+    before = [(attn, attn.processor, processor) for attn, processor in given]
+    try:
+        for attn, _, processor in before:
+            _put(attn, processor)
+        yield
+    finally:
+        for attn, processor, _ in before:
+            _put(attn, processor)
+
+
+class _Compared(nn.Module):
+    """Full attention as an attention processor, which measures how far a layer would be from it on the same input."""
+
+    loss: torch.Tensor
+
+    def __init__(self, ours: Any, full: Any) -> None:
+        super().__init__()
+        self.ours, self.full = ours, full
+
+    def forward(self, attn: Any, hidden_states: torch.Tensor, *given: Any, **named: Any) -> Any:
+        """[B, S, C] -> [B, S, C]; sets `loss`, the mean squared distance over the variance of the result."""
+        exact = self.full(attn, hidden_states, *given, **named)
+        with torch.enable_grad():
+            distance = self.ours(attn, hidden_states, *given, **named).float() - exact.float()
+            self.loss = distance.square().mean() / exact.float().var()
+        return exact
+
+
+def transfer_loss(model: nn.Module, arguments: Mapping[str, Any]) -> torch.Tensor:
+    """[1]: how far each layer whose attention learns is from full attention, which the model computes meanwhile.
+
+    The gradient of a layer's distance reaches that layer alone.
+    """
+    compared = [(attn, _Compared(ours, full)) for attn, ours, full in _layers(model) if ours.LEARNS]
+    with _processors(compared), torch.no_grad():
+        model(**arguments)
+    return torch.stack([processor.loss for _, processor in compared]).mean()[None]
 
 
 class BeforeLora:
     """A teacher of LoRA layers: the transformers without these and with full attention, in the same weights."""
 
     def __init__(self, experts: Experts) -> None:
-        from vmonarch.installation import own_processors
-
         self._experts = experts
-        self._lora = {name: _lora_layers(model) for name, model in experts.parts.items()}
-        self._full = {
-            name: [(attn, _full_attention(ours, original)) for attn, ours, original in own_processors(model)]
-            for name, model in experts.parts.items()
-        }
+        self._lora = {name: lora_layers(model) for name, model in experts.parts.items()}
+        self._full = {name: [(attn, full) for attn, _, full in _layers(model)] for name, model in experts.parts.items()}
 
+    @torch.no_grad()
     def __call__(self, expert: str, **arguments: Any) -> Any:
         """The call of a `WanTransformer3DModel`, without gradients."""
-        layers = [(attn, full, attn.processor) for attn, full in self._full[expert]]
-        try:
-            for attn, full, _ in layers:
-                attn.set_processor(full)
+        with _processors(self._full[expert]):
             self._scale(expert, 0.0)
-            with torch.no_grad():
+            try:
                 return self._experts(expert, **arguments)
-        finally:
-            for attn, _, before in layers:
-                attn.set_processor(before)
-            self._scale(expert, 1.0)
+            finally:
+                self._scale(expert, 1.0)
 
     def _scale(self, expert: str, scale: float) -> None:
         for layer in self._lora[expert]:
-            for adapter in layer.active_adapters:
-                layer.set_scale(adapter, scale)
+            layer.set_scale("default", scale)
 
 
 class Annealing:
@@ -360,25 +349,17 @@ class Annealing:
     """
 
     def __init__(self, experts: Experts, steps: int) -> None:
-        from vmonarch.installation import own_processors
-
-        self.steps = steps
-        self._layers: list[list[tuple[Any, VideoAttentionProcessor, Any]]] = []
-        for model in experts.parts.values():
-            layers = own_processors(model)
-            if steps and any(processor.LEARNS for _, processor, _ in layers):
-                raise InputError("anneal", f"must be 0 with an attention that has parameters, got {steps}")
-            self._layers.append([(attn, ours, _full_attention(ours, original)) for attn, ours, original in layers])
+        self.steps, self._models = steps, [_layers(model) for model in experts.parts.values()]
+        learns = any(ours.LEARNS for layers in self._models for _, ours, _ in layers)
+        require(not (steps and learns), "anneal", f"must be 0 with an attention that has parameters, got {steps}")
 
     def at(self, step: int) -> int:
         """Set the processors for a step, a function of the step alone; returns the layers that have full attention."""
+        share = 1.0 if self.steps == 0 else min(1.0, step / self.steps)
         dense = 0
-        for layers in self._layers:
-            share = 1.0 if self.steps == 0 else min(1.0, step / self.steps)
+        for layers in self._models:
             first = len(layers) - int(share * len(layers))
-            for number, (attn, ours, original) in enumerate(layers):
-                wanted = original if number < first else ours
-                if attn.processor is not wanted:
-                    attn.set_processor(wanted)
+            for number, (attn, ours, full) in enumerate(layers):
+                _put(attn, full if number < first else ours)
             dense += first
         return dense

@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -58,8 +58,7 @@ class NoiseLevels:
         return torch.special.ndtr((u.logit() - self.mean) / self.std)
 
 
-@dataclass(frozen=True)
-class Expert:
+class Expert(NamedTuple):
     """A transformer of the pipeline and the noise levels that it serves."""
 
     name: str
@@ -69,12 +68,10 @@ class Expert:
 
 def experts_of(names: Sequence[str], boundary: float | None) -> tuple[Expert, ...]:
     """The transformers with these names: Wan2.2's two meet at noise level `boundary`, the first takes what is above."""
-    if boundary is None or len(names) == 1:
-        low, high = 0.0, 1.0
-        if boundary is not None:
-            low, high = (boundary, 1.0) if names[0] == "transformer" else (0.0, boundary)
-        return (Expert(names[0], low, high),)
-    return Expert("transformer", boundary, 1.0), Expert("transformer_2", 0.0, boundary)
+    if boundary is None:
+        return (Expert(names[0]),)
+    both = Expert("transformer", boundary, 1.0), Expert("transformer_2", 0.0, boundary)
+    return tuple(expert for expert in both if expert.name in names)
 
 
 def generator_for(seed: int, *place: object) -> torch.Generator:
@@ -101,8 +98,7 @@ class Conditioning:
     takes_image: bool = False
 
 
-@dataclass(frozen=True)
-class Draw:
+class Draw(NamedTuple):
     """What is random in a micro-batch.
 
     Args:
@@ -182,13 +178,9 @@ class Objective:
         self, draw: Draw, latents: torch.Tensor, text: torch.Tensor, extras: Mapping[str, torch.Tensor]
     ) -> tuple[dict[str, torch.Tensor], torch.Tensor | None]:
         """Arguments of the transformer, and which parts of the velocity count ([B, 1, T, 1, 1]; None for all)."""
-        s = draw.sigma.view(-1, 1, 1, 1, 1)
-        x = (1 - s) * latents + s * draw.noise
-        timestep = TIMESTEPS * draw.sigma
-        conditioning = self.conditioning
+        s, conditioning = draw.sigma.view(-1, 1, 1, 1, 1), self.conditioning
+        x, timestep, counted = (1 - s) * latents + s * draw.noise, TIMESTEPS * draw.sigma, None
         arguments = {"encoder_hidden_states": text}
-        if conditioning.kind == "none":
-            return {"hidden_states": x, "timestep": timestep, **arguments}, None
         if conditioning.kind == "channels":
             # As WanImageToVideoPipeline.prepare_latents: of the mask's four channels the first latent frame is 1.
             mask = torch.zeros_like(x[:, :4])
@@ -196,15 +188,16 @@ class Objective:
             x = torch.cat([x, mask, extras["first_frame_latent"].to(x)], 1)
             if conditioning.takes_image:
                 arguments["encoder_hidden_states_image"] = extras["clip_feature"].to(text)
-            return {"hidden_states": x, "timestep": timestep, **arguments}, None
-        # The VAE is causal: the first latent frame of a clip is the encoding of its first frame.
-        T, h, w = (n // p for n, p in zip(x.shape[2:], conditioning.patch, strict=True))
-        given = draw.conditioned.view(-1, 1, 1, 1, 1)
-        first = torch.arange(x.shape[2], device=x.device).view(1, 1, -1, 1, 1) == 0
-        x = torch.where(given & first, latents, x)
-        of_first = (torch.arange(T * h * w, device=x.device) < h * w) & draw.conditioned[:, None]
-        timesteps = torch.where(of_first, 0.0, timestep[:, None])  # [B, S]
-        return {"hidden_states": x, "timestep": timesteps, **arguments}, (~(given & first)).to(x.dtype)
+        elif conditioning.kind == "tokens":
+            # The VAE is causal: the first latent frame of a clip is the encoding of its first frame.
+            T, h, w = (n // p for n, p in zip(x.shape[2:], conditioning.patch, strict=True))
+            given = draw.conditioned.view(-1, 1, 1, 1, 1)
+            first = torch.arange(x.shape[2], device=x.device).view(1, 1, -1, 1, 1) == 0
+            x = torch.where(given & first, latents, x)
+            of_first = (torch.arange(T * h * w, device=x.device) < h * w) & draw.conditioned[:, None]
+            timestep = torch.where(of_first, 0.0, timestep[:, None])  # [B, S]
+            counted = (~(given & first)).to(x.dtype)
+        return {"hidden_states": x, "timestep": timestep, **arguments}, counted
 
 
 def _mean_square(difference: torch.Tensor, counted: torch.Tensor | None) -> torch.Tensor:

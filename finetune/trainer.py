@@ -15,7 +15,7 @@ import math
 import sys
 import time
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from datetime import timedelta
 from functools import partial
 from multiprocessing.util import register_after_fork
@@ -23,30 +23,21 @@ from pathlib import Path
 from typing import IO, Any
 
 import torch
-from accelerate import Accelerator, DistributedType
+from accelerate import Accelerator
 from accelerate.tracking import get_available_trackers
-from accelerate.utils import DistributedDataParallelKwargs, InitProcessGroupKwargs, LoggerType, gather_object
+from accelerate.utils import DistributedDataParallelKwargs, InitProcessGroupKwargs, gather_object
 from diffusers.training_utils import EMAModel
 from safetensors.torch import save_file
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from tqdm import tqdm
 
 from vmonarch.configs import InputError
-from vmonarch.files import write_json
-from vmonarch.finetune.checkpoints import (
-    AVERAGE,
-    FORMAT,
-    WEIGHTS,
-    CheckpointError,
-    Checkpoints,
-    load_weights,
-    read_manifest,
-    read_run,
-)
-from vmonarch.finetune.config import FinetuneConfig, OptimizerConfig
+from vmonarch.files import AtomicFiles, write_json
+from vmonarch.finetune import checkpoints
+from vmonarch.finetune.checkpoints import CheckpointError
+from vmonarch.finetune.config import FinetuneConfig, OptimizerConfig, require
 from vmonarch.finetune.data.loader import Batch, DataError, LatentLoader
 from vmonarch.finetune.data.parquet import ParquetFolder
-from vmonarch.finetune.data.schema import TEXT_LENGTH
 from vmonarch.finetune.models import (
     Annealing,
     BeforeLora,
@@ -58,7 +49,7 @@ from vmonarch.finetune.models import (
 )
 from vmonarch.finetune.objective import Draw, NoiseLevels, Objective, experts_of, generator_for
 from vmonarch.pipelines.environment import environment
-from vmonarch.pipelines.model_folder import ModelFolder, find_wan_model
+from vmonarch.pipelines.model_folder import find_wan_model
 from vmonarch.pipelines.outputs import prepare_output_dir
 
 # What may change between a run and the one that resumes it; all else would make it another run. Model and data may have
@@ -89,113 +80,79 @@ class Trainer:
 
     def __init__(self, config: FinetuneConfig) -> None:
         # Before the model, which may have to be downloaded.
-        _check_trackers(config.trackers)
-        path = _from_anywhere(config.data.path)
-        held_out = config.data.validation and _from_anywhere(config.data.validation)
-        self.clips = _open_clips("data.path", path)
-        self.held_out = None if held_out is None else _open_clips("data.validation", held_out)
+        installed = ["all", *map(str, get_available_trackers())]
+        for name in config.trackers:
+            problem = f"must be of {', '.join(installed)}, which are installed, got {name}"
+            require(name in installed, "trackers", problem)
+        self.clips = _open_clips("data.path", config.data.path)
+        held_out = config.data.validation
+        self.held_out = _open_clips("data.validation", held_out) if held_out else None
         self.output = Path(config.output_dir).expanduser()
-        self.folder: ModelFolder = find_wan_model(config.model, config.revision)
+        self.folder = find_wan_model(config.model, config.revision)
         # A checkpoint's record finds model and data from any folder.
-        data = dataclasses.replace(config.data, path=path, validation=held_out)
+        held_out = str(self.held_out.path) if self.held_out else None
+        data = dataclasses.replace(config.data, path=str(self.clips.path), validation=held_out)
         config = self.config = dataclasses.replace(config, model=self.folder.word, data=data)
-        self.facts = model_facts(self.folder, config)
-        self.accelerator = _accelerator(config, len(self.facts.names))
+        self.facts = facts = model_facts(self.folder, config)
+        self.accelerator = _accelerator(config, len(facts.names))
         self.rank, self.world = self.accelerator.process_index, self.accelerator.num_processes
+        self.spread = self.accelerator.distributed_type.value == "FSDP"
         # Processes that share clips, noise and noise levels have one data rank.
         self.group = config.sequence_parallel_size
-        if self.world % self.group:
-            raise InputError(
-                "sequence_parallel_size", f"must divide the number of processes, {self.world}, got {self.group}"
-            )
+        problem = f"must divide the number of processes, {self.world}, got {self.group}"
+        require(self.world % self.group == 0, "sequence_parallel_size", problem)
         self.data_rank, self.data_world = self.rank // self.group, self.world // self.group
-        self.accumulation = config.accumulation(self.data_world)
+        self.accumulation, rest = divmod(config.batch_size, config.micro_batch * self.data_world)
+        product = f"micro_batch × processes = {config.micro_batch} × {self.data_world}"
+        require(rest == 0, "batch_size", f"must be a multiple of {product}, got {config.batch_size}")
         self.accelerator.gradient_accumulation_steps = self.accumulation
-        self._check_engine()
         # Weights may be hashed and git asked for it: once, not at every checkpoint.
         self.about = {
             "config": config.to_dict(),
             "model": self.folder.fingerprint(),
             "environment": environment(self.accelerator.device),
         }
-        levels = NoiseLevels(
-            config.objective.sigma,
-            config.objective.mean,
-            config.objective.std,
-            config.objective.flow_shift or self.facts.flow_shift,
-        )
-        self.objective = Objective(
-            levels,
-            experts_of(self.facts.names, self.facts.boundary),
-            config.seed,
-            self.facts.conditioning,
-            config.objective.distillation,
-        )
-        self.loader = self._loader(self.clips, config.seed, config.micro_batch, training=True)
+        told = config.objective
+        levels = NoiseLevels(told.sigma, told.mean, told.std, told.flow_shift or facts.flow_shift)
+        experts = experts_of(facts.names, facts.boundary)
+        self.objective = Objective(levels, experts, config.seed, facts.conditioning, told.distillation)
+        # Processes that share clips find the same ones bad.
+        quarantine = self.output / "quarantine.jsonl" if self.rank % self.group == 0 else None
+        how = {"workers": data.workers, "caption_dropout": data.caption_dropout, "quarantine": quarantine}
+        self.loader = self._loader(self.clips, batch_size=config.micro_batch, seed=config.seed, **how)
+        self.step, self.saved = 0, self.output / "checkpoints"
+        self._shown: dict[str, str] = {}
         prepare_output_dir(config.output_dir)
         with contextlib.ExitStack() as held:
             if self.rank == 0:
                 held.enter_context(_hold(self.output))
-            self.checkpoints = Checkpoints(
-                self.output / "checkpoints",
-                keep=config.checkpoints.keep,
-                rank=self.rank,
-                world_size=self.world,
-                exchange=lambda value: gather_object([value]),
-            )
             self._load()
-            self.step = 0
-            self._shown: dict[str, str] = {}
             self._resume()
             self._held = held.pop_all()
 
-    def _check_engine(self) -> None:
-        kind = self.accelerator.distributed_type
-        supported = (DistributedType.NO, DistributedType.MULTI_GPU, DistributedType.MULTI_CPU, DistributedType.FSDP)
-        if kind not in supported:
-            raise InputError(
-                "accelerate", f"must be configured for one process, DDP or FSDP; {kind.value} cannot be resumed exactly"
-            )
-        if kind is DistributedType.FSDP:
-            if not self.accelerator.is_fsdp2:
-                raise InputError("accelerate", "must be configured for FSDP version 2, got version 1")
-            if self.config.ema or self.config.validation.videos_every or self.config.transfer:
-                more = "so must validation.videos_every and transfer"
-                raise InputError("ema", f"must be 0 with FSDP, which spreads the weights; {more}")
-            if self.group > 1:
-                raise InputError("sequence_parallel_size", "must be 1 with FSDP; configure accelerate for DDP")
-            # Of a full one, the first process would have to hold all.
-            self.accelerator.state.fsdp_plugin.set_state_dict_type("SHARDED_STATE_DICT")
-
-    def _loader(self, folder: ParquetFolder, seed: int, batch_size: int, *, training: bool) -> LatentLoader:
-        config = self.config.data
+    def _loader(self, clips: ParquetFolder, **options: Any) -> LatentLoader:
+        facts = self.facts
         return LatentLoader(
-            folder,
-            batch_size=batch_size,
-            seed=seed,
+            clips,
             rank=self.data_rank,
             world_size=self.data_world,
-            workers=config.workers if training else 0,
-            mean=self.facts.mean,
-            std=self.facts.std,
-            text_length=TEXT_LENGTH,
-            text_dim=self.facts.text_dim,
-            caption_dropout=config.caption_dropout if training else 0.0,
-            shuffle=training,
-            bad_fraction=config.bad_fraction,
-            # Processes that share clips find the same ones bad.
-            quarantine=self.output / "quarantine.jsonl" if training and self.rank % self.group == 0 else None,
+            mean=facts.mean,
+            std=facts.std,
+            text_dim=facts.text_dim,
+            bad_fraction=self.config.data.bad_fraction,
+            **options,
         )
 
     def _load(self) -> None:
         config, accelerator = self.config, self.accelerator
         products = torch.bfloat16 if config.precision == "bf16" else torch.float32
         # FSDP wants the weights of a block to have one dtype.
-        fsdp = accelerator.distributed_type is DistributedType.FSDP
-        experts, teacher = load_experts(self.folder, self.facts, config, torch.float32 if fsdp else products)
+        frozen = torch.float32 if self.spread else products
+        experts, teacher = load_experts(self.folder, self.facts, config, frozen)
         distils_lora = bool(config.objective.distillation and config.lora.rank)
+        loaded = [experts] if teacher is None else [experts, teacher]
         if self.group > 1:
-            for shared in (experts, *(() if teacher is None else (teacher,))):
+            for shared in loaded:
                 share_clips(shared, self.group, accelerator.device, distils_lora or config.anneal > 0)
         self.annealing = Annealing(experts, config.anneal)
         trained = [parameter for parameter in experts.parameters() if parameter.requires_grad]
@@ -204,95 +161,96 @@ class Trainer:
         self.experts: Experts = experts
         self.model, self.optimizer = accelerator.prepare(experts, optimizer)
         self.teacher: Experts | BeforeLora | None = BeforeLora(experts) if distils_lora else teacher
-        if isinstance(self.teacher, Experts):
-            self.teacher.to(accelerator.device, products)
+        if teacher is not None:
+            teacher.to(accelerator.device, products)
         if config.compile:
-            for compiled in filter(None, (experts, teacher)):
+            for compiled in loaded:
                 compile_blocks(*compiled.parts.values())
-        self.trained = {
-            name: p for name, p in accelerator.unwrap_model(self.model).named_parameters() if p.requires_grad
-        }
+        named = accelerator.unwrap_model(self.model).named_parameters()
+        self.trained = {name: parameter for name, parameter in named if parameter.requires_grad}
+        learns = any(".processor." in name for name in self.trained)
+        require(learns or not config.transfer, "transfer", "must be 0 with an attention that has no parameters")
         self.average = EMAModel(self.trained.values(), decay=config.ema) if config.ema else None
         # Weights are read and written by name: accelerate knows them by how they are wrapped.
         accelerator.register_save_state_pre_hook(self._write_weights)
         accelerator.register_load_state_pre_hook(lambda models, folder: models.clear())
-        learns = any(".processor." in name for name in self.trained)
-        if config.transfer and not learns:
-            raise InputError("transfer", "must be 0 with an attention that has no parameters")
+
+    # Checkpoints
 
     def save(self) -> Path:
         """Commit a checkpoint of this step."""
         run = {"step": self.step, "loader": self.loader.state_dict(), **self.about}
-        return self.checkpoints.save(self.step, lambda folder: self.accelerator.save_state(str(folder)), run)
+        write = lambda folder: self.accelerator.save_state(str(folder))
+        return checkpoints.save(self.saved, self.step, write, run, keep=self.config.checkpoints.keep)
 
     def _write_weights(self, models: list[Any], weights: list[Any], folder: str) -> None:
         """Put the trained weights in place of all, and write their average; FSDP has written its own."""
         if weights:
             weights[:] = [{name: parameter.detach() for name, parameter in self.trained.items()}]
         if self.average is not None and self.rank == 0:
-            save_file(dict(zip(self.trained, self.average.shadow_params, strict=True)), Path(folder) / AVERAGE)
+            save_file(
+                dict(zip(self.trained, self.average.shadow_params, strict=True)), Path(folder) / checkpoints.AVERAGE
+            )
 
     def _resume(self) -> None:
+        """Restore the newest checkpoint, if there is one and it is of this run."""
         how = self.config.checkpoints
-        if how.resume == "never" and (newest := self.checkpoints.latest()) is not None:
-            raise InputError("checkpoints.resume", f"is never, but there is {newest}; give another output_dir")
-        path = self.checkpoints.latest_sound()
+        some = how.resume == "never" and checkpoints.steps_in(self.saved)
+        require(not some, "checkpoints.resume", f"is never, but {self.saved} holds some; give another output_dir")
+        path = checkpoints.resume_from(self.saved)
         if path is None:
-            if how.resume == "must":
-                raise InputError("checkpoints.resume", f"is must, but {self.checkpoints.folder} holds no checkpoint")
+            require(how.resume != "must", "checkpoints.resume", f"is must, but {self.saved} holds no checkpoint")
             return
-        manifest, run = read_manifest(path), read_run(path)
-        if manifest["format"] != FORMAT:
+        manifest, run = (checkpoints.read_json(path / name) for name in (checkpoints.MANIFEST, checkpoints.RUN))
+        if manifest["format"] != checkpoints.FORMAT:
             raise CheckpointError(
                 f"{path} is of a version before 2026-11-28, which alone can resume it; to go on from its weights,"
                 f" `vmonarch export {self.output} --output …`, and finetune what it writes in another output_dir"
             )
-        spread = self.accelerator.distributed_type is DistributedType.FSDP
-        if spread == (WEIGHTS in manifest["files"]):
-            raise CheckpointError(f"{path} was saved {'without' if spread else 'with'} FSDP; go on with it as it began")
-        missing = [] if self.average is None or AVERAGE in manifest["files"] else ["ema"]
+        if self.spread == (checkpoints.WEIGHTS in manifest["files"]):
+            raise CheckpointError(f"{path} was saved with{'out' * self.spread} FSDP; go on with it as it began")
+        missing = [] if self.average is None or checkpoints.AVERAGE in manifest["files"] else ["ema"]
         missing += ["loader", "random"] if manifest["world_size"] != self.world else []
         if unwaived := [part for part in missing if part not in how.waive]:
             raise CheckpointError(
                 f"{path} lacks {', '.join(unwaived)} (saved by {manifest['world_size']} processes, there are"
                 f" {self.world}); checkpoints.waive names what may begin anew"
             )
-        self._check_same_run(path, run)
-        self._restore(path, missing)
-        if "loader" not in missing:
-            self.loader.load_state_dict(run["loader"])
-        self.step = run["step"]
-
-    def _check_same_run(self, path: Path, run: Mapping[str, Any]) -> None:
         if run["model"] != self.about["model"]:
             raise CheckpointError(f"{path} was trained from another model than {self.folder.name}")
-        before, now = _flat(run["config"]), _flat(self.about["config"])
-        free = [name for name in FREE if name != "steps" or self.config.optimizer.schedule == "constant"]
-        # An average that may be missing may begin now.
-        free += [name for name in self.config.checkpoints.waive if name == "ema"]
-        different = sorted(
-            key
-            for key in before.keys() | now.keys()
-            if before.get(key) != now.get(key) and not any(key == name or key.startswith(f"{name}.") for name in free)
-        )
-        if different:
-            listed = ", ".join(f"{key} ({before.get(key)!r}, now {now.get(key)!r})" for key in different)
+        if different := self._differences(run["config"]):
+            listed = ", ".join(f"{key} ({before!r}, now {now!r})" for key, (before, now) in different.items())
             raise CheckpointError(f"{path} cannot be resumed with other settings: {listed}; give another output_dir")
-
-    def _restore(self, path: Path, missing: Sequence[str]) -> None:
         random = torch.get_rng_state()
         self.accelerator.load_state(str(path))
         if "random" in missing:
             torch.set_rng_state(random)
-        if self.accelerator.distributed_type is not DistributedType.FSDP:
-            load_weights(path / WEIGHTS, self.trained)
+        if "loader" not in missing:
+            self.loader.load_state_dict(run["loader"])
+        self.step = run["step"]
+        if not self.spread:
+            checkpoints.load_weights(path / checkpoints.WEIGHTS, self.trained)
         if self.average is not None:
             shadow = dict(zip(self.trained, self.average.shadow_params, strict=True))
             if "ema" in missing:
                 torch._foreach_copy_(list(shadow.values()), [p.detach() for p in self.trained.values()])
             else:
-                load_weights(path / AVERAGE, shadow)
-                self.average.optimization_step = read_run(path)["step"]
+                checkpoints.load_weights(path / checkpoints.AVERAGE, shadow)
+                self.average.optimization_step = self.step
+
+    def _differences(self, config: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+        """(before, now) of the settings that make this another run than the one of a record."""
+        before, now = _flat(config), _flat(self.about["config"])
+        free = [name for name in FREE if name != "steps" or self.config.optimizer.schedule == "constant"]
+        # An average that may be missing may begin now.
+        free += [name for name in self.config.checkpoints.waive if name == "ema"]
+        return {
+            key: (before.get(key), now.get(key))
+            for key in sorted(before.keys() | now.keys())
+            if before.get(key) != now.get(key) and not any(f"{key}.".startswith(f"{name}.") for name in free)
+        }
+
+    # Training
 
     def run(self) -> dict[str, Any]:
         """Train to the last step; returns what the log's last lines say.
@@ -300,77 +258,59 @@ class Trainer:
         Raises:
             TrainingError: a loss or gradient is not finite, or compiled blocks are wrong; no weight was changed by it.
         """
-        with self._held:
-            return self._run()
-
-    def _run(self) -> dict[str, Any]:
-        config = self.config
-        if config.compile:
-            self._check_compiled()
-        self._record()
+        config, accelerator = self.config, self.accelerator
         last: dict[str, Any] = {"step": self.step}
-        at = lambda every: every and (self.step % every == 0 or self.step == config.steps)
-        with self._trackers(), self._bar() as bar, contextlib.closing(iter(self.loader)) as batches:
-            clock = _Clock(self.accelerator.device, config.batch_size)
-            if self.step == 0 and config.validation.every:
+        validates = 0 if self.held_out is None else config.validation.every
+        at = lambda every: every > 0 and (self.step % every == 0 or self.step == config.steps)
+        with contextlib.ExitStack() as held:
+            held.enter_context(self._held)
+            if config.compile:
+                self._check_compiled()
+            if self.rank == 0:
+                # What is run, and on what: one file for each time that the run goes on.
+                record = {
+                    "from_step": self.step,
+                    "processes": self.world,
+                    "engine": accelerator.distributed_type.value,
+                    "parameters": sum(parameter.numel() for parameter in self.trained.values()),
+                    **self.about,
+                }
+                write_json(self.output / f"run-{self.step:08d}.json", record)
+            if config.trackers:
+                accelerator.init_trackers("vmonarch", {k: str(v) for k, v in _flat(self.about["config"]).items()})
+                held.callback(accelerator.end_training)
+            # In a file a line every half a minute.
+            every = {"mininterval": 30.0, "maxinterval": 30.0} if not sys.stderr.isatty() else {"dynamic_ncols": True}
+            bar = tqdm(total=config.steps, initial=self.step, unit="step", disable=self.rank > 0, **every)
+            held.enter_context(bar)
+            batches = held.enter_context(contextlib.closing(iter(self.loader)))
+            if self.step == 0 and validates:
                 last |= self._log({"validation_loss": self.validate()}, bar)
+            seconds: list[float] = []
             while self.step < config.steps:
+                began = time.monotonic()
                 values = self._update(batches)
+                seconds.append(time.monotonic() - began)
                 self.step += 1
-                clock.steps += 1
                 bar.update()
                 if at(config.log_every):
-                    last |= self._log({**values, **clock.read()}, bar)
-                if at(config.validation.every):
+                    mean = sum(seconds) / len(seconds)
+                    values |= {"seconds": mean, "clips_per_second": config.batch_size / mean}
+                    if accelerator.device.type == "cuda":
+                        values["peak_memory_gb"] = torch.cuda.max_memory_allocated(accelerator.device) / 1e9
+                    last |= self._log(values, bar)
+                    seconds.clear()
+                if at(validates):
                     last |= self._log({"validation_loss": self.validate()}, bar)
                 if at(config.validation.videos_every):
                     self.sample()
                 if at(config.checkpoints.every):
                     self.save()
-                if any(map(at, (config.validation.every, config.validation.videos_every, config.checkpoints.every))):
-                    clock.begin()
         return last
-
-    def _bar(self) -> Any:
-        """One line on stderr: steps, steps a second, what is left, and the last losses."""
-        every = 0.1 if sys.stderr.isatty() else 30.0
-        done = {"total": self.config.steps, "initial": self.step, "disable": not self.accelerator.is_main_process}
-        return tqdm(**done, unit="step", mininterval=every, maxinterval=every, dynamic_ncols=True)
-
-    def _check_compiled(self) -> None:
-        """Compare the gradients of a clip by compiled and by eager blocks.
-
-        Raises:
-            TrainingError: they differ.
-        """
-        self.annealing.at(self.config.anneal)
-        loader = self._loader(self.clips, 0, 1, training=False)
-        batch = next(iter(loader))
-        latents = batch.latents.to(self.accelerator.device)
-        for expert in self.objective.experts:
-            plain = dataclasses.replace(self.objective, experts=(expert,), distillation=0.0)
-            draw = plain.draw(latents, step=0)
-            found: list[list[torch.Tensor | None]] = []
-            for stance in ("force_eager", "default"):
-                with torch.compiler.set_stance(stance):
-                    self.accelerator.backward(self._losses(plain, draw, batch, latents).mean())
-                parameters = list(self.model.parameters())
-                found.append([None if p.grad is None else _own_part(p.grad).cpu() for p in parameters])
-                for parameter in parameters:
-                    parameter.grad = None
-            pairs = [(a, b) for a, b in zip(*found, strict=True) if a is not None and b is not None]
-            sums = torch.tensor([[(a - b).square().sum(), a.square().sum()] for a, b in pairs]).sum(0)
-            change = self.accelerator.reduce(sums.to(self.accelerator.device), "sum").cpu()
-            if not change[0].sqrt() <= GRADIENT_CHANGE * change[1].sqrt():
-                raise TrainingError(
-                    f"the gradient of compiled blocks differs from that of eager ones by"
-                    f" {(change[0] / change[1]).sqrt():.2g} of its norm, where at most {GRADIENT_CHANGE} is right; use"
-                    f" compile=false with torch {torch.__version__}"
-                )
 
     def _update(self, batches: Iterator[Batch]) -> dict[str, float]:
         config, accelerator = self.config, self.accelerator
-        rate = config.learning_rate(self.step)
+        rate, transfer = config.learning_rate(self.step), self.step < config.transfer
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         dense = self.annealing.at(self.step)
@@ -382,13 +322,15 @@ class Trainer:
             latents = batch.latents.to(accelerator.device)
             draw = self.objective.draw(latents, step=self.step, micro=micro, data_rank=self.data_rank)
             with accelerator.accumulate(self.model):
-                loss = self._losses(self.objective, draw, batch, latents, transfer=self.step < config.transfer)
+                loss = self._losses(self.objective, draw, batch, latents, transfer=transfer)
                 # DDP takes the mean over all processes; those that share a clip have parts of its gradient.
                 accelerator.backward(self.group * loss.mean())
                 losses.append(loss.detach())
                 seen.append(batch)
-                if self.step < config.transfer:
-                    self._forget_gradients_of_others()
+                for name, parameter in self.trained.items():
+                    if transfer and ".processor." not in name:
+                        # Only what the attention itself learns is for the optimizer.
+                        parameter.grad = None
                 if accelerator.sync_gradients:
                     norm = accelerator.clip_grad_norm_(list(self.trained.values()), config.optimizer.clip)
                     # FSDP gives each rank its part.
@@ -406,58 +348,74 @@ class Trainer:
     ) -> torch.Tensor:
         device = self.accelerator.device
         tokens = math.prod(s // p for s, p in zip(latents.shape[2:], objective.conditioning.patch, strict=True))
-        if tokens % self.group:
-            size = self.group
-            raise InputError("sequence_parallel_size", f"must divide the {tokens} tokens of a clip, got {size}")
+        problem = f"must divide the {tokens} tokens of a clip, got {self.group}"
+        require(tokens % self.group == 0, "sequence_parallel_size", problem)
         extras = {name: tensor.to(device) for name, tensor in batch.extras.items()}
-        text, name = batch.text.to(device), draw.expert.name
+        text, model = batch.text.to(device), partial(self.model, draw.expert.name)
         with self.accelerator.autocast():
             if transfer:
                 given, _ = objective.inputs(draw, latents, text, extras)
-                return self.model(name, transfer=True, **given)
-            teacher = None if self.teacher is None else partial(self.teacher, name)
-            return objective.losses(partial(self.model, name), draw, latents, text, extras, teacher)
-
-    def _forget_gradients_of_others(self) -> None:
-        """Leave the optimizer nothing but what the attention itself learns."""
-        for name, parameter in self.trained.items():
-            if ".processor." not in name:
-                parameter.grad = None
+                return model(transfer=True, **given)
+            teacher = None if self.teacher is None else partial(self.teacher, draw.expert.name)
+            return objective.losses(model, draw, latents, text, extras, teacher)
 
     def _stop_unless_finite(self, losses: list[torch.Tensor], seen: list[Batch], norm: torch.Tensor) -> None:
         """End the run on all ranks, before the weights change, if anything is not finite on any of them."""
-        finite = torch.stack([x.isfinite().all() for x in losses]).all() & norm.to(losses[0].device).isfinite()
-        if self.accelerator.reduce((~finite).float(), "sum").item() == 0:
+        finite = torch.cat([loss.isfinite() for loss in losses]).tolist()
+        wrong = not all(finite) or not norm.isfinite()
+        if self.accelerator.reduce(torch.tensor(float(wrong), device=self.accelerator.device), "sum").item() == 0:
             return
-        bad = [
-            batch.ids[i]
-            for batch, loss in zip(seen, losses, strict=True)
-            for i in (~loss.isfinite()).nonzero().flatten()
-        ]
-        of_all = gather_object([{"rank": self.rank, "clips": bad or [i for b in seen for i in b.ids]}])
-        named = "; ".join(f"rank {entry['rank']}: {', '.join(entry['clips'][:8])}" for entry in of_all)
+        clips = [clip for batch in seen for clip in batch.ids]
+        bad = [clip for clip, fine in zip(clips, finite, strict=True) if not fine]
+        of_all = gather_object([f"rank {self.rank}: {', '.join((bad or clips)[:8])}"])
         raise TrainingError(
             f"step {self.step}: the loss or the gradient is not finite (gradient norm {float(norm):.3g});"
-            f" no weight was changed. Clips of this step: {named}"
+            f" no weight was changed. Clips of this step: {'; '.join(of_all)}"
         )
 
+    def _check_compiled(self) -> None:
+        """Compare the gradients of a clip by compiled and by eager blocks.
+
+        Raises:
+            TrainingError: they differ.
+        """
+        self.annealing.at(self.config.anneal)
+        batch = next(iter(self._loader(self.clips, batch_size=1, seed=0, shuffle=False)))
+        latents = batch.latents.to(self.accelerator.device)
+        for expert in self.objective.experts:
+            plain = dataclasses.replace(self.objective, experts=(expert,), distillation=0.0)
+            draw = plain.draw(latents, step=0)
+            found = []
+            for stance in ("force_eager", "default"):
+                with torch.compiler.set_stance(stance):
+                    self.accelerator.backward(self._losses(plain, draw, batch, latents).mean())
+                gradients = [p.grad for p in self.trained.values() if p.grad is not None]
+                # Of what FSDP spreads, the part that is on this rank.
+                own = [g.to_local() if hasattr(g, "to_local") else g for g in gradients]
+                found.append([gradient.cpu() for gradient in own])
+                self.optimizer.zero_grad(set_to_none=True)
+            sums = torch.tensor([[(a - b).square().sum(), a.square().sum()] for a, b in zip(*found, strict=True)])
+            difference, norm = self.accelerator.reduce(sums.sum(0).to(self.accelerator.device), "sum").sqrt().tolist()
+            if not difference <= GRADIENT_CHANGE * norm:
+                raise TrainingError(
+                    f"the gradient of compiled blocks differs from that of eager ones by {difference / norm:.2g} of its"
+                    f" norm, where at most {GRADIENT_CHANGE} is right; use compile=false with torch {torch.__version__}"
+                )
+
+    # What is seen of it
+
     @torch.no_grad()
-    def validate(self) -> float | None:
-        """Mean loss of the held-out clips at fixed noise levels with fixed noise; None without held-out clips."""
-        config = self.config
-        if self.held_out is None:
-            return None
-        clips = min(config.validation.clips, len(self.held_out))
-        loader = self._loader(self.held_out, 0, 1, training=False)
-        levels, J = self.objective.levels, config.validation.levels
-        # Of one of two experts, its own levels: it may serve none of all.
-        low, high = min(e.low for e in self.objective.experts), max(e.high for e in self.objective.experts)
-        sigmas = levels.levels((torch.arange(J, dtype=torch.float64) + 0.5) / J, low, high)
-        total = torch.zeros(2, dtype=torch.float64)
+    def validate(self) -> float:
+        """Mean loss of the held-out clips at fixed noise levels with fixed noise."""
+        assert self.held_out is not None
+        clips, J = min(self.config.validation.clips, len(self.held_out)), self.config.validation.levels
         plain = dataclasses.replace(self.objective, distillation=0.0)
-        self.model.eval()
+        # Of one of two experts, its own levels: it may serve none of all.
+        low, high = min(e.low for e in plain.experts), max(e.high for e in plain.experts)
+        sigmas = plain.levels.levels((torch.arange(J, dtype=torch.float64) + 0.5) / J, low, high)
+        total = torch.zeros(2, dtype=torch.float64)
         with self._exported_weights():
-            for number, batch in enumerate(loader):
+            for number, batch in enumerate(self._loader(self.held_out, batch_size=1, seed=0, shuffle=False)):
                 if number * self.data_world >= clips:
                     break
                 # Every rank takes as many clips, which FSDP needs; those beyond the last do not count.
@@ -474,135 +432,112 @@ class Trainer:
                     loss = self._losses(plain, draw, batch, latents).item()
                     if counts:
                         total += torch.tensor([loss, 1.0], dtype=torch.float64)
-        self.model.train()
         total = self.accelerator.reduce(total.to(self.accelerator.device, torch.float32), "sum")
         return (total[0] / total[1]).item()
 
     @contextlib.contextmanager
     def _exported_weights(self) -> Iterator[None]:
-        """Let the model have the averaged weights, if there are any, which are what is exported."""
-        if self.average is None:
-            yield
-            return
-        # Stored on the device: `EMAModel.store` goes through the CPU.
-        kept = [parameter.detach().clone() for parameter in self.trained.values()]
-        self.average.copy_to(self.trained.values())
+        """Let the model be in evaluation, with the averaged weights, if there are any, which are what is exported."""
+        self.model.eval()
+        if self.average is not None:
+            self.average.store(self.trained.values())
+            self.average.copy_to(self.trained.values())
         try:
             yield
         finally:
-            with torch.no_grad():
-                for parameter, before in zip(self.trained.values(), kept, strict=True):
-                    parameter.copy_(before)
-
-    def sample(self) -> list[Path]:
-        """Make the validation videos on the first rank; the others wait."""
-        made: list[Path] = []
-        if self.accelerator.is_main_process:
-            from vmonarch.finetune.videos import write_videos
-
-            self.model.eval()
-            with self._exported_weights(), self.accelerator.autocast():
-                made = write_videos(self.folder, self.experts, self.config, self.output / "videos", self.step)
+            if self.average is not None:
+                self.average.restore(self.trained.values())
             self.model.train()
-            self._show(made)
+
+    def sample(self) -> None:
+        """Make a video of each validation prompt on the first rank (seed 0); the others wait.
+
+        Beside each mp4 are a contact sheet (PNG), which trackers show, and a JSON. Those of this step that a run has
+        left which ended before its next checkpoint are replaced.
+        """
+        if self.rank == 0:
+            import diffusers
+            import numpy as np
+
+            from vmonarch.pipelines.config import SamplingConfig, complete
+            from vmonarch.pipelines.loading import LoadedModel, read_pipeline
+            from vmonarch.pipelines.sampling import sample
+            from vmonarch.pipelines.video_io import contact_sheet, encode_video, to_uint8
+
+            config, device = self.config, self.accelerator.device
+            wanted = SamplingConfig(config.validation.prompts, model=config.model, revision=config.revision)
+            settings = complete(wanted, self.folder)
+            if config.validation.steps is not None:
+                settings = dataclasses.replace(settings, steps=config.validation.steps)
+            # What is not trained is read for it and then dropped.
+            kind, parts = getattr(diffusers, self.folder.pipeline), dict(self.experts.parts.items())
+            pipe = read_pipeline(kind, self.folder, torch.float32, **parts).to(device)
+            model = LoadedModel(pipe, self.folder, device, torch.float32, 0.0, settings)
+            videos = self.output / "videos"
+            videos.mkdir(parents=True, exist_ok=True)
+            for number, prompt in enumerate(settings.prompts):
+                with self._exported_weights(), self.accelerator.autocast():
+                    frames = to_uint8(sample(model, settings, [prompt], [0]).frames[0])
+                path = videos / f"step-{self.step:08d}-{number:02d}.mp4"
+                sheet = contact_sheet(frames, title=prompt)
+                record = {"step": self.step, "prompt": prompt, "seed": 0, "settings": settings.to_dict()}
+                with AtomicFiles(overwrite=True) as files:
+                    encode_video(files.stage(path), frames, settings.fps or 16.0)
+                    sheet.save(files.stage(path.with_suffix(".png")))
+                    text = json.dumps(record, indent=1) + "\n"
+                    files.stage(path.with_suffix(".json")).write_text(text, encoding="utf-8")
+                for tracker in self.accelerator.trackers:
+                    if hasattr(tracker, "log_images"):
+                        layout = {"dataformats": "NHWC"} if tracker.name == "tensorboard" else {}
+                        tracker.log_images({path.stem: np.asarray(sheet.convert("RGB"))[None]}, self.step, **layout)
         self.accelerator.wait_for_everyone()
-        return made
 
-    def _show(self, videos: list[Path]) -> None:
-        """Put the contact sheets of videos into the trackers that take pictures."""
-        import numpy as np
-        from PIL import Image
-
-        for tracker in self.accelerator.trackers:
-            if not hasattr(tracker, "log_images"):
-                continue
-            for video in videos:
-                sheet = np.asarray(Image.open(video.with_suffix(".png")).convert("RGB"))
-                layout = {"dataformats": "NHWC"} if tracker.name == "tensorboard" else {}
-                tracker.log_images({video.stem: sheet[None]}, step=self.step, **layout)
-
-    def _record(self) -> None:
-        """Write what is run, and on what, beside what comes of it: one file for each time that the run goes on."""
-        if not self.accelerator.is_main_process:
-            return
-        record = {
-            "from_step": self.step,
-            "processes": self.world,
-            "engine": self.accelerator.distributed_type.value,
-            "parameters": sum(parameter.numel() for parameter in self.trained.values()),
-            **self.about,
-        }
-        write_json(self.output / f"run-{self.step:08d}.json", record)
-
-    @contextlib.contextmanager
-    def _trackers(self) -> Iterator[None]:
-        names = self.config.trackers
-        if names:
-            self.accelerator.init_trackers(
-                "vmonarch", config={k: str(v) for k, v in _flat(self.config.to_dict()).items()}
-            )
-        try:
-            yield
-        finally:
-            if names:
-                self.accelerator.end_training()
-
-    def _log(self, values: Mapping[str, Any], bar: Any) -> dict[str, Any]:
+    def _log(self, values: dict[str, float], bar: Any) -> dict[str, float]:
         """Write values of this step to the log, the trackers and the bar."""
-        known = {name: value for name, value in values.items() if value is not None}
-        if known and self.accelerator.is_main_process:
+        if self.rank == 0:
             with (self.output / "log.jsonl").open("a", encoding="utf-8") as file:
-                file.write(json.dumps({"step": self.step, **known}) + "\n")
-            self._shown |= {name: f"{known[name]:.4g}" for name in ("loss", "validation_loss") if name in known}
+                file.write(json.dumps({"step": self.step, **values}) + "\n")
+            self._shown |= {name: f"{values[name]:.4g}" for name in ("loss", "validation_loss") if name in values}
             bar.set_postfix(self._shown, refresh=False)
-        if known and self.config.trackers:
-            self.accelerator.log(known, step=self.step)
-        return known
+        if self.config.trackers:
+            self.accelerator.log(values, step=self.step)
+        return values
 
 
-def _check_trackers(names: Sequence[str]) -> None:
-    known, installed = LoggerType.list(), [str(name) for name in get_available_trackers()]
-    for name in names:
-        if name not in known:
-            raise InputError("trackers", f"must be of {', '.join(known)}, got {name!r}")
-        if name not in (*installed, "all"):
-            raise InputError("trackers", f"names {name}, which is not installed; installed: {', '.join(installed)}")
-
-
-def _from_anywhere(path: str) -> str:
-    """The path as it is known in every folder."""
-    return str(Path(path).expanduser().resolve())
-
-
-def _open_clips(name: str, path: str) -> ParquetFolder:
-    try:
-        return ParquetFolder(path)
-    except (DataError, OSError) as error:
-        raise InputError(
-            name, f"must be a folder of parquet files, as `vmonarch preprocess` makes them: {error}"
-        ) from error
-
-
-def _hold(folder: Path) -> IO[str]:
-    """Hold a run's folder against other runs until what is returned is closed, or the process ends.
-
-    Raises:
-        InputError: another run holds it.
-    """
-    # Network file systems lock files that are open for writing, and no folders.
-    file = (folder / ".lock").open("a")
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        file.close()
-        raise InputError(
-            "output_dir", f"{str(folder)!r} is in use by another run; wait for its end or give another"
-        ) from error
-    except OSError as error:
-        warnings.warn(f"{folder} cannot be locked ({error.strerror}): start no second run in it", stacklevel=2)
-    # A loader's workers outlive a killed run for a moment, in which it may be started anew.
-    register_after_fork(file, lambda inherited: inherited.close())
-    return file
+def _accelerator(config: FinetuneConfig, experts: int) -> Accelerator:
+    # The others wait while the first process samples videos or writes a checkpoint.
+    handlers: list[Any] = [InitProcessGroupKwargs(timeout=WAITING)]
+    if experts > 1 or config.transfer:
+        handlers.append(DistributedDataParallelKwargs(find_unused_parameters=True))
+    accelerator = Accelerator(
+        mixed_precision="bf16" if config.precision == "bf16" else "no",
+        log_with=list(config.trackers) or None,
+        project_dir=Path(config.output_dir).expanduser(),
+        kwargs_handlers=handlers,
+    )
+    kind, supported = accelerator.distributed_type.value, ("NO", "MULTI_GPU", "MULTI_CPU", "FSDP")
+    problem = f"must be configured for one process, DDP or FSDP; {kind} cannot be resumed exactly"
+    require(kind in supported, "accelerate", problem)
+    if kind == "FSDP":
+        require(accelerator.is_fsdp2, "accelerate", "must be configured for FSDP version 2, got version 1")
+        why = "with FSDP, which spreads the weights; configure accelerate for DDP"
+        for name, value in (
+            ("ema", config.ema),
+            ("transfer", config.transfer),
+            ("validation.videos_every", config.validation.videos_every),
+            ("sequence_parallel_size", config.sequence_parallel_size - 1),
+        ):
+            require(not value, name, f"must be {int(name.startswith('seq'))} {why}")
+        # Of a full one, the first process would have to hold all.
+        plugin = accelerator.state.fsdp_plugin
+        plugin.set_state_dict_type("SHARDED_STATE_DICT")
+        if config.precision == "bf16":
+            # accelerate would have gradients added in bfloat16. Inputs stay as they are: the rotary embedding is
+            # float32, and a block that checkpointing computes again gets it without this cast.
+            plugin.mixed_precision_policy = MixedPrecisionPolicy(
+                param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False
+            )
+    return accelerator
 
 
 def make_optimizer(
@@ -619,52 +554,33 @@ def make_optimizer(
     )
 
 
-def _accelerator(config: FinetuneConfig, experts: int) -> Accelerator:
-    # The others wait while the first process samples videos or writes a checkpoint.
-    handlers: list[Any] = [InitProcessGroupKwargs(timeout=WAITING)]
-    if experts > 1 or config.transfer:
-        handlers.append(DistributedDataParallelKwargs(find_unused_parameters=True))
-    accelerator = Accelerator(
-        mixed_precision="bf16" if config.precision == "bf16" else "no",
-        log_with=list(config.trackers) or None,
-        project_dir=Path(config.output_dir).expanduser(),
-        kwargs_handlers=handlers,
-    )
-    if accelerator.is_fsdp2 and config.precision == "bf16":
-        # accelerate would have gradients added in bfloat16. Inputs stay as they are: the rotary embedding is float32,
-        # and a block that checkpointing computes again gets it without this cast.
-        accelerator.state.fsdp_plugin.mixed_precision_policy = MixedPrecisionPolicy(
-            param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False
-        )
-    return accelerator
+def _open_clips(name: str, path: str) -> ParquetFolder:
+    try:
+        return ParquetFolder(Path(path).expanduser().resolve())
+    except (DataError, OSError) as error:
+        problem = f"must be a folder of parquet files, as `vmonarch preprocess` makes them: {error}"
+        raise InputError(name, problem) from error
 
 
-def _own_part(gradient: Any) -> torch.Tensor:
-    """Of a gradient that FSDP spreads over ranks, what is on this one."""
-    part: torch.Tensor = gradient.to_local() if hasattr(gradient, "to_local") else gradient
-    return part
+def _hold(folder: Path) -> IO[str]:
+    """Hold a run's folder against other runs until what is returned is closed, or the process ends.
 
-
-class _Clock:
-    """Seconds of a step, clips a second and peak memory; what is between `read` and `begin` is left out."""
-
-    def __init__(self, device: torch.device, clips: int) -> None:
-        self._device, self._clips = device, clips
-        self.begin()
-
-    def begin(self) -> None:
-        self.steps, self._started = 0, time.monotonic()
-
-    def read(self) -> dict[str, float]:
-        """What was measured since the last `begin`, which this is, too."""
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-        seconds = (time.monotonic() - self._started) / self.steps
-        values = {"seconds": seconds, "clips_per_second": self._clips / seconds}
-        if self._device.type == "cuda":
-            values["peak_memory_gb"] = torch.cuda.max_memory_allocated(self._device) / 1e9
-        self.begin()
-        return values
+    Raises:
+        InputError: another run holds it.
+    """
+    # Network file systems lock files that are open for writing, and no folders.
+    file = (folder / ".lock").open("a")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        file.close()
+        problem = f"{str(folder)!r} is in use by another run; wait for its end or give another"
+        raise InputError("output_dir", problem) from error
+    except OSError as error:
+        warnings.warn(f"{folder} cannot be locked ({error.strerror}): start no second run in it", stacklevel=2)
+    # A loader's workers outlive a killed run for a moment, in which it may be started anew.
+    register_after_fork(file, lambda inherited: inherited.close())
+    return file
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from vmonarch.configs import InputError, build, check_keys, check_types, read_yaml
 from vmonarch.configs.methods import AttentionMethod, merge_attention, options_now, resolve_method
 from vmonarch.configs.stack import Stack
-from vmonarch.pipelines.devices import DTYPES, choose_device, choose_dtype
-from vmonarch.pipelines.first_frame import open_image
+from vmonarch.pipelines.environment import DTYPES, choose_device, choose_dtype
 from vmonarch.pipelines.kinds import IMAGE_TO_VIDEO, KINDS
 from vmonarch.pipelines.lora import LORA, check_lora
 from vmonarch.pipelines.model_folder import PROXY_RECORD, ModelFolder, read_json
@@ -178,7 +177,13 @@ class SamplingConfig:
 
     def to_dict(self) -> dict[str, Any]:
         """Every setting as plain values, methods with all their parameters."""
-        return {key: _plain(value) for key, value in vars(self).items()}
+
+        def plain(value: Any) -> Any:
+            if isinstance(value, AttentionMethod):
+                return value.to_dict()
+            return [plain(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+        return {key: plain(value) for key, value in vars(self).items()}
 
 
 @dataclass(frozen=True)
@@ -240,12 +245,6 @@ def _check_text(name: str, text: str) -> None:
         raise InputError(name, f"must be Unicode text, got {text!r}") from error
 
 
-def _plain(value: Any) -> Any:
-    if isinstance(value, AttentionMethod):
-        return value.to_dict()
-    return [_plain(item) for item in value] if isinstance(value, (list, tuple)) else value
-
-
 def build_config(schema: type[Config], *layers: Mapping[str, Any]) -> Config:
     """A config from layers of plain values (YAML, JSON, overrides), later ones over earlier ones.
 
@@ -292,17 +291,9 @@ def recommended_settings(model: ModelFolder) -> dict[str, Any]:
         from vmonarch.pipelines.embedded import EMBEDDED_SETTINGS, GenerationSettings
 
         settings = GenerationSettings(**read_json(proxy)["generation"]) if proxy.is_file() else EMBEDDED_SETTINGS
-        return {
-            "height": settings.height,
-            "width": settings.width,
-            "num_frames": settings.num_frames,
-            "steps": settings.num_inference_steps,
-            "guidance": settings.guidance_scale,
-            "flow_shift": settings.flow_shift,
-            "fps": float(settings.fps),
-            "max_sequence_length": 512,
-            "negative_prompt": "",
-        }
+        ours = {"num_inference_steps": "steps", "guidance_scale": "guidance"}
+        found: dict[str, Any] = {ours.get(name, name): value for name, value in vars(settings).items()}
+        return found | {"fps": float(settings.fps), "max_sequence_length": 512, "negative_prompt": ""}
     return read_yaml(model.kind.defaults, group="defaults") | model.kind.recommended(model.configs)
 
 
@@ -324,12 +315,9 @@ def complete(config: Config, model: ModelFolder) -> Config:
     _check_settings(config, model)
     recommended = recommended_settings(model)
     missing: dict[str, Any] = {key: value for key, value in recommended.items() if getattr(config, key) is None}
-    # The record must find the model from any folder.
-    missing["model"] = model.word
-    if model.revision is not None:
-        missing["revision"] = model.revision
-    for name in LORA:
-        missing[name] = tuple(check_lora(name, word).word for word in getattr(config, name))
+    # The record must find the model and all files from any folder.
+    missing |= {"model": model.word, "revision": model.revision or config.revision}
+    missing |= {name: tuple(check_lora(name, word).word for word in getattr(config, name)) for name in LORA}
     if config.image is not None:
         missing["image"] = str(Path(config.image).expanduser().resolve())
     config = dataclasses.replace(config, **missing)
@@ -337,11 +325,9 @@ def complete(config: Config, model: ModelFolder) -> Config:
         raise InputError("prompts", "must hold at least one prompt")
     check_sizes(config, model.height_multiple, model.width_multiple, model.temporal, " for this model")
     _check_video(config, model)
-    if config.image is None and (model.image_conditioned or model.pipeline == IMAGE_TO_VIDEO):
-        raise InputError("image", "is needed: this is an image-to-video model")
     if config.image is not None:
-        if not model.image_capable:
-            raise InputError("image", "cannot be used: this is a text-to-video model")
+        from vmonarch.pipelines.video_io import open_image
+
         assert config.height is not None and config.width is not None
         _, changes = open_image(config.image, config.height, config.width)
         if changes:
@@ -351,24 +337,30 @@ def complete(config: Config, model: ModelFolder) -> Config:
 
 def _check_settings(config: SamplingConfig, model: ModelFolder) -> None:
     """Check that the pipeline has every setting that is given, and carries every method."""
+    kind, what = model.kind, f"a {model.pipeline}"
     for name in ("true_guidance", "max_sequence_length"):
-        if getattr(config, name) is not None and name not in model.kind.arguments:
-            those = ", ".join(pipeline for pipeline, kind in KINDS.items() if name in kind.arguments)
-            raise InputError(name, f"is not a setting of this model, a {model.pipeline}, but of {those}")
-    stacks = [method.stack for methods in config.attention_methods.values() for method in methods]
-    if config.scheduler and not model.kind.wan:
-        raise InputError("scheduler", f"is for the Wan family, and this model is a {model.pipeline}")
-    if config.offload == "group" and any(stack.linears for stack in stacks):
-        raise InputError("offload", "cannot be group with quantised linear layers; supported: none, model")
-    if config.negative_prompt and "true_guidance" in model.kind.arguments and (config.true_guidance or 0) <= 1:
-        raise InputError("negative_prompt", f"needs true_guidance above 1 in a {model.pipeline}")
-    for name in ("guidance_2", "lora_2"):
-        if getattr(config, name) not in (None, ()) and not model.two_stage:
-            raise InputError(name, "is for models with two transformers; this one has one")
+        if getattr(config, name) is not None and name not in kind.arguments:
+            those = ", ".join(pipeline for pipeline, other in KINDS.items() if name in other.arguments)
+            raise InputError(name, f"is not a setting of this model, {what}, but of {those}")
+    unguided = "true_guidance" in kind.arguments and (config.true_guidance or 0) <= 1
+    needs_image = model.image_conditioned or model.pipeline == IMAGE_TO_VIDEO
+    two = "is for models with two transformers; this one has one"
+    for argument, wrong, problem in (
+        ("scheduler", config.scheduler and not kind.wan, f"is for the Wan family, and this model is {what}"),
+        ("negative_prompt", config.negative_prompt and unguided, f"needs true_guidance above 1 in {what}"),
+        ("guidance_2", config.guidance_2 is not None and not model.two_stage, two),
+        ("lora_2", config.lora_2 and not model.two_stage, two),
+        ("image", config.image is None and needs_image, "is needed: this is an image-to-video model"),
+        ("image", config.image and not model.image_capable, "cannot be used: this is a text-to-video model"),
+    ):
+        if wrong:
+            raise InputError(argument, problem)
     for argument, methods in config.attention_methods.items():
-        learnt = [method.label for method in methods if method.processor_name == "based"]
-        if learnt and not model.kind.wan:
-            raise InputError(argument, f"cannot be {learnt[0]!r}, which is for the Wan family, in a {model.pipeline}")
+        for method in methods:
+            if method.processor_name == "based" and not kind.wan:
+                raise InputError(argument, f"cannot be {method.label!r}, which is for the Wan family, in {what}")
+            if method.stack.linears and config.offload == "group":
+                raise InputError("offload", "cannot be group with quantised linear layers; supported: none, model")
 
 
 def _check_video(config: SamplingConfig, model: ModelFolder) -> None:

@@ -1,28 +1,32 @@
-"""What a result was computed with: versions, devices, commit. Saved beside every output, shown by `vmonarch info`."""
+"""The machine: which device and precision, and what a result was computed with (versions, devices, commit).
+
+The latter is saved beside every output and shown by `vmonarch info`.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import os
 import platform
+import re
 import resource
 import shlex
 import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from vmonarch.configs import InputError
+
+if TYPE_CHECKING:
+    import torch
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
 PACKAGES = (
-    "torch",
-    "triton",
-    "diffusers",
-    "transformers",
-    "accelerate",
-    "peft",
-    "torchmetrics",
-    "omegaconf",
-    "imageio-ffmpeg",
+    *("torch", "triton", "diffusers", "transformers", "accelerate", "peft"),
+    *("torchmetrics", "omegaconf", "imageio-ffmpeg"),
 )
 EXTRAS = {
     "parallel": ("xfuser",),
@@ -33,14 +37,56 @@ EXTRAS = {
 }
 
 
+def choose_device(device: str) -> torch.device:
+    """The torch device for `auto`, `cpu`, `cuda` or `cuda:N`; auto takes CUDA when there is any.
+
+    Raises:
+        InputError: CUDA was asked for and is not there, or has no device of that number.
+    """
+    import torch
+
+    if device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    chosen, count = torch.device(device), torch.cuda.device_count()
+    if chosen.type == "cuda" and (chosen.index or 0) >= count:
+        known = f"cuda:0 to cuda:{count - 1}" if count else "auto or cpu, as this torch sees no CUDA device"
+        raise InputError("device", f"must be {known}; got {device}")
+    return chosen
+
+
+def choose_dtype(dtype: str, device: torch.device) -> torch.dtype:
+    """The torch dtype for `auto` or a name: float32 on the CPU, bfloat16 on CUDA (float16 where that is missing).
+
+    Raises:
+        InputError: float16 on the CPU.
+    """
+    import torch
+
+    if dtype == "auto":
+        if device.type == "cpu":
+            return torch.float32
+        return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float16
+    if dtype == "float16" and device.type == "cpu":
+        raise InputError("dtype", "float16 cannot be used on the CPU; supported there: auto, float32, bfloat16")
+    chosen = getattr(torch, dtype)
+    assert isinstance(chosen, torch.dtype)
+    return chosen
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for a CUDA device's queue; nothing on the CPU."""
+    import torch
+
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
 def package_versions(names: tuple[str, ...] = PACKAGES) -> dict[str, str | None]:
     """Installed version of each distribution, None where it is missing; nothing is imported."""
-    versions: dict[str, str | None] = {}
+    versions: dict[str, str | None] = dict.fromkeys(names)
     for name in names:
-        try:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            versions[name] = None
     return versions
 
 
@@ -70,22 +116,18 @@ def shown_command(program: Sequence[str], arguments: Sequence[str] | None) -> st
     return shlex.join([*program, *(Path(word).name if Path(word).is_absolute() else word for word in words)])
 
 
-def processor_name() -> str:
-    """Marketing name of the CPU where the system tells it."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        lines = []
-    named = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return named[0] if named else platform.processor() or platform.machine()
-
-
 def device_name(device: Any) -> str:
-    """Name of a torch device, such as `NVIDIA H200`."""
+    """Name of a torch device, such as `NVIDIA H200`; of the CPU its marketing name where the system tells it."""
     import torch
 
     device = torch.device(device)
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else processor_name()
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    with contextlib.suppress(OSError):
+        named = re.search(r"model name\s*: (.+)", Path("/proc/cpuinfo").read_text(encoding="utf-8"))
+        if named:
+            return named[1]
+    return platform.processor() or platform.machine()
 
 
 def environment(device: Any) -> dict[str, Any]:
@@ -124,9 +166,8 @@ def peak_memory_bytes(device: Any) -> dict[str, int]:
 
     device = torch.device(device)
     # Linux counts in KiB, macOS in bytes.
-    peak = {
-        "process_rss": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-    }
+    unit = 1 if sys.platform == "darwin" else 1024
+    peak = {"process_rss": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit}
     if device.type == "cuda":
         peak["cuda_allocated"] = torch.cuda.max_memory_allocated(device)
     return peak

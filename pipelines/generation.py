@@ -22,13 +22,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vmonarch.files import AtomicFiles, short_hash
-from vmonarch.pipelines import recipes
+from vmonarch.pipelines import outputs, recipes
 from vmonarch.pipelines.config import GenerateConfig
-from vmonarch.pipelines.devices import reset_peak_memory
 from vmonarch.pipelines.loading import LoadedModel, complete_and_load, shorten
-from vmonarch.pipelines.outputs import GeneratedVideo, GenerationError, keep_elsewhere, reserve_number
+from vmonarch.pipelines.outputs import GeneratedVideo, GenerationError, Recorded, load_record
 from vmonarch.pipelines.processes import Shard, check_sharing, shared_videos
-from vmonarch.pipelines.records import RECORD_FORMAT, Recorded, facts, frames_sha256, load_record
 from vmonarch.pipelines.sampling import denoise, sample
 
 if TYPE_CHECKING:
@@ -78,34 +76,36 @@ def generate(
 
 def _generate(config: GenerateConfig, model: LoadedModel, shard: Shard, progress: bool) -> list[GeneratedVideo]:
     """Sample, decode and write, with everything in place."""
+    import torch
+
     from vmonarch.pipelines.environment import peak_memory_bytes
 
     total = len(config.prompts) * len(config.seeds)
-    about = facts(config, model)
-    about["environment"]["processes"] = shard.size
+    facts = outputs.facts(config, model)
+    facts["environment"]["processes"] = shard.size
     videos: list[GeneratedVideo] = []
     failures: list[GenerationError] = []
     for jobs in config.batches():
-        reset_peak_memory(model.device)
+        if model.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(model.device)
         title = f"video {len(videos) + len(failures) + 1} of {total}" if progress else None
         result = sample(model, config, *zip(*jobs, strict=True), progress=title)
         # Of the whole batch: its videos are sampled together.
-        shared = {
-            **about,
+        facts |= {
             "seconds": {"load": model.seconds} | result.seconds,
             "transformer_calls": result.transformer_calls,
             "peak_memory_bytes": peak_memory_bytes(model.device),
         }
         for (prompt, seed), frames, latents in zip(jobs, result.frames, result.latents, strict=True):
             record = {
-                "format": RECORD_FORMAT,
+                "format": outputs.RECORD_FORMAT,
                 "created": datetime.now(UTC).isoformat(timespec="seconds"),
                 "prompt": prompt,
                 "seed": seed,
                 "config": replace(config, prompts=(prompt,), seeds=(seed,)).to_dict(),
-                **shared,
+                **facts,
                 "frames_shape": list(frames.shape),
-                "frames_sha256": frames_sha256(frames),
+                "frames_sha256": outputs.frames_sha256(frames),
             }
             number = len(videos) + len(failures) + 1 if config.overwrite else None
             try:
@@ -130,26 +130,25 @@ def _write(
     with contextlib.ExitStack() as stack:
         stem = "video"
         try:
-            digits = stack.enter_context(reserve_number(output, number))
+            digits = stack.enter_context(outputs.reserve_number(output, number))
             stem = f"{digits}-{short_hash(settings)}"
-            paths = {suffix: output / f"{stem}.{suffix}" for suffix in ("mp4", "png", "json")}
+            video, sheet, text = (output / f"{stem}.{suffix}" for suffix in ("mp4", "png", "json"))
+            record |= {"video": video.name, "contact_sheet": sheet.name if config.contact_sheet else None}
             video_io.check_frames(frames)
             pictures = video_io.to_uint8(frames)
             with AtomicFiles(overwrite=config.overwrite) as files:
-                video = files.stage(paths["mp4"])
-                video_io.encode_video(video, pictures, config.fps)
-                video_io.verify_video(video, pictures)
-                record = record | {"video": paths["mp4"].name, "contact_sheet": None}
+                staged = files.stage(video)
+                video_io.encode_video(staged, pictures, config.fps)
+                video_io.verify_video(staged, pictures)
                 if config.contact_sheet:
-                    record["contact_sheet"] = paths["png"].name
                     title = f"{record['prompt']} · seed {record['seed']} · {config.attention.label}"
-                    video_io.contact_sheet(pictures, title=title).save(files.stage(paths["png"]))
-                text = json.dumps(record, indent=2, ensure_ascii=False) + "\n"
-                files.stage(paths["json"]).write_text(text, encoding="utf-8")
+                    video_io.contact_sheet(pictures, title=title).save(files.stage(sheet))
+                contents = json.dumps(record, indent=2, ensure_ascii=False) + "\n"
+                files.stage(text).write_text(contents, encoding="utf-8")
         except (OSError, video_io.VideoError) as error:
             what = f"prompt {shorten(record['prompt'])!r}, seed {record['seed']}"
             raise GenerationError(f"{what}: {error}; {_keep_raw(output, stem, frames, latents)}") from error
-    return GeneratedVideo(paths["mp4"], paths["png"] if config.contact_sheet else None, paths["json"], record)
+    return GeneratedVideo(video, sheet if config.contact_sheet else None, text, record)
 
 
 def _keep_raw(output: Path, stem: str, frames: torch.Tensor, latents: torch.Tensor) -> str:
@@ -166,4 +165,4 @@ def _keep_raw(output: Path, stem: str, frames: torch.Tensor, latents: torch.Tens
         return write(output / name)
     except Exception:
         # safetensors reports a full disk by an exception of its own; whatever it is, another folder may do.
-        return keep_elsewhere(name, write)
+        return outputs.keep_elsewhere(name, write)

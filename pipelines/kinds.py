@@ -75,8 +75,10 @@ class Kind:
     wan: bool = False
 
 
-def _any_size(spatial: int, temporal: int, patch: tuple[int, int, int]) -> dict[str, Any]:
-    return {"spatial": spatial, "temporal": temporal, "patch": patch, "axis_tokens": (None, None, None)}
+def _sizes(
+    spatial: int, temporal: int, patch: tuple[int, int, int], most: tuple[int | None, ...] = (None, None, None)
+) -> dict[str, Any]:
+    return {"spatial": spatial, "temporal": temporal, "patch": patch, "axis_tokens": most}
 
 
 def _default(function: Any, argument: str) -> Any:
@@ -103,13 +105,10 @@ _GUIDED = {"guidance": "guidance_scale", "max_sequence_length": "max_sequence_le
 
 def _wan_sizes(configs: Configs) -> dict[str, Any]:
     vae, transformer = configs["vae"], configs["transformer"]
-    return {
-        "spatial": vae.get("scale_factor_spatial") or 8,
-        "temporal": vae.get("scale_factor_temporal") or 4,
-        "patch": tuple(transformer.get("patch_size", (1, 2, 2))),
-        # The length of the transformer's rotary tables.
-        "axis_tokens": (transformer.get("rope_max_seq_len", 1024),) * 3,
-    }
+    # The length of the transformer's rotary tables.
+    most = (transformer.get("rope_max_seq_len", 1024),) * 3
+    spatial, temporal = vae.get("scale_factor_spatial") or 8, vae.get("scale_factor_temporal") or 4
+    return _sizes(spatial, temporal, tuple(transformer.get("patch_size", (1, 2, 2))), most)
 
 
 def _wan_lengths(tokenizers: Mapping[str, Any], text: str, most: int | None) -> list[TextLength]:
@@ -137,7 +136,7 @@ def _hunyuan_sizes(configs: Configs, *, spatial: int = 8, patch: int = 2) -> dic
     """The defaults of the VAE and the transformer are those of HunyuanVideo."""
     vae, transformer = configs["vae"], configs["transformer"]
     size = transformer.get("patch_size", patch)
-    return _any_size(
+    return _sizes(
         vae.get("spatial_compression_ratio", spatial),
         vae.get("temporal_compression_ratio", 4),
         (transformer.get("patch_size_t", 1), size, size),
@@ -159,10 +158,10 @@ def _hunyuan_lengths(tokenizers: Mapping[str, Any], text: str, most: int | None)
 
 def _hunyuan_recommended(configs: Configs) -> dict[str, Any]:
     if not configs["transformer"].get("guidance_embeds", False):
-        raise InputError(
-            "model",
-            "is a HunyuanVideoPipeline whose transformer has no embedded guidance; supported: guidance_embeds=true",
+        problem = (
+            "is a HunyuanVideoPipeline whose transformer has no embedded guidance; supported: guidance_embeds=true"
         )
+        raise InputError("model", problem)
     return {}
 
 
@@ -196,12 +195,9 @@ def _hunyuan15_lengths(tokenizers: Mapping[str, Any], text: str, most: int | Non
     from diffusers.pipelines.hunyuan_video1_5.pipeline_hunyuan_video1_5 import extract_glyph_texts, format_text_input
 
     embed, glyphs = HunyuanVideo15Pipeline._get_mllm_prompt_embeds, HunyuanVideo15Pipeline._get_byt5_prompt_embeds
-    chat = tokenizers["tokenizer"].apply_chat_template(
-        format_text_input([text], _default(embed, "system_message")),
-        add_generation_prompt=True,
-        tokenize=True,
-        return_dict=True,
-    )
+    messages = format_text_input([text], _default(embed, "system_message"))
+    options = {"add_generation_prompt": True, "tokenize": True, "return_dict": True}
+    chat = tokenizers["tokenizer"].apply_chat_template(messages, **options)
     tokens = len(chat["input_ids"][0]) - _default(embed, "crop_start")
     found = [TextLength(tokens, _default(embed, "tokenizer_max_length"))]
     written = extract_glyph_texts(text)
@@ -227,7 +223,7 @@ def _ltx_sizes(configs: Configs) -> dict[str, Any]:
     size = transformer.get("patch_size", 1)
     # A VAE that does not tell has a factor of 2 for every level that it scales, and its patches.
     factor = 2 ** sum(vae.get("spatio_temporal_scaling", (True, True, True, False)))
-    return _any_size(
+    return _sizes(
         vae.get("spatial_compression_ratio") or vae.get("patch_size", 4) * factor,
         vae.get("temporal_compression_ratio") or vae.get("patch_size_t", 1) * factor,
         (transformer.get("patch_size_t", 1), size, size),
@@ -256,16 +252,11 @@ def _ltx_decode(pipe: Any, latents: torch.Tensor) -> torch.Tensor:
 def _cogvideox_sizes(configs: Configs) -> dict[str, Any]:
     vae, transformer = configs["vae"], configs["transformer"]
     size, frames = transformer.get("patch_size", 2), transformer.get("patch_size_t")
-    sizes = _any_size(
-        2 ** (len(vae.get("block_out_channels", (128, 256, 256, 512))) - 1),
-        int(vae.get("temporal_compression_ratio", 4)),
-        (frames or 1, size, size),
-    )
-    if frames is not None:
-        # CogVideoX-1.5 cuts its rotary tables out of those of the largest size.
-        largest = (transformer.get("sample_height", 60) // size, transformer.get("sample_width", 90) // size)
-        sizes["axis_tokens"] = (None, *largest)
-    return sizes
+    # CogVideoX-1.5 cuts its rotary tables out of those of the largest size.
+    largest = (transformer.get("sample_height", 60) // size, transformer.get("sample_width", 90) // size)
+    spatial = 2 ** (len(vae.get("block_out_channels", (128, 256, 256, 512))) - 1)
+    temporal = int(vae.get("temporal_compression_ratio", 4))
+    return _sizes(spatial, temporal, (frames or 1, size, size), (None, *((None, None) if frames is None else largest)))
 
 
 def _cogvideox_recommended(configs: Configs) -> dict[str, Any]:

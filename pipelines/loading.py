@@ -11,14 +11,13 @@ from typing import TYPE_CHECKING, Any
 from vmonarch.configs import InputError
 from vmonarch.installation import find_transformers
 from vmonarch.pipelines.config import Config, SamplingConfig, complete
-from vmonarch.pipelines.devices import choose_device, choose_dtype
+from vmonarch.pipelines.environment import choose_device, choose_dtype
 from vmonarch.pipelines.kinds import IMAGE_TO_VIDEO, Kind
-from vmonarch.pipelines.lora import LORA, fuse_loras
+from vmonarch.pipelines.lora import LORA, fuse_loras, in_words
 from vmonarch.pipelines.model_folder import MODELS, ModelError, ModelFolder, find_model
-from vmonarch.pipelines.outputs import prepare_output_dir
+from vmonarch.pipelines.outputs import Recorded, check_sources, prepare_output_dir
 from vmonarch.pipelines.processes import Shard
 from vmonarch.pipelines.recipes import quantize_for_good
-from vmonarch.pipelines.records import Recorded, check_same_model
 
 if TYPE_CHECKING:
     import torch
@@ -26,46 +25,6 @@ if TYPE_CHECKING:
 
 # Of a pipeline: some have two text encoders.
 _TOKENIZERS = ("tokenizer", "tokenizer_2")
-
-
-def _load_small(model: ModelFolder, name: str) -> Any:
-    """A component without weights: a tokenizer or the scheduler."""
-    cls = model.component_class(name)
-    try:
-        return cls.from_pretrained(model.path / name)
-    except Exception as error:
-        raise ModelError(f"{model.path / name} cannot be loaded: {error}") from error
-
-
-def check_prompt_lengths(config: SamplingConfig, kind: Kind, tokenizers: Mapping[str, Any]) -> None:
-    """Check that no prompt is longer than the text encoders may see: nothing is cut off silently.
-
-    Where an encoder only sums the prompt up in one vector, a prompt that it does not see all of is warned of.
-
-    Args:
-        kind: of the pipeline.
-        tokenizers: by the names of its components.
-
-    Raises:
-        InputError: a prompt has more tokens than the limit; both numbers are told.
-    """
-    texts = [("prompts", prompt) for prompt in config.prompts]
-    if config.negative_prompt:
-        texts.append(("negative_prompt", config.negative_prompt))
-    for name, text in texts:
-        for tokens, limit, which, summary in kind.lengths(tokenizers, text, config.max_sequence_length):
-            if tokens <= limit:
-                continue
-            has = f"{shorten(text)!r} has {tokens}"
-            if not summary:
-                raise InputError(name, f"must have at most {limit} tokens{which} for this model's text encoder; {has}")
-            warnings.warn(
-                f"{name}: the encoder that makes one vector of a prompt sees {limit} tokens; {has}", stacklevel=2
-            )
-
-
-def shorten(text: str, length: int = 40) -> str:
-    return text if len(text) <= length else text[: length - 1] + "…"
 
 
 @dataclass(frozen=True)
@@ -88,24 +47,31 @@ class LoadedModel:
     config: SamplingConfig
 
 
-def read_pipeline(cls: Any, folder: ModelFolder, dtype: torch.dtype, **parts: Any) -> Any:
-    """The pipeline in a folder as `cls`, on the CPU, its VAE in float32; `parts` stand for components not to be read.
+def complete_and_load(
+    config: Config, model: LoadedModel | None, *, shard: Shard | None = None, recorded: Recorded | None = None
+) -> tuple[Config, LoadedModel]:
+    """The completed config and a pipeline that it can be run on; its output folder is there and can be written to.
+
+    Args:
+        model: a pipeline loaded before with the same model settings, or None.
+        shard: as in `load_model`.
+        recorded: a record to reproduce; the files that `config` takes from it must be unchanged.
 
     Raises:
-        ModelError: a component cannot be loaded.
+        InputError, ModelError: as `generate`.
     """
-    import torch
-
-    models = {
-        name: folder.read_component(name, torch.float32 if name == "vae" else dtype)
-        for name in MODELS
-        if name in folder.components and name not in parts
-    }
-    try:
-        return cls.from_pretrained(folder.path, local_files_only=True, **models, **parts)
-    except Exception as error:
-        reason = " ".join(str(error).split())
-        raise ModelError(f"{folder.path} cannot be loaded: {type(error).__name__}: {reason}") from error
+    folder = model.folder if model else find_model(config.model, config.revision)
+    config = complete(config, folder)
+    if shard is not None and shard.size > 1 and not folder.kind.wan:
+        problem = f"must be of the Wan family for {shard.size} processes that share a video; it is a {folder.pipeline}"
+        raise InputError("model", problem)
+    if recorded is not None:
+        check_sources(recorded, config, folder)
+    prepare_output_dir(config.output_dir)
+    if model is None:
+        return config, load_model(config, folder, shard)
+    check_loaded(config, model)
+    return config, model
 
 
 def load_model(config: SamplingConfig, folder: ModelFolder, shard: Shard | None = None) -> LoadedModel:
@@ -149,6 +115,50 @@ def load_model(config: SamplingConfig, folder: ModelFolder, shard: Shard | None 
     return LoadedModel(pipe, folder, device, dtype, time.perf_counter() - start, config)
 
 
+def read_pipeline(cls: Any, folder: ModelFolder, dtype: torch.dtype, **parts: Any) -> Any:
+    """The pipeline in a folder as `cls`, on the CPU, its VAE in float32; `parts` stand for components not to be read.
+
+    Raises:
+        ModelError: a component cannot be loaded.
+    """
+    import torch
+
+    for name in MODELS:
+        if name in folder.components and name not in parts:
+            parts[name] = folder.read_component(name, torch.float32 if name == "vae" else dtype)
+    try:
+        return cls.from_pretrained(folder.path, local_files_only=True, **parts)
+    except Exception as error:
+        raise ModelError(f"{folder.path} cannot be loaded: {in_words(error)}") from error
+
+
+def _load_small(folder: ModelFolder, name: str) -> Any:
+    """A component without weights: a tokenizer or the scheduler."""
+    cls = folder.component_class(name)
+    try:
+        return cls.from_pretrained(folder.path / name)
+    except Exception as error:
+        raise ModelError(f"{folder.path / name} cannot be loaded: {in_words(error)}") from error
+
+
+def _scheduler(folder: ModelFolder, config: SamplingConfig) -> Any:
+    """The model's own scheduler, or the one that is asked for, with the same flow shift unless another is given."""
+    own = _load_small(folder, "scheduler")
+    key = next((key for key in ("flow_shift", "shift") if key in own.config), None)
+    if config.scheduler is not None:
+        from vmonarch.pipelines.schedulers import few_step_scheduler
+
+        shift = config.flow_shift or (own.config[key] if key else 1.0)
+        return few_step_scheduler(config.scheduler, shift, config.sigmas)
+    if config.flow_shift is None:
+        return own
+    if own.config.get("use_dynamic_shifting"):
+        raise InputError("flow_shift", "cannot be set: this model's shift follows from the size of the video")
+    if key is None:
+        raise InputError("flow_shift", f"cannot be set: {type(own).__name__} has no flow shift")
+    return type(own).from_config(own.config, **{key: config.flow_shift})
+
+
 def check_loaded(config: SamplingConfig, model: LoadedModel) -> None:
     """Check that a completed `config` can be run on a pipeline loaded before.
 
@@ -165,49 +175,28 @@ def check_loaded(config: SamplingConfig, model: LoadedModel) -> None:
     check_prompt_lengths(config, model.folder.kind, tokenizers)
 
 
-def complete_and_load(
-    config: Config, model: LoadedModel | None, *, shard: Shard | None = None, recorded: Recorded | None = None
-) -> tuple[Config, LoadedModel]:
-    """The completed config and a pipeline that it can be run on; its output folder is there and can be written to.
+def check_prompt_lengths(config: SamplingConfig, kind: Kind, tokenizers: Mapping[str, Any]) -> None:
+    """Check that no prompt is longer than the text encoders may see: nothing is cut off silently.
+
+    Where an encoder only sums the prompt up in one vector, a prompt that it does not see all of is warned of.
 
     Args:
-        model: a pipeline loaded before with the same model settings, or None.
-        shard: as in `load_model`.
-        recorded: a record to reproduce; if `config` names its model, that must be unchanged.
+        tokenizers: by the names of the pipeline's components.
 
     Raises:
-        InputError, ModelError: as `generate`.
+        InputError: a prompt has more tokens than the limit; both numbers are told.
     """
-    folder = model.folder if model else find_model(config.model, config.revision)
-    config = complete(config, folder)
-    if shard is not None and shard.size > 1 and not folder.kind.wan:
-        raise InputError(
-            "model",
-            f"must be of the Wan family for {shard.size} processes that share a video; it is a {folder.pipeline}",
-        )
-    if recorded is not None and recorded.values.get("model") == config.model:
-        check_same_model(recorded, folder)
-    prepare_output_dir(config.output_dir)
-    if model is None:
-        return config, load_model(config, folder, shard)
-    check_loaded(config, model)
-    return config, model
+    texts = [("prompts", prompt) for prompt in config.prompts]
+    for name, text in [*texts, ("negative_prompt", config.negative_prompt)]:
+        for tokens, limit, which, summary in kind.lengths(tokenizers, text, config.max_sequence_length) if text else ():
+            has = f"{shorten(text or '')!r} has {tokens}"
+            if tokens > limit and not summary:
+                raise InputError(name, f"must have at most {limit} tokens{which} for this model's text encoder; {has}")
+            if tokens > limit:
+                what = f"the encoder that makes one vector of a prompt sees {limit} tokens; {has}"
+                warnings.warn(f"{name}: {what}", stacklevel=2)
 
 
-def _scheduler(folder: ModelFolder, config: SamplingConfig) -> Any:
-    """The model's own scheduler, or the one that is asked for, with the same flow shift unless another is given."""
-    own = _load_small(folder, "scheduler")
-    key = next((key for key in ("flow_shift", "shift") if key in own.config), None)
-    if config.scheduler is not None:
-        from vmonarch.pipelines.schedulers import few_step_scheduler
-
-        return few_step_scheduler(
-            config.scheduler, config.flow_shift or (own.config[key] if key else 1.0), config.sigmas
-        )
-    if config.flow_shift is None:
-        return own
-    if own.config.get("use_dynamic_shifting"):
-        raise InputError("flow_shift", "cannot be set: this model's shift follows from the size of the video")
-    if key is None:
-        raise InputError("flow_shift", f"cannot be set: {type(own).__name__} has no flow shift")
-    return type(own).from_config(own.config, **{key: config.flow_shift})
+def shorten(text: str, length: int = 40) -> str:
+    """The beginning of a text, for a message."""
+    return text if len(text) <= length else text[: length - 1] + "…"

@@ -9,16 +9,15 @@ from __future__ import annotations
 
 import importlib.util
 import math
+import textwrap
 import warnings
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from vmonarch.configs import InputError, file_sha256
+from vmonarch.configs import InputError
 
 if TYPE_CHECKING:
-    import torch
-
     from vmonarch.pipelines.config import SamplingConfig
 
 # The transformer that each setting is for.
@@ -67,11 +66,8 @@ def find_lora(argument: str, word: str) -> LoraFile:
     try:
         path = Path(huggingface_hub.hf_hub_download(f"{owner}/{model}", file))
     except Exception as error:
-        # The hub library raises its own, requests' and OSErrors; the user needs the same sentence for all of them.
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise InputError(
-            argument, f"{name!r} is neither a file here nor could it be had from the hub: {reason}"
-        ) from error
+        problem = f"{name!r} is neither a file here nor could it be had from the hub: {in_words(error)}"
+        raise InputError(argument, problem) from error
     return LoraFile(path, scale, f"{name}:{scale:g}")
 
 
@@ -93,11 +89,6 @@ def check_lora(argument: str, word: str) -> LoraFile:
         raise InputError(argument, f"{_SUPPORTED}; {lora.file} cannot be read: {error}") from error
 
 
-def lora_sha256(config: SamplingConfig) -> list[str]:
-    """Hashes of the files of a config, those of `lora` first."""
-    return [file_sha256(find_lora(name, word).file) for name in LORA for word in getattr(config, name)]
-
-
 def fuse_loras(pipe: Any, config: SamplingConfig) -> None:
     """Add the LoRA layers of a completed config to a pipeline's weights, which are still on the CPU.
 
@@ -110,47 +101,34 @@ def fuse_loras(pipe: Any, config: SamplingConfig) -> None:
 
 
 def _fuse(pipe: Any, argument: str, component: str, lora: LoraFile) -> None:
+    from safetensors.torch import load_file
+
     if not hasattr(pipe, "load_lora_weights"):
         raise InputError(argument, f"cannot be used: diffusers loads no LoRA layers into a {type(pipe).__name__}")
+    file, transformer = str(lora.file), getattr(pipe, component)
     second = {"load_into_transformer_2": True} if argument == "lora_2" else {}
-    transformer = getattr(pipe, component)
     try:
-        layers = pipe.lora_state_dict(str(lora.file), local_files_only=True)
-        pipe.load_lora_weights(str(lora.file), adapter_name=_ADAPTER, local_files_only=True, **second)
+        layers = pipe.lora_state_dict(file, local_files_only=True)
+        pipe.load_lora_weights(file, adapter_name=_ADAPTER, local_files_only=True, **second)
         there = {key.replace(f".{_ADAPTER}", "") for key in transformer.state_dict() if f".{_ADAPTER}" in key}
         pipe.fuse_lora(components=[component], lora_scale=lora.scale, safe_fusing=True)
     except Exception as error:
-        # diffusers and PEFT raise all kinds here, from KeyError to RuntimeError: the same to the user.
-        reason = " ".join(str(error).split())
-        raise InputError(
-            argument, f"{lora.file} cannot be fused with the {component}: {type(error).__name__}: {reason}"
-        ) from error
+        raise InputError(argument, f"{file} cannot be fused with the {component}: {in_words(error)}") from error
     transformer.unload_lora()
     # diffusers only logs what it passes over.
     lost = [key for key in layers if "lora_" in key and key.removeprefix("transformer.") not in there]
     if lost:
-        raise InputError(
-            argument, f"{lora.file} holds {len(lost)} tensors that the {component} has no place for: {listed(lost)}"
-        )
+        problem = f"{file} holds {len(lost)} tensors that the {component} has no place for: {listed(lost)}"
+        raise InputError(argument, problem)
     if not there:
-        raise InputError(argument, f"{lora.file} holds no LoRA layers of the {component}")
-    _warn_of_left_out(argument, lora.file, layers)
-
-
-def _warn_of_left_out(argument: str, file: Path, layers: dict[str, torch.Tensor]) -> None:
-    """Warn of differences of weights that diffusers' conversion drops, if there is anything in them."""
-    from safetensors.torch import load_file
-
+        raise InputError(argument, f"{file} holds no LoRA layers of the {component}")
+    # Its conversion drops differences of weights without a word: some are zero.
     known = list(layers.values())
-    lost = [
-        key
-        for key, value in load_file(file).items()
-        if key.endswith((".diff", ".diff_b"))
-        and value.any()
-        and not any(value.shape == other.shape and value.equal(other) for other in known)
-    ]
-    if lost:
-        what = f"{len(lost)} tensors of {file.name}, which are not zero: {listed(lost)}"
+    same = lambda value: any(value.shape == other.shape and value.equal(other) for other in known)
+    differences = {key: value for key, value in load_file(file).items() if key.endswith((".diff", ".diff_b"))}
+    dropped = [key for key, value in differences.items() if value.any() and not same(value)]
+    if dropped:
+        what = f"{len(dropped)} tensors of {lora.file.name}, which are not zero: {listed(dropped)}"
         warnings.warn(f"{argument}: diffusers leaves out {what}", stacklevel=2)
 
 
@@ -158,3 +136,8 @@ def listed(names: Iterable[str], most: int = 3) -> str:
     """The first of some names for an error, and how many more there are."""
     names = sorted(names)
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
+def in_words(error: Exception) -> str:
+    """An error of another library in one line: they raise all kinds, which are the same to the user."""
+    return textwrap.shorten(f"{type(error).__name__}: {error}", 400, placeholder=" …")

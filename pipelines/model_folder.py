@@ -7,14 +7,14 @@ import importlib
 import json
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vmonarch.configs import InputError, file_sha256
 from vmonarch.pipelines.kinds import KINDS, TEXT_TO_VIDEO, Configs, Kind
-from vmonarch.pipelines.lora import listed
+from vmonarch.pipelines.lora import in_words, listed
 
 if TYPE_CHECKING:
     import torch
@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from vmonarch.grid import LatentGrid
 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
-# FastWan's checkpoints name a class of FastVideo, whose components are those of the stock pipeline.
-_ALIASES = {"WanDMDPipeline": TEXT_TO_VIDEO}
 # In a proxy's folder: how it was trained, and what it is best run with (`vmonarch.eval.studies.proxy`).
 PROXY_RECORD = "proxy.json"
 # Components that are models and so must come with weights; the others are tokenizers, schedulers and processors.
@@ -112,9 +110,8 @@ class ModelFolder:
             ModelError: neither diffusers nor transformers has it, or not the one that is named.
         """
         library, cls = self.components[name]
-        found = None
-        if library in ("diffusers", "transformers"):
-            found = getattr(importlib.import_module(library), cls, None)
+        known = library in ("diffusers", "transformers")
+        found = getattr(importlib.import_module(library), cls, None) if known else None
         if found is None:
             raise ModelError(
                 f"{self.path} cannot be loaded: its {name} is a {library}.{cls}, which is not there; supported: classes"
@@ -129,14 +126,11 @@ class ModelFolder:
             ModelError: it cannot be loaded, or its weights lack tensors or hold others.
         """
         cls, folder = self.component_class(name), self.path / name
+        options = {"use_safetensors": True, "local_files_only": True, "output_loading_info": True}
         try:
-            model, found = cls.from_pretrained(
-                folder, dtype=dtype, use_safetensors=True, local_files_only=True, output_loading_info=True
-            )
+            model, found = cls.from_pretrained(folder, dtype=dtype, **options)
         except Exception as error:
-            # diffusers and transformers raise all kinds here, from OSError to KeyError: the same to the user.
-            reason = " ".join(str(error).split())
-            raise ModelError(f"{folder} cannot be loaded: {type(error).__name__}: {reason}") from error
+            raise ModelError(f"{folder} cannot be loaded: {in_words(error)}") from error
         # The libraries only warn of these, and what is missing would be random. Tied weights are not among them.
         for kind, problem in (
             ("missing_keys", "lacks {} of the tensors that {} has by its config.json"),
@@ -149,24 +143,24 @@ class ModelFolder:
 
     def fingerprint(self) -> dict[str, Any]:
         """Hash of all index and config files, and of the weights: their contents if small, else names and sizes."""
-        weights = sorted(path for path in self.path.rglob("*.safetensors") if path.is_file())
-        sizes = [(self._relative(path), path.stat().st_size) for path in weights]
+
+        def files(pattern: str) -> dict[str, Path]:
+            found = sorted(path for path in self.path.rglob(pattern) if path.is_file())
+            return {path.relative_to(self.path).as_posix(): path for path in found}
+
+        def digest(paths: Mapping[str, Path]) -> str:
+            hashes = (name.encode() + b"\0" + bytes.fromhex(file_sha256(path)) for name, path in paths.items())
+            return hashlib.sha256(b"".join(hashes)).hexdigest()
+
+        weights = files("*.safetensors")
+        sizes = [(name, path.stat().st_size) for name, path in weights.items()]
         total = sum(size for _, size in sizes)
         return {
-            "configs_sha256": self._hash(self.path.rglob("*.json")),
-            "weights_sha256": self._hash(weights) if total <= _HASHED_BYTES else None,
+            "configs_sha256": digest(files("*.json")),
+            "weights_sha256": digest(weights) if total <= _HASHED_BYTES else None,
             "weights_sizes_sha256": hashlib.sha256(repr(sizes).encode()).hexdigest(),
             "weights_bytes": total,
         }
-
-    def _relative(self, path: Path) -> str:
-        return path.relative_to(self.path).as_posix()
-
-    def _hash(self, paths: Iterable[Path]) -> str:
-        digest = hashlib.sha256()
-        for path in sorted(path for path in paths if path.is_file()):
-            digest.update(self._relative(path).encode() + b"\0" + bytes.fromhex(file_sha256(path)))
-        return digest.hexdigest()
 
 
 def folder_bytes(folder: Path) -> int:
@@ -188,7 +182,8 @@ def find_model(name: str, revision: str | None = None) -> ModelFolder:
     path, revision = _locate(name, revision)
     index = read_json(path / "model_index.json")
     pipeline: Any = index.get("_class_name")
-    pipeline = _ALIASES.get(pipeline, pipeline)
+    # FastWan's checkpoints name a class of FastVideo, whose components are those of the stock pipeline.
+    pipeline = TEXT_TO_VIDEO if pipeline == "WanDMDPipeline" else pipeline
     if pipeline not in KINDS:
         raise ModelError(f"{path} holds a {pipeline}; supported: {', '.join(KINDS)}")
     components = {
@@ -196,23 +191,20 @@ def find_model(name: str, revision: str | None = None) -> ModelFolder:
         for key, entry in index.items()
         if isinstance(entry, list) and len(entry) == 2 and entry[0]
     }
-    for required in ("vae", "text_encoder", "tokenizer", "scheduler"):
+    transformers = [name for name in ("transformer", "transformer_2") if name in components]
+    for required in ("vae", "text_encoder", "tokenizer", "scheduler", *(() if transformers else ("transformer",))):
         if required not in components:
             raise ModelError(f"{path / 'model_index.json'} names no {required}")
-    transformers = [name for name in ("transformer", "transformer_2") if name in components]
-    if not transformers:
-        raise ModelError(f"{path / 'model_index.json'} names no transformer")
     for component in components:
         if not (path / component).is_dir():
             raise ModelError(f"{path} has no folder {component}/, which its model_index.json names")
         if component in MODELS:
             _check_weights(path / component)
-    transformer = read_json(path / transformers[0] / "config.json")
-    vae = read_json(path / "vae" / "config.json")
-    configs = {"transformer": transformer, "vae": vae}
+    configs = {"vae": read_json(path / "vae" / "config.json")}
+    configs["transformer"] = read_json(path / transformers[0] / "config.json")
     if "guider" in components:
         configs["guider"] = read_json(path / "guider" / "guider_config.json")
-    kind, z_dim = KINDS[pipeline], vae.get("z_dim", 16)
+    kind, transformer, z_dim = KINDS[pipeline], configs["transformer"], configs["vae"].get("z_dim", 16)
     # Image-to-video models of Wan 2.1 and 2.2 A14B take mask and image latents as extra input channels.
     image_conditioned = kind.wan and transformer.get("in_channels", z_dim) > z_dim
     return ModelFolder(
@@ -242,11 +234,8 @@ def find_wan_model(name: str, revision: str | None = None) -> ModelFolder:
     folder = find_model(name, revision)
     if not folder.kind.wan:
         supported = ", ".join(pipeline for pipeline, kind in KINDS.items() if kind.wan)
-        raise InputError(
-            "model",
-            f"must be of the Wan family, as training data and trainer are ({supported}); {name!r} is a"
-            f" {folder.pipeline}",
-        )
+        problem = f"must be of the Wan family, as training data and trainer are ({supported})"
+        raise InputError("model", f"{problem}; {name!r} is a {folder.pipeline}")
     return folder
 
 
@@ -274,11 +263,8 @@ def _locate(name: str, revision: str | None) -> tuple[Path, str | None]:
     try:
         snapshot = Path(huggingface_hub.snapshot_download(name, revision=revision, allow_patterns=_HUB_FILES))
     except Exception as error:
-        # The hub library raises its own, requests' and OSErrors; the user needs the same sentence for all of them.
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise ModelError(
-            f"model {name!r} is neither a folder here nor could it be had from the hub: {reason}"
-        ) from error
+        problem = f"model {name!r} is neither a folder here nor could it be had from the hub: {in_words(error)}"
+        raise ModelError(problem) from error
     return snapshot, snapshot.name
 
 
@@ -316,13 +302,9 @@ def _check_weights(folder: Path) -> None:
         try:
             with safe_open(file, "numpy"):
                 pass
-        except FileNotFoundError as error:
-            raise ModelError(f"weights are missing: there is no {file}") from error
-        except OSError as error:
-            raise ModelError(f"weights {file} cannot be read: {error}") from error
         except Exception as error:
-            # safetensors' own, which is no more than an Exception.
-            raise ModelError(f"weights {file} are damaged: {error}") from error
+            # safetensors' own is no more than an Exception.
+            raise ModelError(f"weights are missing or damaged: {file}: {error}") from error
 
 
 def _weight_files(folder: Path) -> list[Path]:

@@ -1,17 +1,27 @@
-"""What generation leaves on disk, and where: nothing is overwritten or lost."""
+"""What generation leaves on disk, and where: nothing is overwritten or lost; a record makes its video again."""
 
 from __future__ import annotations
 
 import contextlib
-import os
+import hashlib
 import re
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from vmonarch.configs import InputError
+from vmonarch.configs import InputError, file_sha256, read_document
+from vmonarch.pipelines.lora import LORA, find_lora
+
+if TYPE_CHECKING:
+    import torch
+
+    from vmonarch.pipelines.config import SamplingConfig
+    from vmonarch.pipelines.loading import LoadedModel
+    from vmonarch.pipelines.model_folder import ModelFolder
+
+RECORD_FORMAT = "vmonarch-generate-1"
 
 
 @dataclass(frozen=True)
@@ -35,6 +45,88 @@ class GenerationError(RuntimeError):
     def __init__(self, message: str, videos: Sequence[GeneratedVideo] = ()) -> None:
         super().__init__(message)
         self.videos = tuple(videos)
+
+
+class Recorded(NamedTuple):
+    """A record read back: the settings of its video, and the hashes of what it was made with."""
+
+    values: dict[str, Any]
+    model: dict[str, Any]
+
+
+def load_record(path: str) -> Recorded:
+    """Read the JSON beside a generated video.
+
+    Raises:
+        InputError: no such file, no JSON, or no record of ours.
+    """
+    record = read_document("from_json", path, RECORD_FORMAT, "record of a generated video")
+    values, model = record.get("config"), record.get("model")
+    if not (isinstance(values, dict) and isinstance(model, dict)):
+        raise InputError("from_json", f"{path!r} is an incomplete record")
+    # What was replaced when it was made is not to be replaced again.
+    return Recorded({key: value for key, value in values.items() if key != "overwrite"}, model)
+
+
+def check_sources(recorded: Recorded, config: SamplingConfig, folder: ModelFolder) -> None:
+    """Check that what a completed config still takes from a record is what it was: model, picture and LoRA files.
+
+    Raises:
+        InputError: it has changed.
+    """
+    settings, now = config.to_dict(), source_hashes(config, folder)
+    for names, key, what in (
+        (("model",), "configs_sha256", "a model whose config files have"),
+        (("model",), "weights_sha256", "a model whose weights have"),
+        (("model",), "weights_sizes_sha256", "a model whose weights have"),
+        (("image",), "image_sha256", "an image that has"),
+        (tuple(LORA), "lora_sha256", "a LoRA file that has"),
+    ):
+        same = all(settings[name] == recorded.values.get(name) for name in names)
+        if same and recorded.model.get(key, now[key]) != now[key]:
+            raise InputError("from_json", f"names {what} changed since: {settings[names[0]]}")
+
+
+def source_hashes(config: SamplingConfig, folder: ModelFolder) -> dict[str, Any]:
+    """Hashes of what a completed config names: the files of the model, of the picture and of the LoRA layers."""
+    return {
+        "image_sha256": file_sha256(config.image) if config.image else None,
+        "lora_sha256": lora_sha256(config),
+        **folder.fingerprint(),
+    }
+
+
+def lora_sha256(config: SamplingConfig) -> list[str]:
+    """Hashes of the LoRA files of a config, those of `lora` first."""
+    return [file_sha256(find_lora(name, word).file) for name in LORA for word in getattr(config, name)]
+
+
+def frames_sha256(frames: torch.Tensor) -> str:
+    """Hash of the exact bits of float32 frames [F, 3, H, W]."""
+    return hashlib.sha256(frames.contiguous().numpy().tobytes()).hexdigest()
+
+
+def facts(config: SamplingConfig, model: LoadedModel) -> dict[str, Any]:
+    """What a record says about model and machine: the same for all videos of a run."""
+    from vmonarch.pipelines.environment import environment
+    from vmonarch.pipelines.video_io import open_image
+
+    assert config.height is not None and config.width is not None
+    return {
+        "model": {
+            "name": model.folder.name,
+            # The embedded model is part of the package: where that lies says nothing about the video.
+            "path": None if model.folder.name == "embedded" else str(model.folder.path),
+            "revision": model.folder.revision,
+            "pipeline": type(model.pipe).__name__,
+            "dtype": str(model.dtype).removeprefix("torch."),
+            "vae_dtype": str(model.pipe.vae.dtype).removeprefix("torch."),
+            "scheduler": type(model.pipe.scheduler).__name__,
+            "image_changes": open_image(config.image, config.height, config.width)[1] if config.image else None,
+            **source_hashes(config, model.folder),
+        },
+        "environment": environment(model.device),
+    }
 
 
 def prepare_output_dir(output_dir: str) -> Path:
@@ -71,7 +163,7 @@ def reserve_number(folder: Path, number: int | None = None) -> Iterator[str]:
     while True:
         mark = folder / f".{number:04d}.reserved"
         try:
-            os.close(os.open(mark, os.O_CREAT | os.O_EXCL | os.O_WRONLY))
+            mark.touch(exist_ok=False)
             break
         except FileExistsError:
             number += 1

@@ -44,13 +44,10 @@ def check_alone() -> None:
     Raises:
         InputError: it is not.
     """
-    shard = Shard.of_environment()
-    if shard.size > 1:
-        raise InputError(
-            "WORLD_SIZE",
-            f"is {shard.size}, but this command is for one process; with several, `vmonarch generate` shares every"
-            " video and `vmonarch eval` its items",
-        )
+    size = Shard.of_environment().size
+    if size > 1:
+        several = "`vmonarch generate` shares every video and `vmonarch eval` its items"
+        raise InputError("WORLD_SIZE", f"is {size}, but this command is for one process; with several, {several}")
 
 
 def check_sharing(config: SamplingConfig, shard: Shard) -> None:
@@ -66,10 +63,9 @@ def check_sharing(config: SamplingConfig, shard: Shard) -> None:
     who = f"{shard.size} processes that share a video"
     if torch.accelerator.device_count() == 0:
         raise InputError("device", f"cannot be the CPU for {who}: each needs a GPU")
-    if config.device != "auto":
-        raise InputError("device", f"must be auto for {who}, as each has its own, got {config.device}")
-    if config.offload != "none":
-        raise InputError("offload", f"must be none for {who}, got {config.offload}")
+    for name, needed, why in (("device", "auto", ", as each has its own"), ("offload", "none", "")):
+        if getattr(config, name) != needed:
+            raise InputError(name, f"must be {needed} for {who}{why}, got {getattr(config, name)}")
     if config.stack.cache is not None:
         raise InputError("cache", f"must be null for {who}")
 

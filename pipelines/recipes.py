@@ -7,7 +7,7 @@
     recipes.apply(pipe, "full")                       # stock again
 
 A recipe is a file of `configs/recipes/`: an attention method, and a `vmonarch.configs.stack.Stack` of compiled blocks,
-quantised linear layers, a step cache of diffusers and batched guidance.
+quantised linear layers and a step cache of diffusers.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from vmonarch.configs import InputError
 from vmonarch.configs.methods import AttentionMethod, resolve_method
 from vmonarch.configs.stack import CACHES, Stack
+from vmonarch.installation import find_transformers
 
 if TYPE_CHECKING:
     import torch
@@ -42,21 +43,16 @@ class _Installed:
         blocks: whose forward is compiled, each with the forward that was set on it before, if any.
         cache: whether a step cache is enabled.
         backend: whether the attention backend was chosen.
-        linears: how weights are quantised now.
-        weights: the weights of linear layers by how they are quantised, None for the model's own; empty of those of a
-            transformer that was quantised for good.
+        linears: how weights are quantised.
+        own: the linear layers' weights in the model's own type, while they are quantised; None if they are not, or were
+            for good.
     """
 
     blocks: list[tuple[Any, Any]] = field(default_factory=list)
     cache: bool = False
     backend: bool = False
     linears: str | None = None
-    weights: dict[str | None, list[Any]] = field(default_factory=dict)
-
-    @property
-    def for_good(self) -> bool:
-        """Whether the weights in the model's own type are gone."""
-        return self.linears is not None and None not in self.weights
+    own: list[Any] | None = None
 
 
 def apply(
@@ -83,15 +79,15 @@ def apply(
     """
     method = recipe if isinstance(recipe, AttentionMethod) else resolve_method(recipe, argument="recipe", recipes=True)
     caches = cache_config(method.stack, steps)
-    transformers = _transformers(pipe)
+    transformers: list[Any] = list(find_transformers(pipe).values())
     # Where it computes: with offloading the weights are elsewhere.
     device = getattr(pipe, "_execution_device", None) or next(transformers[0].parameters()).device
     for transformer in transformers:
-        _check(transformer, method.stack, device)
-        _take_off(transformer)
+        _take_off(transformer, method.stack, device)
     method.install(pipe)
-    for transformer in transformers:
-        _put_on(transformer, method.stack, caches, device, compile_backend)
+    if method.stack:
+        for transformer in transformers:
+            _put_on(transformer, method.stack, caches, device, compile_backend)
     return method
 
 
@@ -126,9 +122,8 @@ def check_linears(linears: str, device: torch.device) -> None:
     if linears != "float8":
         return
     if device.type != "cuda" or torch.cuda.get_device_capability(device) < _FLOAT8_CAPABILITY:
-        raise InputError(
-            "linears", "'float8' needs a GPU of Ada, Hopper or newer; elsewhere use float8-weights or null"
-        )
+        problem = "'float8' needs a GPU of Ada, Hopper or newer; elsewhere use float8-weights or null"
+        raise InputError("linears", problem)
 
 
 @contextlib.contextmanager
@@ -143,12 +138,6 @@ def room_for_versions(methods: Iterable[AttentionMethod]) -> Iterator[None]:
         yield
 
 
-def _transformers(pipe: Any) -> list[Any]:
-    from vmonarch.installation import find_transformers
-
-    return list(find_transformers(pipe).values())
-
-
 def repeated_blocks(transformer: Any) -> list[Any]:
     """The repeated blocks of a transformer, as diffusers names them."""
     return [m for m in transformer.modules() if type(m).__name__ in (transformer._repeated_blocks or ())]
@@ -157,26 +146,9 @@ def repeated_blocks(transformer: Any) -> list[Any]:
 def _quantisable(module: torch.nn.Module, name: str = "") -> bool:
     import torch
 
-    sizes = (module.in_features, module.out_features) if isinstance(module, torch.nn.Linear) else ()
-    return bool(sizes) and not any(size % _FLOAT8_MULTIPLE for size in sizes)
-
-
-def _linears(transformer: Any) -> list[Any]:
-    """The linear layers that can be quantised."""
-    return [module for block in repeated_blocks(transformer) for module in block.modules() if _quantisable(module)]
-
-
-def _check(transformer: Any, stack: Stack, device: torch.device) -> None:
-    installed = getattr(transformer, _ATTRIBUTE, None) or _Installed()
-    if installed.for_good and stack.linears != installed.linears:
-        raise InputError(
-            "linears", f"must be {installed.linears!r}, got {stack.linears!r}: the model was quantised for good"
-        )
-    if stack.linears:
-        check_linears(stack.linears, device)
-    if stack.compile and not repeated_blocks(transformer):
-        name = type(transformer).__name__
-        raise InputError("compile", f"cannot be used: diffusers names no repeated blocks of {name}")
+    if not isinstance(module, torch.nn.Linear):
+        return False
+    return not (module.in_features % _FLOAT8_MULTIPLE or module.out_features % _FLOAT8_MULTIPLE)
 
 
 def _quantise(block: torch.nn.Module, linears: str) -> None:
@@ -225,15 +197,43 @@ def cache_config(stack: Stack, steps: int | None) -> Any:
         raise InputError("cache", f"cannot be used: {' '.join(str(error).split())}") from error
 
 
+def _take_off(transformer: Any, stack: Stack, device: torch.device) -> None:
+    """Check that the transformer can carry a stack, and leave it as it was before any.
+
+    Raises:
+        InputError: it cannot; what it carries stays.
+    """
+    installed: _Installed = getattr(transformer, _ATTRIBUTE, None) or _Installed()
+    for_good = installed.linears if installed.own is None else None
+    if for_good and stack.linears != for_good:
+        raise InputError("linears", f"must be {for_good!r}, got {stack.linears!r}: the model was quantised for good")
+    if stack.linears:
+        check_linears(stack.linears, device)
+    if stack.compile and not repeated_blocks(transformer):
+        name = type(transformer).__name__
+        raise InputError("compile", f"cannot be used: diffusers names no repeated blocks of {name}")
+    if installed.cache:
+        transformer.disable_cache()
+    for block, before in installed.blocks:
+        del block.forward
+        if before is not None:
+            block.forward = before
+    if installed.backend:
+        transformer.reset_attention_backend()
+    if installed.own is not None:
+        for module, weight in zip(_linears(transformer), installed.own, strict=True):
+            module.weight = weight
+    setattr(transformer, _ATTRIBUTE, _Installed(linears=for_good))
+
+
 def _put_on(transformer: Any, stack: Stack, cache: Any, device: torch.device, backend: str) -> None:
-    if not stack:
-        return
     import torch
 
-    installed = getattr(transformer, _ATTRIBUTE, None) or _Installed()
-    setattr(transformer, _ATTRIBUTE, installed)
-    if stack.linears != installed.linears:
-        _swap_weights(transformer, installed, stack.linears)
+    installed: _Installed = getattr(transformer, _ATTRIBUTE)
+    if stack.linears and stack.linears != installed.linears:
+        installed.linears, installed.own = stack.linears, [module.weight for module in _linears(transformer)]
+        for block in repeated_blocks(transformer):
+            _quantise(block, stack.linears)
     if stack.compile:
         if device.type == "cuda":
             transformer.set_attention_backend("_native_cudnn")
@@ -247,35 +247,6 @@ def _put_on(transformer: Any, stack: Stack, cache: Any, device: torch.device, ba
         installed.cache = True
 
 
-def _take_off(transformer: Any) -> None:
-    """Leave the transformer as it was before any stack; quantised weights are kept for another time."""
-    installed: _Installed | None = getattr(transformer, _ATTRIBUTE, None)
-    if installed is None:
-        return
-    if installed.cache:
-        transformer.disable_cache()
-        installed.cache = False
-    for block, before in installed.blocks:
-        del block.forward
-        if before is not None:
-            block.forward = before
-    installed.blocks = []
-    if installed.backend:
-        transformer.reset_attention_backend()
-        installed.backend = False
-    if installed.linears and not installed.for_good:
-        _swap_weights(transformer, installed, None)
-
-
-def _swap_weights(transformer: Any, installed: _Installed, linears: str | None) -> None:
-    """Give the linear layers the weights that are quantised this way, made the first time."""
-    modules = _linears(transformer)
-    own = installed.weights.setdefault(None, [module.weight for module in modules])
-    for module, weight in zip(modules, installed.weights.get(linears, own), strict=True):
-        module.weight = weight
-    if linears not in installed.weights:
-        assert linears is not None
-        for block in repeated_blocks(transformer):
-            _quantise(block, linears)
-        installed.weights[linears] = [module.weight for module in modules]
-    installed.linears = linears
+def _linears(transformer: Any) -> list[Any]:
+    """The linear layers that can be quantised."""
+    return [module for block in repeated_blocks(transformer) for module in block.modules() if _quantisable(module)]

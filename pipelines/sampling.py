@@ -12,52 +12,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from vmonarch.pipelines.config import SamplingConfig
-from vmonarch.pipelines.devices import synchronize
-from vmonarch.pipelines.first_frame import open_image
-from vmonarch.pipelines.kinds import Kind, kind_of
+from vmonarch.pipelines.kinds import kind_of
 from vmonarch.pipelines.loading import LoadedModel
 from vmonarch.pipelines.outputs import GenerationError
 
 if TYPE_CHECKING:
     import torch
-
-
-_TRANSFORMERS = ("transformer", "transformer_2")
-_TEXT_ENCODERS = ("text_encoder", "text_encoder_2")
-
-
-@contextlib.contextmanager
-def forward_marks(pipe: Any, components: Sequence[str], device: torch.device) -> Iterator[list[Any]]:
-    """When forward calls of some of a pipeline's components begin and end while the block runs, one after the other.
-
-    On a GPU these are events, not synchronisations: measuring must not stall its queue.
-    """
-    import torch
-
-    marks: list[Any] = []
-
-    def mark(*_: Any) -> None:
-        if device.type == "cuda":
-            marks.append(torch.cuda.Event(enable_timing=True))
-            marks[-1].record()
-        else:
-            marks.append(time.perf_counter())
-
-    modules = [module for name in components if (module := getattr(pipe, name, None)) is not None]
-    hooks = [module.register_forward_pre_hook(mark, prepend=True) for module in modules]
-    hooks += [module.register_forward_hook(mark) for module in modules]
-    try:
-        yield marks
-    finally:
-        for hook in hooks:
-            hook.remove()
-
-
-def _between(marks: Sequence[Any], device: torch.device) -> float:
-    """Seconds in all forward calls together."""
-    synchronize(device)
-    pairs = zip(marks[::2], marks[1::2], strict=True)
-    return sum(begin.elapsed_time(end) / 1000 if device.type == "cuda" else end - begin for begin, end in pairs)
 
 
 @dataclass(frozen=True)
@@ -87,6 +47,23 @@ class Batch(Latents):
     frames: torch.Tensor
 
 
+def sample(
+    model: LoadedModel,
+    config: SamplingConfig,
+    prompts: Sequence[str],
+    seeds: Sequence[int],
+    *,
+    progress: str | None = None,
+) -> Batch:
+    """One video for each pair of `prompts[i]` and `seeds[i]`: `denoise`, then `decode`."""
+    result = denoise(model, config, prompts, seeds, progress=progress)
+    start = _now(model.device)
+    frames = decode(model.pipe, result.latents)
+    seconds = result.seconds | {"decode": _now(model.device) - start}
+    seconds["total"] = seconds["text"] + seconds["denoise"] + seconds["decode"]
+    return Batch(result.latents.cpu(), seconds, result.transformer_calls, frames)
+
+
 def denoise(
     model: LoadedModel,
     config: SamplingConfig,
@@ -111,74 +88,41 @@ def denoise(
 
     if len(prompts) != len(seeds) or not prompts:
         raise ValueError(f"seeds must have one entry for each of the {len(prompts)} prompts, got {len(seeds)}")
-    assert config.num_frames is not None and config.height is not None and config.width is not None
     pipe, device, kind = model.pipe, model.device, model.folder.kind
-    size = model.folder.latents(config.num_frames, config.height, config.width)
+    generators = [torch.Generator("cpu").manual_seed(seed) for seed in seeds]
+    names = {**{name: name for name in ("height", "width", "num_frames")}, **kind.arguments}
+    arguments: dict[str, Any] = {name: getattr(config, setting) for setting, name in names.items()}
+    if config.image is not None:
+        from vmonarch.pipelines.video_io import open_image
+
+        arguments["image"], _ = open_image(config.image, arguments["height"], arguments["width"])
+    arguments |= {
+        "prompt": list(prompts),
+        "negative_prompt": [config.negative_prompt or ""] * len(prompts),
+        "num_inference_steps": steps or config.steps,
+        "generator": generators,
+        "output_type": "latent",
+    }
     pipe.set_progress_bar_config(disable=progress is None, desc=progress, leave=False)
-    with torch.no_grad(), deterministic_convolutions():
-        generators = [torch.Generator("cpu").manual_seed(seed) for seed in seeds]
-        arguments = _arguments(kind, config, len(prompts)) | {
-            "prompt": list(prompts),
-            "num_inference_steps": steps or config.steps,
-            "generator": generators,
-            "output_type": "latent",
-        }
-        kind.prepare(pipe, config)
-        if hasattr(pipe.scheduler, "generator"):
-            # Pipelines give it to no step.
-            pipe.scheduler.generator = generators
-        start = _mark(device)
-        with forward_marks(pipe, _TEXT_ENCODERS, device) as text, forward_marks(pipe, _TRANSFORMERS, device) as marks:
-            found = pipe(**arguments).frames
-        done = _mark(device)
+    kind.prepare(pipe, config)
+    if hasattr(pipe.scheduler, "generator"):
+        # Pipelines give it to no step.
+        pipe.scheduler.generator = generators
+    start = _now(device)
+    with (
+        torch.no_grad(),
+        deterministic_convolutions(),
+        _marks(pipe, ("text_encoder", "text_encoder_2"), device) as text,
+        _marks(pipe, ("transformer", "transformer_2"), device) as forward,
+    ):
+        found = pipe(**{name: value for name, value in arguments.items() if value is not None}).frames
+    spent = _now(device) - start
     if len(found) != len(prompts):
         raise GenerationError(f"the pipeline returned {len(found)} videos for {len(prompts)} prompts")
-    encoding = _between(text, device)
-    seconds = {"text": encoding, "denoise": done - start - encoding, "transformer": _between(marks, device)}
-    return Latents(kind.latents(pipe, found, size), seconds, len(marks) // 2)
-
-
-def _arguments(kind: Kind, config: SamplingConfig, videos: int) -> dict[str, Any]:
-    """What a pipeline is called with for a completed config, but for prompts, seeds and steps."""
-    arguments = {name: getattr(config, name) for name in ("height", "width", "num_frames")}
-    arguments |= {name: getattr(config, setting) for setting, name in kind.arguments.items()}
-    arguments["negative_prompt"] = [config.negative_prompt or ""] * videos
-    if config.image is not None:
-        assert config.height is not None and config.width is not None
-        arguments["image"], _ = open_image(config.image, config.height, config.width)
-    return {name: value for name, value in arguments.items() if value is not None}
-
-
-def sample(
-    model: LoadedModel,
-    config: SamplingConfig,
-    prompts: Sequence[str],
-    seeds: Sequence[int],
-    *,
-    progress: str | None = None,
-) -> Batch:
-    """One video for each pair of `prompts[i]` and `seeds[i]`: `denoise`, then `decode`."""
-    result = denoise(model, config, prompts, seeds, progress=progress)
-    start = _mark(model.device)
-    frames = decode(model.pipe, result.latents)
-    seconds = result.seconds | {"decode": _mark(model.device) - start}
-    seconds["total"] = seconds["text"] + seconds["denoise"] + seconds["decode"]
-    return Batch(result.latents.cpu(), seconds, result.transformer_calls, frames)
-
-
-def _mark(device: torch.device) -> float:
-    synchronize(device)
-    return time.perf_counter()
-
-
-@contextlib.contextmanager
-def deterministic_convolutions() -> Iterator[None]:
-    """Let cuDNN take no algorithm whose sums depend on the order of threads; settings return to what they were."""
-    import torch
-
-    cudnn = torch.backends.cudnn
-    with cudnn.flags(enabled=cudnn.enabled, benchmark=False, deterministic=True, allow_tf32=cudnn.allow_tf32):
-        yield
+    encoding = _between(text)
+    seconds = {"text": encoding, "denoise": spent - encoding, "transformer": _between(forward)}
+    size = model.folder.latents(arguments["num_frames"], arguments["height"], arguments["width"])
+    return Latents(kind.latents(pipe, found, size), seconds, len(forward) // 2)
 
 
 def decode(pipe: Any, latents: torch.Tensor) -> torch.Tensor:
@@ -196,3 +140,55 @@ def decode(pipe: Any, latents: torch.Tensor) -> torch.Tensor:
             videos.append((decoded[0].float() / 2 + 0.5).clamp(0, 1).transpose(0, 1).cpu())
     pipe.maybe_free_model_hooks()
     return torch.stack(videos)
+
+
+@contextlib.contextmanager
+def deterministic_convolutions() -> Iterator[None]:
+    """Let cuDNN take no algorithm whose sums depend on the order of threads; settings return to what they were."""
+    import torch
+
+    cudnn = torch.backends.cudnn
+    with cudnn.flags(enabled=cudnn.enabled, benchmark=False, deterministic=True, allow_tf32=cudnn.allow_tf32):
+        yield
+
+
+def _now(device: torch.device) -> float:
+    """Seconds, once all that a GPU has been given is done."""
+    import torch
+
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+@contextlib.contextmanager
+def _marks(pipe: Any, components: Sequence[str], device: torch.device) -> Iterator[list[Any]]:
+    """When forward calls of some of a pipeline's components begin and end while the block runs, one after the other.
+
+    On a GPU these are events, not synchronisations: measuring must not stall its queue.
+    """
+    import torch
+
+    marks: list[Any] = []
+
+    def mark(*_: Any) -> None:
+        if device.type == "cuda":
+            marks.append(torch.cuda.Event(enable_timing=True))
+            marks[-1].record()
+        else:
+            marks.append(time.perf_counter())
+
+    modules = [module for name in components if (module := getattr(pipe, name, None)) is not None]
+    hooks = [module.register_forward_pre_hook(mark, prepend=True) for module in modules]
+    hooks += [module.register_forward_hook(mark) for module in modules]
+    try:
+        yield marks
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _between(marks: Sequence[Any]) -> float:
+    """Seconds in all forward calls together, which are over."""
+    pairs = zip(marks[::2], marks[1::2], strict=True)
+    return sum(end - begin if isinstance(end, float) else begin.elapsed_time(end) / 1000 for begin, end in pairs)

@@ -35,14 +35,11 @@ class _FewSteps:
     ) -> None:
         """As diffusers'; `sigmas` are levels before the shift."""
         if sigmas is None:
-            assert num_inference_steps is not None
-            if self.levels and num_inference_steps > len(self.levels):
-                raise ValueError(
-                    f"num_inference_steps must be at most {len(self.levels)}, the number of sigmas that the scheduler"
-                    f" was made with, got {num_inference_steps}"
-                )
-            even = np.linspace(1, 0, num_inference_steps, endpoint=False).tolist()
-            sigmas = self.levels[:num_inference_steps] or even
+            steps, most = num_inference_steps or 0, len(self.levels)
+            if self.levels and steps > most:
+                problem = f"at most {most}, the number of sigmas that the scheduler was made with, got {steps}"
+                raise ValueError(f"num_inference_steps must be {problem}")
+            sigmas = self.levels[:steps] or np.linspace(1, 0, steps, endpoint=False).tolist()
         super().set_timesteps(device=device, sigmas=sigmas, **others)  # type: ignore[misc]
 
     def step(

@@ -1,4 +1,4 @@
-"""Writing, reading and laying out videos.
+"""Writing, reading and laying out videos, and reading the first frame of one.
 
 Legend: F frames, H and W pixels. Generated videos are float tensors [F, 3, H, W] in [0, 1]; pictures and decoded videos
 are uint8 arrays [F, H, W, 3].
@@ -6,18 +6,21 @@ are uint8 arrays [F, H, W, 3].
 
 from __future__ import annotations
 
-import contextlib
-import itertools
+import functools
+import io
 import re
 import subprocess
 import textwrap
 from collections.abc import Mapping, Sequence
+from fractions import Fraction
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+
+from vmonarch.configs import InputError
 
 if TYPE_CHECKING:
     from PIL import Image, ImageFont
@@ -31,6 +34,8 @@ _PIXELS_PER_THREAD = 100_000
 
 _BACKGROUND, _INK, _FAINT = (255, 255, 255), (24, 24, 27), (110, 110, 118)
 _MARGIN, _GAP, _LINE = 16, 8, 20
+# Label, note and frame [H, W, 3] of a part of a picture.
+_Cell = tuple[str, str, NDArray[np.uint8] | None]
 
 
 class VideoError(RuntimeError):
@@ -77,8 +82,6 @@ def encode_video(path: Path, frames: NDArray[np.uint8], fps: float) -> None:
         ValueError: another dtype or shape, an odd height or width (4:2:0 halves both), fps not above 0.
         OSError: ffmpeg could not write the file.
     """
-    import imageio_ffmpeg
-
     if frames.dtype != np.uint8 or frames.ndim != 4 or frames.shape[3] != 3 or 0 in frames.shape:
         raise ValueError(f"frames must be uint8 [F, H, W, 3] and not empty, got {frames.dtype} {frames.shape}")
     height, width = frames.shape[1:3]
@@ -89,26 +92,16 @@ def encode_video(path: Path, frames: NDArray[np.uint8], fps: float) -> None:
     threads = max(1, min(8, height * width // _PIXELS_PER_THREAD))
     # Converted by BT.709 and marked so: players that must guess take BT.601 for small videos, and shift the colours.
     bt709 = "setparams=range=tv:colorspace=bt709:color_primaries=bt709:color_trc=bt709"
-    options = [
+    run = _ffmpeg(
+        *("-y", "-v", "error", "-f", "rawvideo", "-s", f"{width}x{height}", "-pix_fmt", "rgb24"),
+        *("-r", str(Fraction(fps).limit_denominator()), "-i", "pipe:0", "-c:v", "libx264", "-pix_fmt", "yuv420p"),
         *("-vf", f"scale=out_color_matrix=bt709:out_range=tv,{bt709}", "-threads", str(threads), "-crf", "12"),
-        *("-movflags", "+faststart", "-fflags", "+bitexact", "-flags:v", "+bitexact", "-f", "mp4"),
-    ]
-    writer = imageio_ffmpeg.write_frames(
-        _url(path), (width, height), fps=fps, codec="libx264", quality=None, macro_block_size=1,
-        ffmpeg_log_level="error", output_params=options,
-    )  # fmt: skip
-    try:
-        with contextlib.closing(writer):
-            writer.send(None)
-            for frame in frames:
-                writer.send(np.ascontiguousarray(frame).data)
-        # The writer does not tell how ffmpeg ended.
-        written, _ = imageio_ffmpeg.count_frames_and_secs(_url(path))
-    except (OSError, RuntimeError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise OSError(f"ffmpeg could not write the video: {reason}") from error
-    if written != len(frames):
-        raise OSError(f"ffmpeg could not write the video: {written} frames of {len(frames)} are there")
+        *("-movflags", "+faststart", "-fflags", "+bitexact", "-flags:v", "+bitexact", "-f", "mp4", _url(path)),
+        input=np.ascontiguousarray(frames).data,
+    )
+    if run.returncode:
+        reason = (run.stderr.decode(errors="replace").strip().splitlines() or [f"it ended with {run.returncode}"])[-1]
+        raise OSError(f"ffmpeg could not write the video: {reason}")
 
 
 def read_video(path: Path) -> tuple[NDArray[np.uint8], float]:
@@ -118,27 +111,15 @@ def read_video(path: Path) -> tuple[NDArray[np.uint8], float]:
         FileNotFoundError: there is no such file.
         VideoError: it cannot be decoded or holds no frame.
     """
-    import imageio_ffmpeg
-
     path = Path(path)
     if not path.is_file():
         raise FileNotFoundError(f"there is no video {path}")
-    # Not imageio_ffmpeg's reader: its fork runs Python between fork and exec, where Ctrl-C gets lost.
-    command = [
-        *(imageio_ffmpeg.get_ffmpeg_exe(), "-nostdin", "-hide_banner", "-xerror", "-i", _url(path), "-map", "0:V:0"),
+    run = _ffmpeg(
+        *("-nostdin", "-hide_banner", "-xerror", "-i", _url(path), "-map", "0:V:0"),
         *("-fps_mode", "passthrough", "-f", "image2pipe", "-c:v", "ppm", "-pix_fmt", "rgb24", "pipe:1"),
-    ]
-    process = subprocess.Popen(
-        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, process_group=0
     )
-    try:
-        output, log = process.communicate()
-    except BaseException:
-        process.kill()
-        process.wait()
-        raise
-    text = log.decode(errors="replace")
-    if process.returncode:
+    output, text = run.stdout, run.stderr.decode(errors="replace")
+    if run.returncode:
         reason = (text.strip().splitlines() or ["no message"])[-1]
         raise VideoError(f"{path} cannot be decoded: {reason}")
     # ffmpeg writes 1000 as "1k". An attached picture may come first; it has no rate, or that of its clock.
@@ -154,6 +135,17 @@ def read_video(path: Path) -> tuple[NDArray[np.uint8], float]:
     if len(output) % size or not (files[:, :start] == files[0, :start]).all():
         raise VideoError("the decoder's output is no stream of pictures")
     return files[:, start:].reshape(-1, height, width, 3), float(rate.group(1)) * (1000 if rate.group(2) else 1)
+
+
+def _ffmpeg(*arguments: str, input: Any = b"") -> subprocess.CompletedProcess[bytes]:
+    """Run ffmpeg to its end, in a group of its own, which Ctrl-C does not reach: it is killed with this process's call.
+
+    Not by imageio's reader and writer: these do not tell how ffmpeg ended, and lose a Ctrl-C while they start it.
+    """
+    import imageio_ffmpeg
+
+    command = [imageio_ffmpeg.get_ffmpeg_exe(), *arguments]
+    return subprocess.run(command, input=input, capture_output=True, process_group=0)
 
 
 def _url(path: Path) -> str:
@@ -178,6 +170,54 @@ def verify_video(path: Path, frames: NDArray[np.uint8]) -> NDArray[np.uint8]:
     return decoded
 
 
+def open_image(path: str, height: int, width: int) -> tuple[Image.Image, str]:
+    """The first frame that a picture file gives, RGB of this size, and in words what of the picture it does not show.
+
+    The picture stands as its EXIF tag says, has its colour profile converted to sRGB, its 16 bits scaled to 8 and
+    transparent pixels laid over black, and is cropped to the frame's shape, at its centre, and scaled. Clips for
+    training are cropped alike.
+
+    Raises:
+        InputError: it or its colour profile cannot be read, or it has 32 bits a channel, whose white nobody knows.
+    """
+    from PIL import Image, ImageCms, ImageOps, UnidentifiedImageError
+
+    try:
+        with Image.open(path) as image:
+            picture, form = ImageOps.exif_transpose(image), image.format
+    except (OSError, UnidentifiedImageError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+        raise InputError("image", f"must be a picture file, {path!r} cannot be read: {error}") from error
+    # Pillow holds 16 bits in 32 for some formats, which have no more.
+    if picture.mode.startswith("I;16") or (picture.mode == "I" and form in ("PNG", "PPM")):
+        levels, transparent = np.asarray(picture), picture.info.get("transparency")
+        picture = Image.fromarray((levels / 257).round().astype(np.uint8))
+        if transparent is not None:
+            picture.putalpha(Image.fromarray(((levels != transparent) * 255).astype(np.uint8)))
+    elif picture.mode in ("I", "F"):
+        raise InputError("image", f"must have 8 or 16 bits a channel, {path!r} has 32")
+    if (profile := picture.info.get("icc_profile")) and picture.mode in ("RGB", "RGBA", "CMYK"):
+        try:
+            srgb, mode = ImageCms.createProfile("sRGB"), "RGBA" if picture.mode == "RGBA" else "RGB"
+            converted = ImageCms.profileToProfile(picture, io.BytesIO(profile), srgb, outputMode=mode)
+        except (ImageCms.PyCMSError, OSError) as error:
+            raise InputError("image", f"has a colour profile that cannot be used: {error}; save it as sRGB") from error
+        assert converted is not None
+        picture = converted
+    changes = []
+    if picture.has_transparency_data:
+        picture = picture.convert("RGBA")
+        if picture.getchannel("A").getextrema() != (255, 255):
+            changes.append("transparent pixels are laid over black")
+        picture = Image.alpha_composite(Image.new("RGBA", picture.size, (0, 0, 0, 255)), picture)
+    size = picture.size
+    kept = (min(size[0], round(size[1] * width / height)), min(size[1], round(size[0] * height / width)))
+    if kept != size:
+        changes.append(f"{size[0]}×{size[1]} is cropped to {kept[0]}×{kept[1]}, the shape of {width}×{height}")
+    # As diffusers scales.
+    frame = ImageOps.fit(picture.convert("RGB"), (width, height), Image.Resampling.LANCZOS)
+    return frame, "; ".join(changes)
+
+
 def evenly_spaced(frames: int, count: int) -> list[int]:
     """At most `count` frame indices, the first and the last among them, as evenly spread as integers allow."""
     count = min(frames, count)
@@ -187,8 +227,7 @@ def evenly_spaced(frames: int, count: int) -> list[int]:
 def contact_sheet(frames: NDArray[np.uint8], *, title: str = "", columns: int = 4, count: int = 12) -> Image.Image:
     """A picture of `count` evenly spaced frames of a video [F, H, W, 3], each labelled with its index."""
     chosen = evenly_spaced(len(frames), count)
-    cells = [(f"frame {index}", "", frames[index]) for index in chosen]
-    return _tiles(cells, columns, _cell_size(frames, 240), title)[0]
+    return _tiles([(f"frame {index}", "", frames[index]) for index in chosen], columns, _cell_size(frames, 160), title)
 
 
 def strips(
@@ -202,12 +241,12 @@ def strips(
     Raises:
         ValueError: no video, or videos of different shapes.
     """
-    shape = _common_shape(videos)
-    chosen = evenly_spaced(shape[0], count)
-    cells: list[tuple[str, str, NDArray[np.uint8] | None]] = []
+    first = _first_of_one_shape(videos)
+    chosen = evenly_spaced(len(first), count)
+    cells: list[_Cell] = []
     for name, frames in videos.items():
         cells += [(name, (notes or {}).get(name, ""), None), *((f"frame {i}", "", frames[i]) for i in chosen)]
-    return _tiles(cells, len(chosen) + 1, _cell_size(next(iter(videos.values())), 200), title)[0]
+    return _tiles(cells, len(chosen) + 1, _cell_size(first, 133), title)
 
 
 def side_by_side(
@@ -218,27 +257,18 @@ def side_by_side(
     Raises:
         ValueError: no video, or videos of different shapes.
     """
-    shape = _common_shape(videos)
-    size = _cell_size(next(iter(videos.values())), 320)
-    cells = [(name, (notes or {}).get(name, ""), None) for name in videos]
-    empty, places = _tiles(cells, columns, size, "")
-    canvas = np.repeat(np.asarray(empty)[None], shape[0], axis=0)
-    for (x, y), frames in zip(places, videos.values(), strict=True):
-        for index, frame in enumerate(frames):
-            canvas[index, y : y + size[1], x : x + size[0]] = np.asarray(_scaled(frame, size))
+    first = _first_of_one_shape(videos)
+    size = _cell_size(first, 213)
+    cells = (
+        [(name, (notes or {}).get(name, ""), video[i]) for name, video in videos.items()] for i in range(len(first))
+    )
+    joined = np.stack([np.asarray(_tiles(cell, columns, size)) for cell in cells])
     # 4:2:0 halves both sides.
-    return canvas[:, : canvas.shape[1] // 2 * 2, : canvas.shape[2] // 2 * 2]
+    return joined[:, : joined.shape[1] // 2 * 2, : joined.shape[2] // 2 * 2]
 
 
-def _tiles(
-    cells: Sequence[tuple[str, str, NDArray[np.uint8] | None]], columns: int, size: tuple[int, int], title: str
-) -> tuple[Image.Image, list[tuple[int, int]]]:
-    """A picture of cells in rows below a title, and where the picture of each begins, (x, y).
-
-    Args:
-        cells: label, note and frame [H, W, 3] of each; the label stands above the frame, or where there will be one.
-        size: width and height that frames are drawn at.
-    """
+def _tiles(cells: Sequence[_Cell], columns: int, size: tuple[int, int], title: str = "") -> Image.Image:
+    """A picture of cells in rows below a title: a label and a note above a frame drawn at `size`, width and height."""
     from PIL import Image, ImageDraw
 
     (width, height), columns = size, min(columns, len(cells))
@@ -249,64 +279,58 @@ def _tiles(
         for label, note, _ in cells
     ]
     bar = max(map(len, texts)) * _LINE + 4
-    head = _wrap(title, 17, columns * (width + _GAP) - _GAP)
+    head = [(line, 17, _INK) for line in _wrap(title, 17, columns * (width + _GAP) - _GAP)]
     top = _MARGIN + _LINE * len(head) + (_GAP if head else 0)
     rows = -(-len(cells) // columns)
     whole = (2 * _MARGIN + columns * (width + _GAP) - _GAP, top + rows * (bar + height + _GAP) + _MARGIN - _GAP)
     sheet = Image.new("RGB", whole, _BACKGROUND)
-    draw, places = ImageDraw.Draw(sheet), []
-    for i, line in enumerate(head):
-        draw.text((_MARGIN, _MARGIN + i * _LINE), line, _INK, font=_font(17))
-    for place, (lines, (*_, frame)) in enumerate(zip(texts, cells, strict=True)):
-        x, y = _MARGIN + place % columns * (width + _GAP), top + place // columns * (bar + height + _GAP)
+    draw = ImageDraw.Draw(sheet)
+
+    def write(lines: Sequence[tuple[str, int, tuple[int, int, int]]], x: int, y: int) -> None:
         for i, (line, font, colour) in enumerate(lines):
             draw.text((x, y + i * _LINE), line, colour, font=_font(font))
-        places.append((x, y + bar))
+
+    write(head, _MARGIN, _MARGIN)
+    for place, (lines, (*_, frame)) in enumerate(zip(texts, cells, strict=True)):
+        x, y = _MARGIN + place % columns * (width + _GAP), top + place // columns * (bar + height + _GAP)
+        write(lines, x, y)
         if frame is not None:
-            sheet.paste(_scaled(frame, size), places[-1])
-    return sheet, places
+            sheet.paste(Image.fromarray(frame).resize(size, Image.Resampling.LANCZOS), (x, y + bar))
+    return sheet
 
 
-def _common_shape(videos: Mapping[str, NDArray[np.uint8]]) -> tuple[int, ...]:
-    """The shape that all videos share."""
+def _first_of_one_shape(videos: Mapping[str, NDArray[np.uint8]]) -> NDArray[np.uint8]:
+    """The first of the videos, which must have one shape."""
     if not videos:
         raise ValueError("videos must hold at least one video")
     shapes = {name: frames.shape for name, frames in videos.items()}
     if len(set(shapes.values())) > 1:
         raise ValueError(f"videos must have one shape, got {shapes}")
-    return next(iter(shapes.values()))
+    return next(iter(videos.values()))
 
 
 def _cell_size(frames: NDArray[np.uint8], short_side: int) -> tuple[int, int]:
-    """Width and height to draw a frame at, its shorter side close to `short_side` · 2/3, its shape kept."""
+    """Width and height to draw a frame at, its shorter side close to `short_side`, its shape kept."""
     height, width = frames.shape[1:3]
-    scale = short_side * 2 / 3 / min(height, width)
+    scale = short_side / min(height, width)
     if scale > 1:
         # Whole factors keep small videos crisp.
         scale = max(1, round(scale))
     return max(1, round(width * scale)), max(1, round(height * scale))
 
 
-def _scaled(frame: NDArray[np.uint8], size: tuple[int, int]) -> Image.Image:
-    from PIL import Image
-
-    return Image.fromarray(frame).resize(size, Image.Resampling.LANCZOS)
-
-
+@functools.cache
 def _font(size: int) -> ImageFont.FreeTypeFont | ImageFont.ImageFont:
     from PIL import ImageFont
 
     return ImageFont.load_default(size)
 
 
-def _wrap(text: str, size: int, width: int, lines: int = 3) -> list[str]:
-    """`text` in at most `lines` lines of `width` pixels, cut with an ellipsis; nothing if the font lacks its script."""
-    text, font = " ".join(text.split()), _font(size)
+def _wrap(text: str, size: int, width: int) -> list[str]:
+    """`text` in at most three lines of about `width` pixels, then an ellipsis; none if the font lacks its script."""
+    text = " ".join(text.split())
     # Pillow's own font covers Latin; boxes in place of other scripts would tell the reader nothing.
     if not text or any(ord(character) > 0x24F and character not in "…–—·×→≥≤°" for character in text):
         return []
-    for characters in itertools.count(max(8, width // 6), -1):
-        wrapped = textwrap.wrap(text, characters, max_lines=lines, placeholder=" …")
-        if characters <= 8 or max(font.getlength(line) for line in wrapped) <= width:
-            return wrapped
-    raise AssertionError("unreachable")
+    characters = max(8, int(0.95 * width * len(text) / _font(size).getlength(text)))
+    return textwrap.wrap(text, characters, max_lines=3, placeholder=" …")

@@ -21,10 +21,10 @@ from diffusers.hooks.first_block_cache import FBCBlockHook, FBCHeadBlockHook
 from diffusers.models._modeling_parallel import gather_size_by_comm
 from diffusers.models.modeling_utils import ModelMixin
 
-from vmonarch.callers import callers
 from vmonarch.exchange import exchange, places_of, split_evenly
 from vmonarch.grid import LatentGrid
 from vmonarch.sequence import TokenSequence
+from vmonarch.steps import callers
 
 
 class Share(NamedTuple):

@@ -26,28 +26,22 @@ class DenseSet:
     def __init__(self, argument: str, dense: object) -> None:
         self.argument = argument
         supported = "a count (int), a fraction from 0.0 to 1.0 (float) or a collection of indices"
-        self.dense: Dense
         dense = plain(dense)
-        if isinstance(dense, (bool, str, bytes, dict)):
+        if isinstance(dense, (bool, str, bytes, dict)) or not isinstance(dense, (int, float, Iterable)):
             raise TypeError(f"{argument} must be {supported}, got {dense!r}")
-        if isinstance(dense, float):
-            if not 0.0 <= dense <= 1.0:
-                raise ValueError(f"{argument} as a fraction must lie between 0.0 and 1.0, got {dense}")
-            self.dense = dense
-        elif isinstance(dense, int):
-            if dense < 0:
-                raise ValueError(f"{argument} as a count must be at least 0, got {dense}")
-            self.dense = dense
-        elif isinstance(dense, Iterable):
+        if isinstance(dense, float) and not 0.0 <= dense <= 1.0:
+            raise ValueError(f"{argument} as a fraction must lie between 0.0 and 1.0, got {dense}")
+        if isinstance(dense, int) and dense < 0:
+            raise ValueError(f"{argument} as a count must be at least 0, got {dense}")
+        if isinstance(dense, Iterable):
             indices = plain(list(dense))
             for index in indices:
                 if isinstance(index, bool) or not isinstance(index, int):
                     raise TypeError(f"{argument} as a collection must hold integers, got {index!r}")
                 if index < 0:
                     raise ValueError(f"{argument} as a collection must hold indices of at least 0, got {index}")
-            self.dense = tuple(sorted(set(indices)))
-        else:
-            raise TypeError(f"{argument} must be {supported}, got {type(dense).__name__}")
+            dense = tuple(sorted(set(indices)))
+        self.dense: Dense = dense
         # Whether anything at all is dense. A plain attribute, because older torch.compile cannot trace `__bool__`.
         self.some = self.dense != () and self.dense != 0
 

@@ -50,11 +50,8 @@ class Options:
 
     def changed(self) -> dict[str, Any]:
         """The options that differ from the defaults."""
-        return {
-            field.name: getattr(self, field.name)
-            for field in dataclasses.fields(self)  # type: ignore[arg-type]
-            if getattr(self, field.name) != field.default
-        }
+        usual = {field.name: field.default for field in dataclasses.fields(self)}  # type: ignore[arg-type]
+        return {name: value for name, default in usual.items() if (value := getattr(self, name)) != default}
 
     def check_grid(self, grid: LatentGrid) -> None:
         """Raise ValueError if an option does not fit videos of this latent grid."""
@@ -137,16 +134,16 @@ class VMonarchOptions(Options):
         check_positive_integer("frames_per_block", self.frames_per_block)
         if not isinstance(self.tiles, tuple) or len(self.tiles) != 2:
             raise TypeError(f"tiles must be a pair (vertical, horizontal) of positive integers, got {self.tiles!r}")
-        check_positive_integer("tiles[0]", self.tiles[0])
-        check_positive_integer("tiles[1]", self.tiles[1])
+        for n, tiles in enumerate(self.tiles):
+            check_positive_integer(f"tiles[{n}]", tiles)
         check_positive_integer("coarse", self.coarse)
         if self.coarse != 1 and self.num_iterations == 1:
             raise ValueError("coarse pools the keys of all iterations but the last; with num_iterations=1 it must be 1")
         if isinstance(self.exact, Mapping):
             object.__setattr__(self, "exact", ExactBlocks.of(self.exact))
         pattern = resolve_exact(self.exact)
-        for name in ("row_share", "r_share"):
-            check_share(name, getattr(self, name))
+        check_share("row_share", self.row_share)
+        check_share("r_share", self.r_share)
         check_flag("last_l_update", self.last_l_update)
         for name, usual in {"r_share": 1, "last_l_update": True}.items():
             value = getattr(self, name)
@@ -165,20 +162,17 @@ class VMonarchOptions(Options):
 
     def cut(self, frames: int) -> dict[str, Any]:
         """How a video of this many latent frames is cut into blocks; arguments of `grid_layout` and `grid_places`."""
-        return {
-            "frames_per_block": min(self.frames_per_block, frames),
-            "tiles": self.tiles,
-            "coarse": self.coarse,
-        }
+        blocks = min(self.frames_per_block, frames)
+        return {"frames_per_block": blocks, "tiles": self.tiles, "coarse": self.coarse}
 
     def check_grid(self, grid: LatentGrid) -> None:
         """Raise ValueError if a tile of a frame has no tokens, or `exact` names a frame that is not there."""
         self.check_tiles(grid)
-        if self.pattern is not None:
-            try:
+        try:
+            if self.pattern is not None:
                 self.pattern.key_frames(grid.frames)
-            except ValueError as error:
-                raise ValueError(f"exact does not fit: {error}") from error
+        except ValueError as error:
+            raise ValueError(f"exact does not fit: {error}") from error
 
     def check_tiles(self, grid: LatentGrid) -> None:
         """Raise ValueError unless every one of the `tiles` of a frame has tokens."""
@@ -232,10 +226,8 @@ def has_options(kind: type, *own: str, without: tuple[str, ...] = ()) -> Callabl
         cls._OPTIONS = (*names, *own, *(name for name in cls.COMMON if name not in without))
         shown: dict[str, inspect.Parameter] = {}
         for source in (*(vars(base)["__init__"] for base in cls.__mro__[:-1] if "__init__" in vars(base)), kind):
-            shown = {
-                **shown,
-                **{name: x for name, x in inspect.signature(source).parameters.items() if name not in shown},
-            }
+            for name, entry in inspect.signature(source).parameters.items():
+                shown.setdefault(name, entry)
         cls.__signature__ = inspect.Signature([entry for name, entry in shown.items() if name in cls._OPTIONS])
         return owner
 

@@ -26,7 +26,6 @@ import torch
 from vmonarch.configs import InputError
 from vmonarch.configs.methods import resolve_method
 from vmonarch.context_parallel import Share, check_ring
-from vmonarch.dense import DenseSet
 from vmonarch.enums import add_member
 from vmonarch.grid import LatentGrid
 from vmonarch.processors import FlashBiasProcessor, VMonarchProcessor
@@ -70,21 +69,15 @@ def register(processor: VideoAttentionProcessor, name: str = "vmonarch") -> Any:
             f"processor must be a VMonarchProcessor or FlashBiasProcessor, got {type(processor).__name__}; others can"
             " be applied to xfuser's pipelines with vmonarch.apply"
         )
-    if DenseSet("dense_steps", processor.dense_steps).some:
-        raise ValueError(
-            "dense_steps must be 0 in a backend of xfuser, whose hybrid schedule (--use_hybrid_attn_schedule) chooses"
-            " the backend of every step; or use vmonarch.apply on the pipeline"
-        )
-    if processor.refresh is not None:
-        raise ValueError(
-            "refresh must be None in a backend of xfuser, which is told neither layer nor step; use vmonarch.apply on"
-            " the pipeline"
-        )
-    no_layer = "in a backend of xfuser, which is not told the layer; use vmonarch.apply on the pipeline"
-    if DenseSet("dense_layers", processor.dense_layers).some:
-        raise ValueError(f"dense_layers must be 0 {no_layer}")
-    if getattr(processor, "plan", None) is not None:
-        raise ValueError(f"plan must be None {no_layer}")
+    for option, usual, why in (
+        ("dense_steps", 0, "whose hybrid schedule (--use_hybrid_attn_schedule) chooses the backend of every step"),
+        ("refresh", None, "which is told neither layer nor step"),
+        ("dense_layers", 0, "which is not told the layer"),
+        ("plan", None, "which is not told the layer"),
+    ):
+        if getattr(processor, option, None) not in (usual, None, ()):
+            problem = f"{option} must be {usual} in a backend of xfuser, {why}"
+            raise ValueError(f"{problem}; or use vmonarch.apply on the pipeline")
     if not isinstance(name, str) or not name.isidentifier():
         raise ValueError(f"name must be one word of letters, digits and underscores, got {name!r}")
 

@@ -19,8 +19,7 @@ from vmonarch.eval.calibrate.refining import refine
 from vmonarch.eval.calibrate.settings import CalibrateConfig
 from vmonarch.files import AtomicFiles, short_hash
 from vmonarch.pipelines.loading import LoadedModel, complete_and_load
-from vmonarch.pipelines.outputs import GenerationError, keep_elsewhere, prepare_output_dir, reserve_number
-from vmonarch.pipelines.records import facts
+from vmonarch.pipelines.outputs import GenerationError, facts, keep_elsewhere, prepare_output_dir, reserve_number
 from vmonarch.pipelines.sampling import denoise
 from vmonarch.plan import AttentionPlan
 

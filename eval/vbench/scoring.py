@@ -16,7 +16,7 @@ import vmonarch.eval.vbench.installation as installation
 from vmonarch.configs import InputError, file_sha256, suggest
 from vmonarch.eval.vbench.installation import VBenchError, manifest
 from vmonarch.files import write_json
-from vmonarch.pipelines.devices import choose_device
+from vmonarch.pipelines.environment import choose_device
 
 PAPER_DIMENSIONS = (
     *("aesthetic_quality", "background_consistency", "dynamic_degree", "imaging_quality"),

@@ -17,16 +17,16 @@ import itertools
 import json
 import warnings
 from collections.abc import Generator, Mapping
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch.utils.data import DataLoader, Dataset
 
-from vmonarch.finetune.data.parquet import EMPTY_CAPTION, DataError, ParquetFolder
-from vmonarch.finetune.data.schema import BadRow, Sample
+from vmonarch.finetune.data.parquet import EMPTY_CAPTION, BadRow, DataError, ParquetFolder, Sample
 
 __all__ = ["Batch", "DataError", "LatentLoader"]
 
@@ -45,7 +45,7 @@ class Batch:
         text: [B, text_length, text_dim] float32; rows after a caption are zero.
         ids: B ids.
         captions: B captions, "" where dropped.
-        extras: [B, ...] by the names of `schema.EXTRA_TENSORS`; float32, but uint8 stays.
+        extras: [B, ...] by the names of `parquet.EXTRA_TENSORS`; float32, but uint8 stays.
     """
 
     latents: torch.Tensor
@@ -55,7 +55,7 @@ class Batch:
     extras: dict[str, torch.Tensor]
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Made:
     """A batch, or an error that ends the run: raised in a worker, it would be wrapped in that one's traceback.
 
@@ -64,10 +64,10 @@ class _Made:
         failures: these, and those that were tried in their place, with the reasons.
     """
 
-    batch: Batch | Exception
-    tried: int
-    bad: int
-    failures: list[dict[str, Any]]
+    batch: Batch | Exception = field(default_factory=DataError)
+    tried: int = 0
+    bad: int = 0
+    failures: list[dict[str, Any]] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -134,14 +134,10 @@ class LatentLoader(Dataset[_Made]):
 
     def __post_init__(self) -> None:
         empty = self.folder.empty_caption
-        if empty is not None and empty.shape[1] != self.text_dim:
-            raise DataError(
-                f"text_dim is {self.text_dim}, but {self.folder.root / EMPTY_CAPTION} has text of {empty.shape[1]}:"
-                " another text encoder made it"
-            )
+        if empty is not None:
+            self._check_text(empty, f"{self.folder.root / EMPTY_CAPTION}")
         if self.quarantine is not None and self.world_size > 1:
-            name = f"{self.quarantine.stem}-rank-{self.rank:05d}{self.quarantine.suffix}"
-            self.quarantine = self.quarantine.with_name(name)
+            self.quarantine = self.quarantine.with_stem(f"{self.quarantine.stem}-rank-{self.rank:05d}")
         numbers = {shape: number for number, shape in enumerate(dict.fromkeys(self.folder.shapes))}
         self._buckets = np.array([numbers[shape] for shape in self.folder.shapes])
         self._unit = self.batch_size * self.world_size
@@ -149,9 +145,14 @@ class LatentLoader(Dataset[_Made]):
         names = ("seed", "batch_size", "world_size", "shuffle")
         # What a saved position means nothing without.
         self._run = {"fingerprint": self.folder.fingerprint(), **{name: getattr(self, name) for name in names}}
-        self._next = self._tried = self._bad = 0
+        self._next = 0
         self._warned = False
         self._epoch = -1
+
+    def _check_text(self, text: torch.Tensor, place: str) -> None:
+        if text.shape[1] != self.text_dim:
+            problem = f"{place} has text of {text.shape[1]}: another text encoder made it"
+            raise DataError(f"text_dim is {self.text_dim}, but {problem}")
 
     def plan(self, epoch: int) -> _Plan:
         """The batches of an epoch, on all ranks the same."""
@@ -172,37 +173,35 @@ class LatentLoader(Dataset[_Made]):
         epoch, place = divmod(number, self.batches_per_epoch)
         if epoch != self._epoch:
             self._plan, self._epoch = self.plan(epoch), epoch
-        failures: list[dict[str, Any]] = []
-        counts: tuple[int, int] | None = None
+        made = _Made()
         dead: set[int] = set()
         try:
             # Where no row of a bucket can be used, a batch of another one stands in.
             for bucket, first in self._plan.batches[place:] + self._plan.batches[:place]:
-                if bucket not in dead:
-                    batch, tried, bad = self._make(bucket, first + self.rank * self.batch_size, failures)
-                    counts = counts or (tried, bad)
-                    if batch is not None:
-                        return _Made(batch, *counts, failures)
-                    dead.add(bucket)
-            raise self._too_bad(len(failures), len(failures), failures)
+                start = first + self.rank * self.batch_size
+                slots = range(start, start + self.batch_size) if bucket not in dead else ()
+                found = (self._sample(bucket, slot, made, not dead) for slot in slots)
+                samples = [sample for sample in itertools.takewhile(bool, found) if sample]
+                if len(samples) == self.batch_size:
+                    made.batch = Batch(
+                        latents=torch.stack([sample.latents for sample in samples]),
+                        text=torch.stack([F.pad(s.text, (0, 0, 0, self.text_length - len(s.text))) for s in samples]),
+                        ids=tuple(sample.id for sample in samples),
+                        captions=tuple(sample.caption for sample in samples),
+                        extras={name: torch.stack([s.extras[name] for s in samples]) for name in samples[0].extras},
+                    )
+                    return made
+                dead.add(bucket)
+            raise self._too_bad(len(made.failures), len(made.failures), made.failures)
         except (DataError, OSError) as error:
-            return _Made(error, 0, 0, failures)
+            return _Made(error, failures=made.failures)
 
-    def _make(self, bucket: int, first: int, failures: list[dict[str, Any]]) -> tuple[Batch | None, int, int]:
-        """(the batch whose slots begin with `first`, or None where the bucket has no row to use; tried, bad)."""
-        order, samples, tried, bad = self._plan.orders[bucket], [], 0, 0
-        for slot in range(first, first + self.batch_size):
-            before = len(failures)
-            sample = self._sample(order, slot, bool(self._plan.dropped[bucket][slot]), failures)
-            # The slots after the last row repeat rows that are counted elsewhere.
-            tried, bad = tried + (slot < len(order)), bad + (slot < len(order) and len(failures) > before)
-            if sample is None:
-                return None, tried, bad
-            samples.append(sample)
-        return self._batch(samples), tried, bad
-
-    def _sample(self, order: np.ndarray, slot: int, dropped: bool, failures: list[dict[str, Any]]) -> Sample | None:
-        """The clip of a slot, or None where no row of the bucket can be used."""
+    def _sample(self, bucket: int, slot: int, made: _Made, counts: bool) -> Sample | None:
+        """The clip of a slot, or None where no row of the bucket can be used; notes in `made` what was tried."""
+        order = self._plan.orders[bucket]
+        # The slots after the last row repeat rows that are counted elsewhere.
+        counts &= slot < len(order)
+        made.tried += counts
         # More in a row than this, and the whole folder has too many.
         limit = max(JUDGED_AFTER, int(self.bad_fraction * len(self.folder)) + 1)
         for step in range(len(order)):
@@ -210,11 +209,12 @@ class LatentLoader(Dataset[_Made]):
             try:
                 sample = self._read(index)
             except BadRow as error:
-                failures.append({**self.folder.describe(index), "reason": str(error)})
+                made.bad += counts and step == 0
+                made.failures.append({**self.folder.describe(index), "reason": str(error)})
                 if step + 1 >= limit:
-                    raise self._too_bad(step + 1, step + 1, failures) from error
+                    raise self._too_bad(step + 1, step + 1, made.failures) from error
                 continue
-            if not dropped:
+            if not self._plan.dropped[bucket][slot]:
                 return sample
             empty = self.folder.empty_caption
             text = sample.text[:0] if empty is None else empty[: self.text_length]
@@ -229,33 +229,18 @@ class LatentLoader(Dataset[_Made]):
             DataError: its text has another dimension than the model's.
         """
         sample = self.folder.read(index)
-        length, dim = sample.text.shape
-        if length and dim != self.text_dim:
+        if len(sample.text):
             place = self.folder.describe(index)
-            raise DataError(
-                f"text_dim is {self.text_dim}, but row {place['row']} of row group {place['row_group']} of"
-                f" {self.folder.root / place['file']} has text of {dim}: another text encoder made it"
-            )
+            file = self.folder.root / place["file"]
+            self._check_text(sample.text, f"row {place['row']} of row group {place['row_group']} of {file}")
         if len(sample.latents) != len(self.mean):
             raise BadRow(f"has latents of {list(sample.latents.shape)}, the model's have {len(self.mean)} channels")
         # Extra tensors are stored as the transformer gets them; FastVideo normalises the first frame's latents too.
         mean, std = (x.view(-1, 1, 1, 1) for x in (self.mean, self.std))
         latents = (_as_float("vae_latent", sample.latents) - mean) / std
-        text = _as_float("text_embedding", sample.text[: self.text_length])
-        extras = {name: _as_float(name, tensor, keep=torch.uint8) for name, tensor in sample.extras.items()}
+        text = _as_float("text_embedding", sample.text[: self.text_length]).view(-1, self.text_dim)
+        extras = {name: x if x.dtype == torch.uint8 else _as_float(name, x) for name, x in sample.extras.items()}
         return Sample(sample.id, latents, text, sample.caption, extras=extras)
-
-    def _batch(self, samples: list[Sample]) -> Batch:
-        text = torch.zeros(len(samples), self.text_length, self.text_dim)
-        for row, sample in zip(text, samples, strict=True):
-            row[: len(sample.text)] = sample.text if len(sample.text) else row[:0]
-        return Batch(
-            latents=torch.stack([sample.latents for sample in samples]),
-            text=text,
-            ids=tuple(sample.id for sample in samples),
-            captions=tuple(sample.caption for sample in samples),
-            extras={name: torch.stack([s.extras[name] for s in samples]) for name in samples[0].extras},
-        )
 
     def _too_bad(self, bad: int, tried: int, failures: list[dict[str, Any]]) -> DataError:
         reasons = "; ".join(dict.fromkeys(failure["reason"] for failure in failures[:3]))
@@ -290,44 +275,40 @@ class LatentLoader(Dataset[_Made]):
             # Its seed for workers, which use none, would be drawn from the global state.
             generator=torch.Generator().manual_seed(0),
         )
+        tried = bad = 0
         failures: list[dict[str, Any]] = []
         for made in loader:
             self._record(made.failures)
             if isinstance(made.batch, Exception):
                 raise made.batch
-            self._tried, self._bad = self._tried + made.tried, self._bad + made.bad
-            failures = (failures + made.failures)[:3]
+            tried, bad, failures = tried + made.tried, bad + made.bad, (failures + made.failures)[:3]
             # Divided, not multiplied: 29 of 100 are a share of 0.29, but 0.29 * 100 is less than 29.
-            if self._tried >= enough and self._bad / self._tried > self.bad_fraction:
-                raise self._too_bad(self._bad, self._tried, failures)
+            if tried >= enough and bad / tried > self.bad_fraction:
+                raise self._too_bad(bad, tried, failures)
             self._next += 1
             if self._next % self.batches_per_epoch == 0:
                 # An epoch's share is that of the data; a sum over epochs would count some rows more often than others.
-                self._tried = self._bad = 0
+                tried = bad = 0
             yield made.batch
 
     def _record(self, failures: list[dict[str, Any]]) -> None:
         """Append bad rows to the quarantine file, each once, those of earlier runs included."""
-        if not failures:
-            return
         path = self.quarantine
-        before = path.read_text(errors="replace") if path is not None and path.exists() else ""
-        if not self._warned:
+        if failures and not self._warned:
             self._warned = True
             where = "" if path is None else f"; {path} lists all"
             warnings.warn(f"rows cannot be used and are replaced, such as {failures[0]}{where}", stacklevel=3)
-        new = [line for line in dict.fromkeys(map(json.dumps, failures)) if line not in before.split("\n")]
-        if new and path is not None:
+        if failures and path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
-            # A run that was killed may have left half a line.
-            torn = bool(before) and not before.endswith("\n")
-            with path.open("a", encoding="utf-8") as file:
-                file.write("\n" * torn + "".join(f"{line}\n" for line in new))
+            with path.open("a+", encoding="utf-8", errors="replace") as file:
+                file.seek(0)
+                before = file.read().split("\n")
+                new = [line for line in dict.fromkeys(map(json.dumps, failures)) if line not in before]
+                # A run that was killed may have left half a line.
+                file.write("\n" * bool(new and before[-1]) + "".join(f"{line}\n" for line in new))
 
 
-def _as_float(name: str, tensor: torch.Tensor, keep: torch.dtype | None = None) -> torch.Tensor:
-    if tensor.dtype == keep:
-        return tensor
+def _as_float(name: str, tensor: torch.Tensor) -> torch.Tensor:
     result = tensor.float()
     if tensor.dtype == torch.float64 and not result.isfinite().all():
         raise BadRow(f"{name} has values beyond float32")

@@ -1,8 +1,15 @@
-"""Shards of clips: parquet files with the rows of `schema.py`, written at once or not at all and read by row group.
+"""Clips as rows of FastVideo's parquet: written at once or not at all, and read by row group.
+
+A tensor is three columns: `NAME_bytes`, `NAME_shape`, `NAME_dtype`. Latents are the VAE's means as they are,
+[C, T, H, W]; training normalises them with the VAE's statistics. (`first_frame_latent` is stored normalised.) Text is
+[L, D] without padding. Read are the columns of the text-to-video schema and, where they are, those that image-to-video
+adds.
 
 A row group is the least that can be read, so a folder keeps the last ones in memory and the order of training stays
 within a few of them at a time (`loader.py`). Files are opened for each read and closed again: nothing that a worker
 process could share with its parent stays open.
+
+Source: https://github.com/hao-ai-lab/FastVideo (`pyarrow_schema_t2v`, `pyarrow_schema_i2v`).
 """
 
 from __future__ import annotations
@@ -10,8 +17,10 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
+import math
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -22,44 +31,156 @@ import pyarrow.parquet as pq
 import torch
 
 from vmonarch.files import AtomicFiles
-from vmonarch.finetune.data.schema import (
-    EXTRA_TENSORS,
-    PLAIN,
-    TENSORS,
-    BadRow,
-    Sample,
-    decode_row,
-    encode_row,
-    row_schema,
-    tensor_columns,
-)
 
-# Row groups that a process keeps, in bytes of memory; the last one is kept whatever its size.
-CACHE_BYTES = 1 << 30
-
+# Dimensions of the tensors that every row has, and of those of image-to-video.
+TENSORS = {"vae_latent": 4, "text_embedding": 2}
+EXTRA_TENSORS = {"clip_feature": 2, "first_frame_latent": 4, "pil_image": 3}
+PARTS = {"bytes": pa.binary(), "shape": pa.list_(pa.int64()), "dtype": pa.string()}
+# Names of dtypes as numpy and torch write them. FastVideo stores bfloat16 tensors as float32.
+DTYPES = {name: getattr(torch, name) for name in ("float16", "bfloat16", "float32", "float64", "uint8")}
+# The other columns.
+PLAIN = {
+    **dict.fromkeys(("id", "file_name", "caption", "media_type"), pa.string()),
+    **dict.fromkeys(("width", "height", "num_frames"), pa.int64()),
+    **dict.fromkeys(("duration_sec", "fps"), pa.float64()),
+}
+# Tokens of text that a transformer is trained with: shorter text is padded with zeros.
+TEXT_LENGTH = 512
 # Beside the shards: what the text encoder makes of "", for captions that are dropped.
 EMPTY_CAPTION = "empty-caption.safetensors"
-_EMPTY_TENSOR = "text_embedding"
-
+# Row groups that a process keeps, in bytes of memory; the last one is kept whatever its size.
+CACHE_BYTES = 1 << 30
 # What Arrow raises on damaged files: its own errors, OSError without a number, ValueError for names that are no text.
 _UNREADABLE = (pa.ArrowException, OSError, ValueError)
-_REQUIRED = ("id", "caption", *tensor_columns(TENSORS))
 
 
 class DataError(ValueError):
     """Training data that cannot be used; the message names the file or folder."""
 
 
-def write_shard(path: Path, samples: Iterable[Sample], rows_per_group: int = 16) -> int:
+class BadRow(Exception):
+    """A row that cannot be trained on; the message says why."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A clip.
+
+    Args:
+        id: unique in its data set.
+        latents: [C, T, H, W], raw means of the VAE.
+        text: [L, D], without padding; L = 0 for no caption.
+        caption: what `text` encodes.
+        width, height: of the video, in pixels; fps, duration: of it, in frames per second and seconds.
+        extras: by the names in EXTRA_TENSORS.
+    """
+
+    id: str
+    latents: torch.Tensor
+    text: torch.Tensor
+    caption: str = ""
+    file_name: str = ""
+    media_type: str = "video"
+    width: int = 0
+    height: int = 0
+    fps: float = 0.0
+    duration: float = 0.0
+    extras: Mapping[str, torch.Tensor] = field(default_factory=dict)
+
+
+def _columns(tensors: Iterable[str]) -> list[str]:
+    return [f"{name}_{part}" for name in tensors for part in PARTS]
+
+
+def row_schema(extras: Iterable[str] = ()) -> pa.Schema:
+    """Every column and its type; that of `id` is the first."""
+    kinds = {column: PARTS[column.rpartition("_")[2]] for column in _columns((*TENSORS, *extras))}
+    return pa.schema({"id": PLAIN["id"], **kinds, **PLAIN})
+
+
+def encode_row(sample: Sample) -> dict[str, Any]:
+    """The columns of a clip.
+
+    Raises:
+        ValueError: a tensor has a dtype that no row can hold.
+    """
+    names = ("id", "file_name", "caption", "media_type", "width", "height", "fps")
+    row = {name: getattr(sample, name) for name in names}
+    row |= {"num_frames": sample.latents.shape[1], "duration_sec": sample.duration}
+    for name, tensor in {"vae_latent": sample.latents, "text_embedding": sample.text, **sample.extras}.items():
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        if dtype not in DTYPES:
+            raise ValueError(f"{name} must have one of the dtypes {', '.join(DTYPES)}, got {tensor.dtype}")
+        flat = tensor.detach().cpu().contiguous().flatten()
+        # numpy knows no bfloat16.
+        data = flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
+        row |= zip(_columns([name]), (data, list(tensor.shape), dtype), strict=True)
+    return row
+
+
+def decode_row(row: Mapping[str, Any]) -> Sample:
+    """The clip in a row.
+
+    Raises:
+        BadRow: a column is missing, empty or of the wrong kind, bytes do not fit shape and dtype, a value is not
+            finite, a tensor has the wrong number of dimensions.
+    """
+    for name in ("id", "caption"):
+        if not isinstance(row.get(name), str):
+            raise BadRow(f"column {name} must be a string, got {type(row.get(name)).__name__}")
+    if not row["id"]:
+        raise BadRow("column id is empty")
+    # FastVideo leaves the columns of a tensor empty that a clip does not have.
+    extras = [name for name in EXTRA_TENSORS if any(row.get(column) for column in _columns([name]))]
+    tensors = {name: _decode_tensor(row, name, dims) for name, dims in TENSORS.items()}
+    if not tensors["vae_latent"].numel():
+        raise BadRow(f"vae_latent has no element; its shape is {list(tensors['vae_latent'].shape)}")
+    try:
+        return Sample(
+            id=row["id"],
+            latents=tensors["vae_latent"],
+            text=tensors["text_embedding"],
+            caption=row["caption"],
+            file_name=str(row.get("file_name") or ""),
+            media_type=str(row.get("media_type") or "video"),
+            width=int(row.get("width") or 0),
+            height=int(row.get("height") or 0),
+            fps=float(row.get("fps") or 0.0),
+            duration=float(row.get("duration_sec") or 0.0),
+            extras={name: _decode_tensor(row, name, EXTRA_TENSORS[name]) for name in extras},
+        )
+    except (TypeError, ValueError, OverflowError) as error:
+        raise BadRow(f"a column has a value of the wrong kind: {error}") from error
+
+
+def _decode_tensor(row: Mapping[str, Any], name: str, dims: int) -> torch.Tensor:
+    data, shape, dtype_name = (row.get(column) for column in _columns([name]))
+    if not isinstance(data, bytes | bytearray | memoryview):
+        raise BadRow(f"column {name}_bytes must be bytes, got {type(data).__name__}")
+    dtype = DTYPES.get(str(dtype_name).removeprefix("torch."))
+    if dtype is None:
+        raise BadRow(f"{name}_dtype must be one of {', '.join(DTYPES)}, got {dtype_name!r}")
+    try:
+        sizes = [int(size) for size in shape]  # type: ignore[union-attr]
+    except (TypeError, ValueError) as error:
+        raise BadRow(f"{name}_shape must be a list of integers, got {shape!r}") from error
+    if len(sizes) != dims or min(sizes) < 0:
+        raise BadRow(f"{name}_shape must have {dims} sizes, got {sizes}")
+    if len(data) != (wanted := math.prod(sizes) * dtype.itemsize):
+        raise BadRow(f"{name}_bytes has {len(data)} bytes, but {sizes} of {dtype_name} take {wanted}")
+    tensor = torch.frombuffer(bytearray(data), dtype=dtype) if data else torch.empty(0, dtype=dtype)
+    if dtype.is_floating_point and not tensor.isfinite().all():
+        raise BadRow(f"{name} has values that are not finite")
+    return tensor.reshape(sizes)
+
+
+def write_shard(path: Path, samples: Iterable[Sample], rows_per_group: int = 16) -> None:
     """Write clips as one parquet file, which appears under its name when it is complete and on disk.
 
     Args:
         path: of the file; its folder is made.
         samples: clips; the extras of the first are those of the file. None makes a file without rows.
         rows_per_group: rows that are read together.
-
-    Returns:
-        The number of rows.
 
     Raises:
         FileExistsError: there is a file of that name.
@@ -69,31 +190,24 @@ def write_shard(path: Path, samples: Iterable[Sample], rows_per_group: int = 16)
     path.parent.mkdir(parents=True, exist_ok=True)
     samples = iter(samples)
     chunk = list(islice(samples, rows_per_group))
-    extras = tuple(chunk[0].extras) if chunk else ()
-    schema, rows = row_schema(extras), 0
+    schema = row_schema(chunk[0].extras if chunk else ())
     # Tensors have no repeated values worth a dictionary, and their least and greatest bytes mean nothing.
     options: dict[str, Any] = dict(
         compression="zstd", use_dictionary=False, write_statistics=False, write_page_checksum=True
     )
     with AtomicFiles() as files, pq.ParquetWriter(files.stage(path), schema, **options) as writer:
         while chunk:
-            columns = [_checked_row(sample, extras) for sample in chunk]
-            writer.write_table(pa.Table.from_pylist(columns, schema=schema), row_group_size=rows_per_group)
-            rows += len(chunk)
+            rows = [encode_row(sample) for sample in chunk]
+            for row in rows:
+                if set(row) != set(schema.names):
+                    differing = ", ".join(sorted(set(row) ^ set(schema.names)))
+                    raise ValueError(f"sample {row['id']!r} has other extras than the first of the shard: {differing}")
+                try:
+                    decode_row(row)
+                except BadRow as error:
+                    raise ValueError(f"sample {row['id']!r} cannot be written: {error}") from error
+            writer.write_table(pa.Table.from_pylist(rows, schema=schema), row_group_size=rows_per_group)
             chunk = list(islice(samples, rows_per_group))
-    return rows
-
-
-def _checked_row(sample: Sample, extras: tuple[str, ...]) -> dict[str, Any]:
-    if set(sample.extras) != set(extras):
-        found, first = sorted(sample.extras), sorted(extras)
-        raise ValueError(f"sample {sample.id!r} has the extras {found}, but the first of the shard has {first}")
-    row = encode_row(sample)
-    try:
-        decode_row(row)
-    except BadRow as error:
-        raise ValueError(f"sample {sample.id!r} cannot be written: {error}") from error
-    return row
 
 
 def write_empty_caption(folder: Path, text: torch.Tensor) -> None:
@@ -108,7 +222,7 @@ def write_empty_caption(folder: Path, text: torch.Tensor) -> None:
     if text.dim() != 2 or not text.isfinite().all():
         raise ValueError(f"text must be [L, D] and finite, got {list(text.shape)}")
     with AtomicFiles() as files:
-        save_file({_EMPTY_TENSOR: text.contiguous()}, files.stage(Path(folder) / EMPTY_CAPTION))
+        save_file({"text_embedding": text.contiguous()}, files.stage(Path(folder) / EMPTY_CAPTION))
 
 
 class ParquetFolder:
@@ -134,18 +248,18 @@ class ParquetFolder:
             raise DataError(f"there is no {self.path}")
         self.root = self.path.parent if self.path.is_file() else self.path
         found = [self.path] if self.path.is_file() else self.root.rglob("*.parquet")
-        self.files = sorted(
-            file.relative_to(self.root).as_posix() for file in found if file.is_file() and file.name[0] != "."
-        )
+        self.files = sorted(f.relative_to(self.root).as_posix() for f in found if f.is_file() and f.name[0] != ".")
         if not self.files:
             raise DataError(f"no *.parquet file in {self.path}")
         self.extras: tuple[str, ...] | None = None
         self.shapes: list[tuple[tuple[int, ...], ...]] = []
         self._sizes = [(self.root / name).stat().st_size for name in self.files]
         # Its file, its number in the file, rows, bytes.
-        self._groups = [(name, *group) for name in self.files for group in self._read_footer(name)]
-        rows, sizes = ([group[place] for group in self._groups] for place in (2, 3))
-        self.group_starts, self.group_bytes = np.cumsum([0, *rows]), np.array(sizes, np.int64)
+        self._groups: list[tuple[str, int, int, int]] = []
+        for name in self.files:
+            self._read_footer(name)
+        self.group_starts = np.cumsum([0, *(rows for _, _, rows, _ in self._groups)])
+        self.group_bytes = np.array([size for _, _, _, size in self._groups], np.int64)
         if not len(self):
             raise DataError(f"no rows in {self.path}: {len(self.files)} parquet file(s) are all empty")
         self._cache: OrderedDict[int, pa.Table | str] = OrderedDict()
@@ -159,41 +273,40 @@ class ParquetFolder:
         if not path.exists():
             return None
         try:
-            text = load_file(path)[_EMPTY_TENSOR].float()
+            text = load_file(path)["text_embedding"].float()
         except (SafetensorError, KeyError) as error:
             raise DataError(f"{path} cannot be read: {error}") from error
         if text.dim() != 2 or not text.isfinite().all():
             raise DataError(f"{path} must hold a finite [L, D], got {list(text.shape)}")
         return text
 
-    def _read_footer(self, name: str) -> list[tuple[int, int, int]]:
-        """Number, rows and bytes of the groups of a file; notes the shapes of its rows."""
+    def _read_footer(self, name: str) -> None:
+        """Note the row groups of a file and the shapes of its rows."""
         path = self.root / name
         try:
             with pq.ParquetFile(path, pre_buffer=False) as file:
                 columns = file.schema_arrow.names
                 extras = tuple(extra for extra in EXTRA_TENSORS if f"{extra}_bytes" in columns)
-                wanted = (*_REQUIRED, *tensor_columns(extras))
-                if missing := [column for column in wanted if column not in columns]:
-                    raise DataError(f"{path} lacks the column(s) {', '.join(missing)}")
+                wanted = ("id", "caption", *_columns((*TENSORS, *extras)))
+                missing = [column for column in wanted if column not in columns]
                 groups = [file.metadata.row_group(number) for number in range(file.metadata.num_row_groups)]
-                kept = [f"{tensor}_shape" for tensor in ("vae_latent", *extras)]
+                kept = [f"{tensor}_shape" for tensor in ("vae_latent", *extras) if not missing]
                 table = file.read(columns=kept, use_threads=False).to_pydict()
-                shapes = list(zip(*(table[column] for column in kept), strict=True))
-        except DataError:
-            raise
         except _UNREADABLE as error:
             if _is_of_system(error):
                 raise
             raise DataError(f"{path} is not a parquet file, or its end is missing: {error}") from error
+        if missing:
+            raise DataError(f"{path} lacks the column(s) {', '.join(missing)}")
+        shapes = [tuple(tuple(shape or ()) for shape in row) for row in zip(*table.values(), strict=True)]
         if len(shapes) != sum(group.num_rows for group in groups):
             raise DataError(f"{path} cannot be used: the numbers of rows in its footer do not agree")
         if shapes and self.extras not in (None, extras):
             others = ", ".join(self.extras or ())
             raise DataError(f"{path} has the extra tensors [{', '.join(extras)}], but files before it have [{others}]")
         self.extras = extras if shapes else self.extras
-        self.shapes += [tuple(tuple(shape or ()) for shape in row) for row in shapes]
-        return [(number, group.num_rows, group.total_byte_size) for number, group in enumerate(groups)]
+        self.shapes += shapes
+        self._groups += [(name, number, group.num_rows, group.total_byte_size) for number, group in enumerate(groups)]
 
     def __len__(self) -> int:
         return int(self.group_starts[-1])
@@ -211,8 +324,6 @@ class ParquetFolder:
 
     def _find(self, index: int) -> tuple[int, int]:
         """(number of the row group, row in it)."""
-        if not 0 <= index < len(self):
-            raise IndexError(f"row {index} of {self.path}, which has {len(self)}")
         # Groups without rows start where the next one does; "right" steps over them.
         group = int(np.searchsorted(self.group_starts, index, side="right")) - 1
         return group, int(index - self.group_starts[group])
@@ -236,31 +347,22 @@ class ParquetFolder:
             DataError, OSError: the file is gone, has changed or cannot be opened; the message names it.
         """
         group, row = self._find(index)
-        table = self._group(group)
-        if isinstance(table, str):
-            raise BadRow(table)
-        try:
-            columns = {name: table.column(name)[row].as_py() for name in table.column_names}
-            for extra in self.extras or ():
-                # What FastVideo writes for a tensor that a clip does not have.
-                if not any(columns[name] for name in tensor_columns([extra])):
-                    columns[f"{extra}_bytes"] = None
-            return decode_row(columns)
-        except BadRow:
-            raise
-        except (TypeError, ValueError, OverflowError) as error:
-            raise BadRow(f"a column has a value of the wrong kind: {error}") from error
-
-    def _group(self, group: int) -> pa.Table | str:
-        """The rows of a group, or why they cannot be read."""
         if group not in self._cache:
             self._cache[group] = self._read_group(group)
         self._cache.move_to_end(group)
         while len(self._cache) > 1 and sum(getattr(x, "nbytes", 0) for x in self._cache.values()) > CACHE_BYTES:
             self._cache.popitem(last=False)
-        return self._cache[group]
+        table = self._cache[group]
+        if isinstance(table, str):
+            raise BadRow(table)
+        try:
+            columns = {name: table.column(name)[row].as_py() for name in table.column_names}
+        except ValueError as error:
+            raise BadRow(f"a column has a value of the wrong kind: {error}") from error
+        return decode_row(columns)
 
     def _read_group(self, group: int) -> pa.Table | str:
+        """The rows of a group, or why they cannot be read."""
         name, number, rows, _ = self._groups[group]
         path = self.root / name
         if path.stat().st_size != self._sizes[self.files.index(name)]:
@@ -268,8 +370,7 @@ class ParquetFolder:
         try:
             # No threads of Arrow: worker processes are forked.
             with pq.ParquetFile(path, pre_buffer=False, page_checksum_verification=True) as file:
-                wanted = (*_REQUIRED, *PLAIN, *tensor_columns(self.extras or ()))
-                names = [column for column in dict.fromkeys(wanted) if column in file.schema_arrow.names]
+                names = [column for column in row_schema(self.extras or ()).names if column in file.schema_arrow.names]
                 table = file.read_row_group(number, columns=names, use_threads=False)
         except _UNREADABLE as error:
             if _is_of_system(error):

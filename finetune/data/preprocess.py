@@ -45,9 +45,8 @@ from vmonarch.files import write_json
 from vmonarch.finetune.config import check_values, choice, number
 from vmonarch.finetune.data.captions import Captioned, read_captions
 from vmonarch.finetune.data.decode import BadVideo, Clip, ClipShape, decode_clips
-from vmonarch.finetune.data.parquet import EMPTY_CAPTION, write_empty_caption, write_shard
-from vmonarch.finetune.data.schema import TEXT_LENGTH, Sample
-from vmonarch.pipelines.devices import DTYPES, choose_device, choose_dtype
+from vmonarch.finetune.data.parquet import EMPTY_CAPTION, TEXT_LENGTH, Sample, write_empty_caption, write_shard
+from vmonarch.pipelines.environment import DTYPES, choose_device, choose_dtype
 from vmonarch.pipelines.kinds import IMAGE_TO_VIDEO
 from vmonarch.pipelines.model_folder import ModelFolder, find_wan_model
 

@@ -12,7 +12,7 @@ from comfy_api.latest import ComfyExtension, io, ui
 
 from vmonarch.configs import InputError
 from vmonarch.configs.methods import OLD_METHODS
-from vmonarch.pipelines.comfyui.seam import KEY, PRESETS, SeamAttention, Settings
+from vmonarch.pipelines.comfyui.seam import KEY, PRESETS, SeamAttention
 from vmonarch.plan import plan_names
 from vmonarch.requirements import check_versions
 
@@ -24,11 +24,17 @@ def _whole(plan: str) -> str:
     return plan if not plan or plan in plan_names() else str(Path(folder_paths.get_input_directory()) / plan)
 
 
+def _percent(name: str, default: float, when: str) -> Any:
+    tooltip = f"Attention is exact {when} this part of the schedule."
+    return io.Float.Input(name, default=default, min=0.0, max=1.0, step=0.01, tooltip=tooltip)
+
+
 class VMonarch(io.ComfyNode):
     """Puts VMonarch on a model."""
 
     @classmethod
     def define_schema(cls) -> Any:
+        """The inputs, whose names are those of `SeamAttention`'s settings."""
         return io.Schema(
             node_id="VMonarch",
             display_name="VMonarch Attention",
@@ -50,22 +56,8 @@ class VMonarch(io.ComfyNode):
                     tooltip="Steps with exact attention, which renews the residuals: a count (6), a fraction (0.28),"
                     " indices (0, 1, 3, 7) or none. Empty: what the preset says.",
                 ),
-                io.Float.Input(
-                    "start_percent",
-                    default=0.0,
-                    min=0.0,
-                    max=1.0,
-                    step=0.01,
-                    tooltip="Attention is exact before this part of the schedule.",
-                ),
-                io.Float.Input(
-                    "end_percent",
-                    default=1.0,
-                    min=0.0,
-                    max=1.0,
-                    step=0.01,
-                    tooltip="Attention is exact after this part of the schedule.",
-                ),
+                _percent("start_percent", 0.0, "before"),
+                _percent("end_percent", 1.0, "after"),
                 io.String.Input(
                     "dense_blocks",
                     default="",
@@ -126,34 +118,11 @@ class VMonarch(io.ComfyNode):
         return known or f"preset must be one of {', '.join(PRESETS)}, got {preset!r}"
 
     @classmethod
-    def execute(
-        cls,
-        model: Any,
-        preset: str,
-        refresh: str,
-        start_percent: float,
-        end_percent: float,
-        dense_blocks: str,
-        plan: str,
-        plan_part: str,
-        residuals: str,
-        offload_residuals: bool,
-    ) -> Any:
+    def execute(cls, model: Any, plan: str, **settings: Any) -> Any:
         """A copy of `model` with VMonarch on it, in place of an earlier one."""
         check_versions()
-        settings = Settings(
-            preset=preset,
-            refresh=refresh,
-            start_percent=start_percent,
-            end_percent=end_percent,
-            dense_blocks=dense_blocks,
-            plan=_whole(plan),
-            plan_part=plan_part,
-            residuals=residuals,
-            offload=offload_residuals,
-        )
-        patched = model.clone()
-        SeamAttention(settings).install(patched, CallbacksMP, WrappersMP)
+        attention, patched = SeamAttention(plan=_whole(plan), **settings), model.clone()
+        attention.install(patched, CallbacksMP, WrappersMP)
         return io.NodeOutput(patched)
 
 

@@ -18,6 +18,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -30,18 +31,9 @@ from vmonarch.grid import LatentGrid
 from vmonarch.residuals import Branch, Refresh, ResidualSharing
 from vmonarch.sequence import TokenSequence, joint_attention
 
-PRESETS = (
-    "near-lossless",
-    "fast",
-    "vmonarch",
-    "vmonarch-lite",
-    "vmonarch-t1",
-    "vmonarch-t3",
-    "two-resolution",
-)
+PRESETS = ("near-lossless", "fast", "vmonarch", "vmonarch-lite", "vmonarch-t1", "vmonarch-t3", "two-resolution")
 # What ComfyUI calls the override, and what keeps ours apart from those of other nodes.
-OVERRIDE = "optimized_attention_override"
-KEY = "vmonarch"
+OVERRIDE, KEY = "optimized_attention_override", "vmonarch"
 _LOG = logging.getLogger(__name__)
 
 Arguments = Mapping[str, Any]
@@ -51,19 +43,21 @@ class Family(NamedTuple):
     """What there is to know of the models of one class of ComfyUI.
 
     Args:
-        blocks: names of the lists of transformer blocks, in the order of the model.
-        grid: of the video's tokens, from what the model is called with; None where that does not tell.
-        before: how many other tokens come before the video's, likewise; None for all that there are.
+        blocks: names of the lists of transformer blocks, in the order of the model, each with what
+            `transformer_options["block_type"]` says in it; empty if the model tells neither that nor `block_index`.
+            Older versions of ComfyUI tell them of no model.
+        before: how many other tokens come before the video's, from the model and what it is called with; None for all
+            that there are.
         joint: whether there may be other tokens in the sequence at all.
-        block_types: what `transformer_options["block_type"]` says in each of `blocks`; empty if the model tells neither
-            that nor `block_index`. Older versions of ComfyUI tell them of no model.
+        patch: of the latents, for models that do not have it.
+        fills_up: whether the last patch is filled up; where that is not told, sizes must be whole patches.
     """
 
-    blocks: tuple[str, ...]
-    grid: Callable[[Any, Arguments], LatentGrid | None]
+    blocks: Mapping[str, str]
     before: Callable[[Any, Arguments], int | None]
-    joint: bool
-    block_types: tuple[str, ...]
+    joint: bool = True
+    patch: tuple[int, int, int] | None = None
+    fills_up: bool = False
 
     def layers(self, model: Any) -> int:
         """How many transformer blocks a model has."""
@@ -75,23 +69,30 @@ class Family(NamedTuple):
         Args:
             seen: how many calls of self-attention of the video there were in this forward call.
         """
-        if not self.block_types or "block_index" not in options:
+        told = all(self.blocks.values())
+        if not told or "block_index" not in options:
             # A subclass may attend more often than once in a block, as VACE does, so that the count is not the block's.
-            counts = not self.block_types or type(model).__name__ in FAMILIES
+            counts = not told or type(model).__name__ in FAMILIES
             return seen if counts else "in a block that this ComfyUI does not tell; newer versions do"
-        kind = options.get("block_type")
-        if kind not in self.block_types:
-            return "outside of the transformer's blocks"
-        before = self.blocks[: self.block_types.index(kind)]
-        return int(options["block_index"]) + sum(len(getattr(model, name)) for name in before)
+        before = 0
+        for name, kind in self.blocks.items():
+            if kind == options.get("block_type"):
+                return before + int(options["block_index"])
+            before += len(getattr(model, name))
+        return "outside of the transformer's blocks"
 
-
-def _wan_grid(model: Any, arguments: Arguments) -> LatentGrid:
-    """For the models of the family that do not tell it; they fill up the last patch."""
-    frames, height, width = arguments["x"].shape[2:]
-    more = arguments.get("time_dim_concat")
-    frames += 0 if more is None else more.shape[2]
-    return LatentGrid(*(math.ceil(n / p) for n, p in zip((frames, height, width), model.patch_size, strict=True)))
+    def grid(self, model: Any, arguments: Arguments) -> LatentGrid | None:
+        """Of the video's tokens, from what the model is called with; None where that does not tell."""
+        x, more = arguments["x"], arguments.get("time_dim_concat")
+        # Of video and audio.
+        x = x[0] if isinstance(x, (list, tuple)) else x
+        if x.ndim != 5:
+            return None
+        sizes, patch = list(x.shape[2:]), self.patch or model.patch_size
+        sizes[0] += 0 if more is None else more.shape[2]
+        if not self.fills_up and any(n % p for n, p in zip(sizes, patch, strict=True)):
+            return None
+        return LatentGrid(*(-(-n // p) for n, p in zip(sizes, patch, strict=True)))
 
 
 def _wan_reference(model: Any, arguments: Arguments) -> int:
@@ -102,27 +103,11 @@ def _wan_reference(model: Any, arguments: Arguments) -> int:
     return math.prod(n // p for n, p in zip(reference.shape[-2:], model.patch_size[1:], strict=True))
 
 
-def _hunyuan_grid(model: Any, arguments: Arguments) -> LatentGrid | None:
-    sizes = arguments["x"].shape[2:]
-    if len(sizes) != 3 or any(n % p for n, p in zip(sizes, model.patch_size, strict=True)):
-        return None
-    return LatentGrid(*(n // p for n, p in zip(sizes, model.patch_size, strict=True)))
-
-
-def _ltx_grid(model: Any, arguments: Arguments) -> LatentGrid | None:
-    x = arguments["x"]
-    # Of video and audio.
-    x = x[0] if isinstance(x, (list, tuple)) else x
-    return LatentGrid(*x.shape[2:]) if x.ndim == 5 else None
-
-
 FAMILIES: dict[str, Family] = {
-    "WanModel": Family(("blocks",), _wan_grid, _wan_reference, True, ("double",)),
+    "WanModel": Family({"blocks": "double"}, _wan_reference, fills_up=True),
     # Text comes first, and after it the reference, if there is one.
-    "HunyuanVideo": Family(
-        ("double_blocks", "single_blocks"), _hunyuan_grid, lambda model, arguments: None, True, ("double", "single")
-    ),
-    "LTXVModel": Family(("transformer_blocks",), _ltx_grid, lambda model, arguments: 0, False, ()),
+    "HunyuanVideo": Family({"double_blocks": "double", "single_blocks": "single"}, lambda model, arguments: None),
+    "LTXVModel": Family({"transformer_blocks": ""}, lambda model, arguments: 0, joint=False, patch=(1, 1, 1)),
 }
 
 
@@ -132,27 +117,12 @@ def family_of(model: Any) -> Family:
     Raises:
         InputError: it belongs to none.
     """
-    # torch.compile may have wrapped it.
-    kind = type(getattr(model, "_orig_mod", model))
-    for base in kind.__mro__:
+    for base in type(model).__mro__:
         if base.__name__ in FAMILIES:
             return FAMILIES[base.__name__]
     supported = "Wan, HunyuanVideo and LTX-Video"
-    raise InputError("model", f"must be a video model of a supported family ({supported}), got {kind.__name__}")
-
-
-def parse_steps(refresh: str) -> Any:
-    """`steps` of a `Refresh` from text: a count, a fraction, or indices with commas between them.
-
-    Raises:
-        InputError: it is none of these.
-    """
-    try:
-        (*several,) = json.loads(f"[{refresh}]")
-    except (ValueError, RecursionError) as error:
-        what = 'a count ("6"), a fraction ("0.28"), indices ("0, 1, 3, 7"), "none", or empty for the preset\'s own'
-        raise InputError("refresh", f"must be {what}, got {refresh!r}") from error
-    return several[0] if len(several) == 1 else several
+    got = type(model).__name__
+    raise InputError("model", f"must be a video model of a supported family ({supported}), got {got}")
 
 
 def parse_blocks(blocks: str) -> tuple[range, ...]:
@@ -162,7 +132,7 @@ def parse_blocks(blocks: str) -> tuple[range, ...]:
         InputError: it is something else, or a range ends before it begins.
     """
     found: list[range] = []
-    for part in filter(None, (part.strip() for part in blocks.split(","))):
+    for part in filter(None, map(str.strip, blocks.split(","))):
         match = re.fullmatch(r"(\d{1,9})(?:\s*-\s*(\d{1,9}))?", part)
         several = match and range(int(match[1]), int(match[2] or match[1]) + 1)
         if not several:
@@ -171,74 +141,31 @@ def parse_blocks(blocks: str) -> tuple[range, ...]:
     return tuple(found)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Settings:
-    """What the node was given.
+def parse_refresh(refresh: str, preset: str, *, dtype: str = "int8", offload: bool = False) -> Refresh | None:
+    """When attention is exact and renews the residuals; None if there are none.
 
     Args:
-        preset: one of `PRESETS`; with a plan, only its `refresh` counts.
-        refresh: empty for that of the preset, "none", or see `parse_steps`.
-        start_percent, end_percent: of the schedule, within which the preset is used; exact attention outside.
-        dense_blocks: blocks that stay exact; see `parse_blocks`.
-        plan: empty, or the path of a plan's JSON, or the name of one that ships.
-        plan_part: which of the plan's transformers this model is.
-        residuals: "int8" or "bfloat16", as in `Refresh`.
-        offload: keep residuals in the host's memory, as in `Refresh`.
+        refresh: a count, a fraction, or indices with commas between them, as text; "none"; or empty for the preset's.
+        dtype, offload: as in `Refresh`.
 
     Raises:
-        InputError: an entry has an unsupported value.
+        InputError: it is none of these.
     """
-
-    preset: str = PRESETS[0]
-    refresh: str = ""
-    start_percent: float = 0.0
-    end_percent: float = 1.0
-    dense_blocks: str = ""
-    plan: str = ""
-    plan_part: str = "transformer"
-    residuals: str = "int8"
-    offload: bool = False
-
-    def __post_init__(self) -> None:
-        if self.preset in OLD_METHODS:
-            # A workflow that was saved before keeps the name.
-            _LOG.warning("The preset %s is called %s now: choose it", self.preset, OLD_METHODS[self.preset])
-            object.__setattr__(self, "preset", OLD_METHODS[self.preset])
-        if self.preset not in PRESETS:
-            raise InputError("preset", f"must be one of {', '.join(PRESETS)}, got {self.preset!r}")
-        if not 0 <= self.start_percent <= self.end_percent <= 1:
-            got = f"start_percent={self.start_percent}, end_percent={self.end_percent}"
-            raise InputError("start_percent", f"must be from 0 to end_percent, and that at most 1; got {got}")
-        parse_blocks(self.dense_blocks)
-        self.sharing()
-
-    def sharing(self) -> Refresh | None:
-        """When attention is exact and renews the residuals; None if there are none."""
-        steps: Any = self.refresh.strip()
-        if not steps:
-            steps = resolve_method(self.preset).options["refresh"]
+    text = refresh.strip()
+    try:
+        if not text:
+            steps = resolve_method(preset).options["refresh"]
+        elif text == "none":
+            steps = None
         else:
-            steps = None if steps == "none" else parse_steps(steps)
-        try:
-            return None if steps is None else Refresh(steps, dtype=self.residuals, offload=self.offload)
-        except (TypeError, ValueError) as error:
-            raise InputError("refresh", f"{self.refresh!r} cannot be used: {error}") from error
-
-    def processor(self) -> Any:
-        """What computes attention where it is not exact.
-
-        Raises:
-            InputError: there is no such plan.
-        """
-        name: dict[str, Any] = {"name": "vmonarch", "plan": self.plan} if self.plan else {"name": self.preset}
-        # Residuals are shared here, not by the processor, which would look for a pipeline of diffusers.
-        return resolve_method(name | {"refresh": None}).processor()
-
-
-class _Heads(NamedTuple):
-    """All that a processor asks an attention module for."""
-
-    heads: int
+            (*several,) = json.loads(f"[{text}]")
+            steps = several[0] if len(several) == 1 else several
+        return None if steps is None else Refresh(steps, dtype=dtype, offload=offload)
+    except (json.JSONDecodeError, RecursionError) as error:
+        what = 'a count ("6"), a fraction ("0.28"), indices ("0, 1, 3, 7"), "none", or empty for the preset\'s own'
+        raise InputError("refresh", f"must be {what}, got {refresh!r}") from error
+    except (TypeError, ValueError) as error:
+        raise InputError("refresh", f"{refresh!r} cannot be used: {error}") from error
 
 
 @dataclasses.dataclass
@@ -290,60 +217,15 @@ class Report:
         return " ".join(parts)
 
 
+@dataclasses.dataclass
 class _Run:
-    """One sampling run: its residuals, its report, and between which noise levels the preset is used."""
+    """One sampling run: its report, between which noise levels the preset is used, and its residuals."""
 
-    def __init__(self, report: Report, refresh: Refresh | None, sigmas: tuple[float, float]) -> None:
-        self.report = report
-        self.refresh = refresh
-        self.sharing = None if refresh is None else ResidualSharing(refresh)
-        self.sigma_start, self.sigma_end = sigmas
-        self.branches: dict[Any, Branch] = {}
-
-    def branch(self, x: Any, options: Arguments, step: int | None, layers: int) -> Branch | None:
-        """The branch of a forward call that begins; None if there are no residuals, or it cannot be told."""
-        if self.refresh is None or step is None or not options.get("uuids"):
-            return None
-        x = x if isinstance(x, torch.Tensor) else x[0]
-        window = getattr(options.get("context_window"), "index_list", ())
-        # Guidance may ask once more, with some blocks left out.
-        replaced = {kind: frozenset(blocks) for kind, blocks in options.get("patches_replace", {}).items()}
-        key = (tuple(options["uuids"]), x.shape, x.dtype, x.device, tuple(window), frozenset(replaced.items()))
-        branch = self.branches.setdefault(key, Branch(layers=layers))
-        branch.enter(step, self.report.steps, self.refresh)
-        return branch
-
-    def attend(
-        self,
-        call: _Call,
-        layer: Any,
-        exact: Callable[[], torch.Tensor],
-        approximate: Callable[[], torch.Tensor],
-        samples: int,
-    ) -> torch.Tensor:
-        """Attention [B, S, H, D] of one layer, with its residual if they are shared."""
-        self.report.attended += 1
-        if self.sharing is None or call.branch is None or call.step is None:
-            return approximate()
-        step = call.step
-
-        def counted() -> torch.Tensor:
-            self.report.exact += 1
-            self.report.refreshed.add(step)
-            return exact()
-
-        return self.sharing.attend(call.branch, (layer, samples), counted, approximate, "auto")
-
-    def end(self) -> Report:
-        """Free the residuals."""
-        for branch in self.branches.values():
-            kept = [tensor for kept in branch.residuals.values() for tensor in kept.residual if tensor is not None]
-            self.report.residual_bytes += sum(tensor.nbytes for tensor in kept)
-            self.report.branches += bool(kept)
-            # A traceback may still hold the branch.
-            branch.residuals.clear()
-            branch.arriving.clear()
-        return self.report
+    report: Report
+    sigma_start: float
+    sigma_end: float
+    sharing: ResidualSharing | None
+    branches: dict[Any, Branch] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass
@@ -354,8 +236,9 @@ class _Call:
         grid: from its arguments; what the model says itself goes before.
         before: as in `Family`.
         prompts: numbers of tokens of what it attends to by cross-attention.
-        why_exact: why all of it stays exact; None if it does not.
+        why_exact: why all of it stays exact; empty if it does not.
         step: of the schedule; None if the sampler does not tell.
+        branch: whose residuals it uses; None if there are none, or it cannot be told.
         seen: how many calls of self-attention of the video there were, by block.
     """
 
@@ -365,38 +248,60 @@ class _Call:
     grid: LatentGrid | None
     before: int | None
     prompts: frozenset[int]
-    why_exact: str | None
+    why_exact: str
     step: int | None
     branch: Branch | None
     seen: Counter[Any] = dataclasses.field(default_factory=Counter)
 
 
-class _Place(NamedTuple):
-    """Where a call of attention is: in which layer, what computes that, and where the video is in the sequence."""
-
-    layer: Any
-    processor: Any
-    sequence: TokenSequence
-
-
+@dataclasses.dataclass(kw_only=True, eq=False)
 class SeamAttention:
-    """VMonarch on one model: in every sampling run it begins anew.
+    """VMonarch on one model: in every sampling run it begins anew. Its fields are the settings of the node.
 
     Args:
-        settings: of the node.
+        preset: one of `PRESETS`.
+        refresh: see `parse_refresh`.
+        start_percent, end_percent: of the schedule, within which the preset is used; exact attention outside.
+        dense_blocks: blocks that stay exact; see `parse_blocks`.
+        plan: empty, or the path of a plan's JSON, or the name of one that ships.
+        plan_part: which of the plan's transformers this model is.
+        residuals: "int8" or "bfloat16", as in `Refresh`.
+        offload_residuals: keep residuals in the host's memory, as in `Refresh`.
+
+    Attributes:
+        report: of the latest run; None before the first.
 
     Raises:
-        InputError: the settings cannot be used.
+        InputError: an entry has an unsupported value, or there is no such plan.
     """
 
-    def __init__(self, settings: Settings) -> None:
-        self.settings = settings
-        self.refresh = settings.sharing()
-        self.processor = settings.processor()
-        self.label = f"plan {Path(settings.plan).name}" if settings.plan else settings.preset
+    preset: str = PRESETS[0]
+    refresh: str = ""
+    start_percent: float = 0.0
+    end_percent: float = 1.0
+    dense_blocks: str = ""
+    plan: str = ""
+    plan_part: str = "transformer"
+    residuals: str = "int8"
+    offload_residuals: bool = False
+
+    def __post_init__(self) -> None:
+        if self.preset in OLD_METHODS:
+            # A workflow that was saved before keeps the name.
+            _LOG.warning("The preset %s is called %s now: choose it", self.preset, OLD_METHODS[self.preset])
+            self.preset = OLD_METHODS[self.preset]
+        if self.preset not in PRESETS:
+            raise InputError("preset", f"must be one of {', '.join(PRESETS)}, got {self.preset!r}")
+        if not 0 <= self.start_percent <= self.end_percent <= 1:
+            got = f"start_percent={self.start_percent}, end_percent={self.end_percent}"
+            raise InputError("start_percent", f"must be from 0 to end_percent, and that at most 1; got {got}")
+        self.sharing = parse_refresh(self.refresh, self.preset, dtype=self.residuals, offload=self.offload_residuals)
+        name: dict[str, Any] = {"name": "vmonarch", "plan": self.plan} if self.plan else {"name": self.preset}
+        # Residuals are shared here, not by the processor, which would look for a pipeline of diffusers.
+        self.processor = resolve_method(name | {"refresh": None}).processor()
         self.report: Report | None = None
-        self._dense = parse_blocks(settings.dense_blocks)
-        self._context = ForwardContext(DenseSet("dense_steps", 0), settings.plan_part)
+        self._dense = parse_blocks(self.dense_blocks)
+        self._context = ForwardContext(DenseSet("dense_steps", 0), self.plan_part)
         self._layers: dict[tuple[int, int, int], Any] = {}
         self._run: _Run | None = None
 
@@ -410,8 +315,8 @@ class SeamAttention:
         Raises:
             InputError: the model belongs to no supported family, or has fewer blocks than `dense_blocks` names.
         """
-        model = patcher.get_model_object("diffusion_model")
-        blocks = family_of(model).layers(getattr(model, "_orig_mod", model))
+        model = _model_of(patcher)
+        blocks = family_of(model).layers(model)
         last = max((several[-1] for several in self._dense), default=0)
         if last >= blocks:
             problem = f"names block {last}, but the model has {blocks} (0 to {blocks - 1})"
@@ -426,19 +331,26 @@ class SeamAttention:
     def begin_run(self, patcher: Any) -> None:
         """A sampling run begins."""
         self.end_run(patcher)
-        sampling = patcher.get_model_object("model_sampling")
-        window = self.settings.start_percent, self.settings.end_percent
-        start, end = (float(sampling.percent_to_sigma(percent)) for percent in window)
-        model = patcher.get_model_object("diffusion_model")
-        name = type(getattr(model, "_orig_mod", model)).__name__
+        to_sigma = patcher.get_model_object("model_sampling").percent_to_sigma
         # A sampler may add noise to the first level.
-        self._run = _Run(Report(name, self.label), self.refresh, (start if window[0] else math.inf, end))
+        start = float(to_sigma(self.start_percent)) if self.start_percent else math.inf
+        report = Report(type(_model_of(patcher)).__name__, f"plan {Path(self.plan).name}" if self.plan else self.preset)
+        sharing = None if self.sharing is None else ResidualSharing(self.sharing)
+        self._run = _Run(report, start, float(to_sigma(self.end_percent)), sharing)
 
     def end_run(self, patcher: Any) -> None:
         """A sampling run is over: free its residuals and say what happened."""
         if self._run is None:
             return
-        report, self._run = self._run.end(), None
+        run, self._run = self._run, None
+        report = run.report
+        for branch in run.branches.values():
+            kept = [tensor for kept in branch.residuals.values() for tensor in kept.residual if tensor is not None]
+            report.residual_bytes += sum(tensor.nbytes for tensor in kept)
+            report.branches += bool(kept)
+            # A traceback may still hold the branch.
+            branch.residuals.clear()
+            branch.arriving.clear()
         if report.forwards:
             self.report = report
             _LOG.log(logging.INFO if report.attended else logging.WARNING, "%s", report)
@@ -465,15 +377,21 @@ class SeamAttention:
 
     @torch.compiler.disable
     def _begin_call(self, run: _Run, model: Any, arguments: Arguments, options: Arguments) -> _Call:
-        family = family_of(model)
+        family, x, step, why = family_of(model), arguments["x"], None, ""
         sigma = float(options["sigmas"][0]) if options.get("sigmas") is not None else None
-        step = None
         if sigma is not None and options.get("sample_sigmas") is not None:
             schedule = options["sample_sigmas"].tolist()
             run.report.steps = len(schedule) - 1
             step = step_of(sigma, schedule)
-        branch = run.branch(arguments["x"], options, step, family.layers(model))
-        why = None
+        branch = None
+        if run.sharing is not None and step is not None and options.get("uuids"):
+            x = x if isinstance(x, torch.Tensor) else x[0]
+            window = getattr(options.get("context_window"), "index_list", ())
+            # Guidance may ask once more, with some blocks left out.
+            replaced = {kind: frozenset(blocks) for kind, blocks in options.get("patches_replace", {}).items()}
+            key = (tuple(options["uuids"]), x.shape, x.dtype, x.device, tuple(window), frozenset(replaced.items()))
+            branch = run.branches.setdefault(key, Branch(layers=family.layers(model)))
+            branch.enter(step, run.report.steps, run.sharing.refresh)
         if sigma is not None and not run.sigma_end <= sigma <= run.sigma_start:
             why = "outside of start_percent to end_percent"
         elif run.sharing is not None and branch is None:
@@ -502,7 +420,7 @@ class SeamAttention:
     ) -> torch.Tensor:
         """The override: [B, S, H·D], or [B, H, S, D] with `skip_reshape` -> likewise, by `skip_output_reshape`."""
         theirs = func if previous is None else functools.partial(previous, func)
-        named = dict(attn_precision=attn_precision, **others)
+        named, report = dict(attn_precision=attn_precision, **others), call.run.report
 
         def exact() -> torch.Tensor:
             shaped = dict(mask=mask, skip_reshape=skip_reshape, skip_output_reshape=skip_output_reshape)
@@ -510,25 +428,33 @@ class SeamAttention:
 
         found = self._place(call, q, k, v, heads, mask, skip_reshape, others)
         if isinstance(found, str):
-            call.run.report.untouched[found] += 1
+            report.untouched[found] += 1
             return exact()
+        layer, processor, sequence = found
+        report.attended += 1
         query, key, value = (_by_heads(x, heads, skip_reshape) for x in (q, k, v))
         # Rotary embeddings may leave them in another dtype.
-        query, key, grid = query.to(value.dtype), key.to(value.dtype), found.sequence.grid
+        query, key = query.to(value.dtype), key.to(value.dtype)
 
         def own(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
             return _by_heads(theirs(query.flatten(2), key.flatten(2), value.flatten(2), heads, **named), heads, False)
 
         def approximate() -> torch.Tensor:
-            if not found.sequence.others:
-                out: torch.Tensor = found.processor.attend(query, key, value, grid)
+            if not sequence.others:
+                out: torch.Tensor = processor.attend(query, key, value, sequence.grid)
                 return out
-            video = lambda q, k, v: found.processor.attend_with_lse(q, k, v, grid)
-            return joint_attention(query, key, value, found.sequence, None, video=video, exact=own)
+            video = lambda q, k, v: processor.attend_with_lse(q, k, v, sequence.grid)
+            return joint_attention(query, key, value, sequence, None, video=video, exact=own)
 
-        out = call.run.attend(
-            call, found.layer, lambda: _by_heads(exact(), heads, skip_output_reshape), approximate, len(query)
-        )
+        def renewing() -> torch.Tensor:
+            report.exact += 1
+            report.refreshed.add(call.step)  # type: ignore[arg-type]
+            return _by_heads(exact(), heads, skip_output_reshape)
+
+        if call.run.sharing is None or call.branch is None:
+            out = approximate()
+        else:
+            out = call.run.sharing.attend(call.branch, (layer, len(query)), renewing, approximate, "auto")
         return out.transpose(1, 2) if skip_output_reshape else out.flatten(2)
 
     def _place(
@@ -541,8 +467,8 @@ class SeamAttention:
         mask: torch.Tensor | None,
         skip_reshape: bool,
         others: Arguments,
-    ) -> _Place | str:
-        """Where in the model a call of attention is, or why it is not for the preset."""
+    ) -> tuple[Any, Any, TokenSequence] | str:
+        """Layer, its processor and where the video is in the sequence, or why a call is not for the preset."""
         if not q.shape == k.shape == v.shape or q.ndim != (4 if skip_reshape else 3):
             return "cross-attention"
         tokens, options = q.shape[-2], others.get("transformer_options") or {}
@@ -569,21 +495,23 @@ class SeamAttention:
             return "with a scale of its own"
         if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
             return "with gradients"
-        if call.why_exact is not None:
+        if call.why_exact:
             return call.why_exact
         if any(block in several for several in self._dense):
             return "in dense_blocks"
-        processor = self._bound(block, call.family.layers(call.model), heads)
-        if processor is None:
-            return "that the plan leaves exact"
-        return _Place(layer, processor, TokenSequence.of(grid, call.before, tokens))
-
-    def _bound(self, block: int, blocks: int, heads: int) -> Any:
-        """The processor of one block; None if the plan has nothing but exact attention for it."""
-        key = block, blocks, heads
+        key = block, call.family.layers(call.model), heads
         if key not in self._layers:
-            self._layers[key] = self.processor.bind(self._context, None, _Heads(heads), block, blocks)
-        return self._layers[key]
+            # Of the attention module a processor asks no more.
+            self._layers[key] = self.processor.bind(self._context, None, SimpleNamespace(heads=heads), *key[:2])
+        if self._layers[key] is None:
+            return "that the plan leaves exact"
+        return layer, self._layers[key], TokenSequence.of(grid, call.before, tokens)
+
+
+def _model_of(patcher: Any) -> Any:
+    """A patcher's model, which torch.compile may have wrapped."""
+    model = patcher.get_model_object("diffusion_model")
+    return getattr(model, "_orig_mod", model)
 
 
 def _by_heads(x: torch.Tensor, heads: int, apart: bool) -> torch.Tensor:

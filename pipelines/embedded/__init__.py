@@ -57,8 +57,8 @@ def embedded_adapter_path() -> Path:
     file = Path(__file__).resolve().parent.parent / "embedded_adapters" / "based.safetensors"
     if not file.is_file():
         raise FileNotFoundError(
-            f"the embedded model's adapter {file} is missing; train it with"
-            " `python -m vmonarch.finetune.embedded.based`"
+            f"the embedded model's adapter {file} is missing; reinstall vmonarch, or train it with"
+            " `vmonarch finetune --config embedded-based`"
         )
     return file
 

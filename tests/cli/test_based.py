@@ -57,6 +57,30 @@ def test_an_adapter_at_home_is_recorded_by_a_path_that_is_right_in_every_folder(
         assert method.to_dict()["adapter"] == str(tiny_adapter) and word in method.label
 
 
+def test_the_preset_trains_an_adapter_that_videos_are_made_with(cli, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    size, steps = ["height=96", "width=160", "num_frames=61"], ["steps=3", "transfer=2", "optimizer.warmup=0"]
+    short = [
+        "attention.feature_dim=8",
+        "batch_size=1",
+        "micro_batch=1",
+        "precision=fp32",
+        "data.workers=0",
+        "data.validation=null",
+        "trackers=[]",
+    ]
+    for line in (
+        ["preprocess", "--procedural", 1, "--model", cli.model, "--output", "clips", *size],
+        ["finetune", "--config", "embedded-based", f"model={cli.model}", "data.path=clips", *steps, *short],
+        ["export", "outputs/finetune-based", "--output", "based.safetensors", "--dtype", "float16"],
+    ):
+        code, _, err = cli(*line, tiny=False)
+        assert code == 0, err
+    code, _, err = cli("generate", PROMPT, "--attention", "based:adapter=based.safetensors")
+    assert code == 0, err
+    assert cli.records()[0]["config"]["attention"]["adapter"] == str(tmp_path / "based.safetensors")
+
+
 def test_compare_gives_full_attention_its_own_weights(cli, shipped_adapter: Path) -> None:
     assert cli("generate", PROMPT, "--seed", 1, "--attention", "full", "--quiet")[0] == 0
     code, _, err = cli("compare", PROMPT, "--seed", 1, "--methods", "based", "full", "vmonarch", "--quiet")
@@ -75,7 +99,7 @@ def test_without_an_adapter_the_error_says_what_to_do(cli, monkeypatch: pytest.M
     monkeypatch.setattr(embedded, "__file__", str(tmp_path / "embedded" / "__init__.py"))
     advice = "give adapter=FILE of vmonarch.save_adapter, or adapter=null"
     code, _, err = cli("generate", PROMPT, "--attention", "based")
-    assert code == 2 and "vmonarch.finetune.embedded.based" in err and advice in err
+    assert code == 2 and "vmonarch finetune --config embedded-based" in err and advice in err
     code, _, err = cli("generate", PROMPT, "--attention", "based:adapter=nowhere.safetensors")
     assert code == 2 and "'nowhere.safetensors' cannot be used: [Errno 2] No such file" in err and advice in err
 

@@ -27,7 +27,7 @@ from vmonarch.eval.settings import CompareConfig
 from vmonarch.eval.similarity import PerceptualDistance, frames_of_file, similarity
 from vmonarch.eval.summary import MEASURES, TIMES, differences, interval, statistics
 from vmonarch.files import file_name
-from vmonarch.pipelines import embedded, loading, outputs, records, sampling
+from vmonarch.pipelines import embedded, loading, outputs, sampling
 from vmonarch.pipelines.config import build_config, complete
 from vmonarch.pipelines.loading import load_model
 from vmonarch.pipelines.model_folder import find_model
@@ -97,7 +97,7 @@ def test_the_record_holds_what_the_definitions_give(whole: Evaluation, loaded: l
         method.install(loaded.pipe)
         frames[method.label] = sampling.sample(loaded, settings, [PROMPTS[1]] * 2, [1, 2]).frames[1]
         decoded[method.label] = frames_of_file(read_video(whole.folder / item["folder"] / row["video"])[0])
-        assert row["frames_sha256"] == records.frames_sha256(frames[method.label])
+        assert row["frames_sha256"] == outputs.frames_sha256(frames[method.label])
         assert 0 < row["transformer_seconds_per_step"] * 2 < row["seconds"]
         if method.label == "full":
             assert all(row[key] is None for key in MEASURES if key not in TIMES)

@@ -22,11 +22,10 @@ import torch
 from vmonarch.configs import InputError
 from vmonarch.pipelines import loading, outputs, sampling
 from vmonarch.pipelines.config import GenerateConfig, build_config, complete
-from vmonarch.pipelines.first_frame import open_image
 from vmonarch.pipelines.generation import generate
 from vmonarch.pipelines.model_folder import find_model
-from vmonarch.pipelines.records import load_record
-from vmonarch.pipelines.video_io import read_video
+from vmonarch.pipelines.outputs import load_record
+from vmonarch.pipelines.video_io import open_image, read_video
 
 PROMPT = "a red circle moving right"
 TINY = {"height": 32, "width": 48, "num_frames": 9, "steps": 2, "negative_prompt": "", "device": "cpu"}

@@ -68,7 +68,6 @@ def test_unknown_commands(line: str, message: str, capsys: pytest.CaptureFixture
         ("vmonarch bench", "vmonarch bench"),
         ("vmonarch.cli bench kernels", "vmonarch bench kernels"),
         ("vmonarch.finetune", "vmonarch finetune"),
-        ("vmonarch.finetune.export", "vmonarch export"),
     ],
 )
 def test_modules_are_commands(module: str, command: str) -> None:

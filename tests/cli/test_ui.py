@@ -18,7 +18,7 @@ from PIL import Image
 from vmonarch.configs import preset_names
 from vmonarch.configs.methods import recipe_names
 from vmonarch.pipelines import recipes
-from vmonarch.pipelines.records import load_record
+from vmonarch.pipelines.outputs import load_record
 
 ui = pytest.importorskip("vmonarch.eval.ui", reason="needs the extra ui")
 

@@ -19,7 +19,7 @@ DATA = {"data": {"path": "clips"}}
 @pytest.mark.parametrize("name", preset_names("finetune"))
 def test_presets_are_read_and_written_back(name):
     config = finetune_config(read_yaml(name, group="finetune"))
-    assert config.data.path and config.attention.name == "vmonarch"
+    assert config.data.path and config.attention.name == ("based" if "based" in name else "vmonarch")
     assert finetune_config(config.to_dict()) == config
 
 
@@ -48,7 +48,10 @@ def size_of_preset(group, name):
     return found
 
 
-@pytest.mark.parametrize("file", ["docs/finetuning.md", "Makefile", "configs/finetune/embedded.yaml"])
+@pytest.mark.parametrize(
+    "file",
+    ["docs/finetuning.md", "Makefile", *(f"configs/finetune/{name}.yaml" for name in ("embedded", "embedded-based"))],
+)
 def test_the_commands_that_are_shown_make_the_clips_that_are_trained_on(file):
     made = [prepared(words) for words in commands(ROOT / file, "vmonarch preprocess")]
     [words] = commands(ROOT / file, "vmonarch finetune") or [["--config", Path(file).stem]]
@@ -113,13 +116,6 @@ def test_bad_settings_are_named(name):
 def test_data_must_be_given():
     with pytest.raises(InputError, match="data.path is missing"):
         finetune_config({"steps": 3})
-
-
-def test_the_batch_is_shared_by_processes_and_micro_batches():
-    config = finetune_config(DATA, {"batch_size": 24, "micro_batch": 2})
-    assert config.accumulation(1) == 12 and config.accumulation(4) == 3
-    with pytest.raises(InputError, match="batch_size must be a multiple of micro_batch × processes = 2 × 5, got 24"):
-        config.accumulation(5)
 
 
 @pytest.mark.parametrize("schedule,middle,end", [("constant", 1.0, 1.0), ("linear", 0.55, 0.1), ("cosine", 0.55, 0.1)])

@@ -7,8 +7,10 @@ import diffusers
 import pytest
 import torch
 from diffusers import AutoencoderKLWan, WanTransformer3DModel
+from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
+import vmonarch
 from vmonarch.finetune import scenes as data
 from vmonarch.finetune.embedded import __main__ as command
 from vmonarch.finetune.embedded import text, transformer, vae
@@ -265,6 +267,13 @@ def test_shipped_model_is_stock_small_and_safe():
     assert command.folder_bytes(folder) <= 16 * 2**20
     endings = {file.suffix for file in folder.rglob("*") if file.is_file() and "__pycache__" not in file.parts}
     assert endings <= {".json", ".safetensors", ".py"}
+
+
+def test_the_shipped_adapter_fits_the_shipped_model_and_is_small():
+    file = embedded.embedded_adapter_path()
+    assert file.stat().st_size <= 2 * 2**20
+    assert {tensor.dtype for tensor in load_file(file).values()} == {torch.float16}
+    vmonarch.load_adapter(diffusers.WanPipeline.from_pretrained(embedded_model_path()), file)
 
 
 @torch.no_grad()

@@ -29,7 +29,7 @@ from vmonarch.cli import main
 from vmonarch.configs import InputError
 from vmonarch.finetune.data import decode as decoding
 from vmonarch.finetune.data.decode import BadVideo, ClipShape, choose_frames, decode_clips, resize_and_crop
-from vmonarch.finetune.data.parquet import ParquetFolder
+from vmonarch.finetune.data.parquet import ParquetFolder, decode_row
 from vmonarch.finetune.data.preprocess import (
     PipelineEncoders,
     PreprocessConfig,
@@ -39,7 +39,6 @@ from vmonarch.finetune.data.preprocess import (
     procedural_clip,
 )
 from vmonarch.finetune.data.preprocess import complete as complete_config
-from vmonarch.finetune.data.schema import decode_row
 from vmonarch.finetune.embedded.vae import encode_means
 from vmonarch.pipelines.embedded import embedded_model_path
 from vmonarch.pipelines.model_folder import find_model

@@ -31,7 +31,7 @@ from transformers import (
 )
 
 import vmonarch
-from vmonarch.finetune.data.schema import Sample
+from vmonarch.finetune.data.parquet import Sample
 
 HEIGHT, WIDTH, FRAMES = 32, 48, 9
 GRID = (3, 2, 3)  # of the size above: 3 latent frames of 4 × 6 latents, cut into patches of 2 × 2

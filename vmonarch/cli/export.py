@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from vmonarch.pipelines.devices import DTYPES
+from vmonarch.pipelines.environment import DTYPES
 
 _EPILOG = """\
 examples:

@@ -74,5 +74,4 @@ def run(arguments: argparse.Namespace) -> None:
         arguments.debug |= not is_explained(error)
         raise
     if trainer.accelerator.is_main_process:
-        newest = trainer.checkpoints.latest()
-        print(f"{newest} is complete; to export it: vmonarch export {trainer.output} --output …")
+        print(f"step {trainer.step} is saved; to export it: vmonarch export {trainer.output} --output …")

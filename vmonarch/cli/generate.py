@@ -38,9 +38,8 @@ def run(arguments: argparse.Namespace) -> None:
     """
     from vmonarch.pipelines.environment import seconds
     from vmonarch.pipelines.generation import generate
-    from vmonarch.pipelines.outputs import GenerationError
+    from vmonarch.pipelines.outputs import GenerationError, load_record
     from vmonarch.pipelines.processes import Shard
-    from vmonarch.pipelines.records import load_record
 
     recorded = None if arguments.from_json is None else load_record(arguments.from_json)
     config = sampling_config(GenerateConfig, arguments, recorded.values if recorded else {})

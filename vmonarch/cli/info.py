@@ -53,8 +53,7 @@ def collect() -> dict[str, Any]:
 
     from vmonarch.configs.methods import method_names, recipe_names
     from vmonarch.kernels.common.launch import auto_takes_kernels, why_not_triton
-    from vmonarch.pipelines.devices import choose_dtype
-    from vmonarch.pipelines.environment import EXTRAS, device_name, environment, package_versions
+    from vmonarch.pipelines.environment import EXTRAS, choose_dtype, device_name, environment, package_versions
     from vmonarch.pipelines.model_folder import ModelError, find_model, folder_bytes
     from vmonarch.requirements import unsupported_versions
 
