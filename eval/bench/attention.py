@@ -11,10 +11,16 @@ from typing import Any
 import torch
 
 from vmonarch.eval.bench.gate import NAMES
-from vmonarch.eval.bench.runner import Way, bytes_of, with_gradients
+from vmonarch.eval.bench.runner import Case, Way, bytes_of, with_gradients
 from vmonarch.kernels.flash_bias.reference import flash_bias_attention_reference
 
 PASSES = {False: "forward", True: "forward+backward"}
+BOTH = (False, True)
+
+
+def case_of(label: str, training: bool = False, **sizes: Any) -> Case:
+    """A case of these sizes; `training` is forward and backward together, and the end of its label."""
+    return Case(label=f"{label} {PASSES[training]}", training=training, **sizes)
 
 
 def randn(

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from vmonarch.eval.bench.attention import PASSES, attention_way, exact, randn
+from vmonarch.eval.bench.attention import BOTH, attention_way, case_of, exact, randn
 from vmonarch.eval.bench.runner import ATTENTION, Bench, Case, Way, Ways, bytes_of, flex, sdpa
 from vmonarch.flops import pair_flops
 from vmonarch.kernels.taylor.api import taylor_attention
@@ -47,7 +47,7 @@ FORMULAE = {
 }
 
 
-def case_of(
+def based_case(
     kind: str,
     batch: int,
     tokens: int,
@@ -64,9 +64,9 @@ def case_of(
         kind: of METHODS_OF.
         tokens: S; for "decode", keys of the longest cache.
         head_dim: E. dims: d'.
-        training: forward and backward.
         window: tokens of a causal window, or frames, rows and columns of a neighbourhood on `grid`.
     """
+    about = {key: value for key, value in locals().items() if key != "training"}
     times = lambda sizes: "×".join(map(str, sizes))
     of = {
         "prefill": f"batch {batch}, {tokens} tokens",
@@ -78,11 +78,8 @@ def case_of(
     # Along every axis: (size, how far back a query sees, how far ahead).
     axes = [(tokens, window or tokens)] if grid is None else list(zip(grid, window, strict=True))
     reach = [(size, *extents(along, causal)) for size, along in axes]
-    return Case(
-        label=f"{kind} {of}" + ("" if kind == "decode" else f" {PASSES[training]}"),
-        kind=kind, batch=batch, tokens=tokens, heads=heads, head_dim=head_dim, training=training, window=window,
-        grid=grid, dims=dims, causal=causal, reach=reach,
-    )  # fmt: skip
+    made = case_of(f"{kind} {of}", training, **about, causal=causal, reach=reach)
+    return Case(**{**vars(made), "label": f"{kind} {of}"}) if kind == "decode" else made
 
 
 def pairs_seen(case: Case) -> int:
@@ -105,30 +102,6 @@ def softmax_work(case: Case, pairs: int, itemsize: int) -> dict[str, Any]:
     E, groups = case.head_dim, case.batch * case.heads
     numbers = 2 * pairs * E if case.kind == "decode" else (4 + 8 * case.training) * case.tokens * E
     return {"flops": pair_flops(groups * pairs, E, training=case.training), "bytes": groups * numbers * itemsize}
-
-
-def standard_cases() -> list[Case]:
-    """All cases, the most telling first."""
-    both = lambda *sizes, **of: [case_of(*sizes, **{"training": training, **of}) for training in (False, True)]
-    prefill = lambda batch, tokens: both("prefill", batch, tokens, 16, 64)
-    video = lambda frames, heads, dim: both("video", 1, frames * 28 * 52, heads, dim)
-    sequence = lambda window, tokens: both("window", 1, tokens, 16, 64, window=window)
-    decode = lambda batch: [case_of("decode", batch, CACHES[0], 16, 64)]
-
-    def neighbourhood(frames: int, window: tuple[int, int, int]) -> list[Case]:
-        return both("window", 1, frames * 28 * 52, 12, 128, window=window, grid=(frames, 28, 52))
-
-    groups = [
-        prefill(1, 16384), video(16, 16, 64), video(16, 12, 128), decode(128), sequence(64, 65536),
-        neighbourhood(43, (3, 9, 9)),
-        prefill(1, 65536), prefill(1, 4096), prefill(1, 1024), video(81, 16, 64), video(81, 12, 128),
-        video(43, 16, 64), video(43, 12, 128), decode(1), decode(256), decode(32), decode(8),
-        prefill(1, 32768), prefill(1, 8192), prefill(1, 2048), video(24, 16, 64), video(24, 12, 128),
-        prefill(8, 1024), prefill(4, 4096), prefill(4, 16384), prefill(2, 16384),
-        neighbourhood(43, (5, 15, 15)), sequence(64, 16384), sequence(128, 65536), neighbourhood(16, (3, 9, 9)),
-        sequence(128, 16384), neighbourhood(16, (5, 15, 15)),
-    ]  # fmt: skip
-    return [case for group in groups for case in group]
 
 
 def ways(case: Case, device: torch.device, dtype: torch.dtype) -> Ways:
@@ -168,21 +141,16 @@ def ways(case: Case, device: torch.device, dtype: torch.dtype) -> Ways:
 def _decoding(case: Case, make: Callable[..., list[torch.Tensor]]) -> Ways:
     """One token that reads a state and joins it, or that reads the last keys of a cache."""
     B, H, E = case.batch, case.heads, case.head_dim
-    q, k, v = make((B, 1, H, case.dims), (B, 1, H, case.dims), (B, 1, H, E))
-    first, second, value = make(*[(B, BEFORE, H, case.dims)] * 2, (B, BEFORE, H, E))
+    q, k, v = make(*[(B, 1, H, case.dims)] * 2, (B, 1, H, E))
+    before = make(*[(B, BEFORE, H, case.dims)] * 2, (B, BEFORE, H, E))
     wide, keys, values = make((B, 1, H, E), *[(B, case.tokens, H, E)] * 2)
     graph = q.device.type == "cuda"
-    state: LinearState = taylor_attention(first, second, value, causal=True, return_state=True, implementation="torch")[
-        1
-    ]
+    advance = partial(taylor_attention, causal=True, return_state=True)
+    state: LinearState = advance(*before, implementation="torch")[1]
 
-    def step(
-        implementation: str, of: LinearState, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
-    ) -> tuple[torch.Tensor, ...]:
+    def step(by: str, of: LinearState, *qkv: torch.Tensor) -> tuple[torch.Tensor, ...]:
         with torch.no_grad():
-            out, after = taylor_attention(
-                query, key, value, causal=True, state=of, return_state=True, implementation=implementation
-            )
+            out, after = advance(*qkv, state=of, implementation=by)
         return out, after.kv, after.k
 
     def way(method: str) -> Way:
@@ -242,12 +210,31 @@ def compiled(case: Case, method: str) -> Any:
 
 
 def bench() -> Bench:
-    """The benchmark, for the registry."""
+    """All cases, the most telling first."""
+    prefill = lambda batch, tokens: ("prefill", batch, tokens, 16, 64)
+    video = lambda frames, heads, dim: ("video", 1, frames * 28 * 52, heads, dim)
+    decode = lambda batch: ("decode", batch, CACHES[0], 16, 64)
+    sequence = lambda window, tokens: ("window", 1, tokens, 16, 64, window, None)
+    near = lambda frames, *window: ("window", 1, frames * 28 * 52, 12, 128, window, (frames, 28, 52))
+    groups: list[tuple[Any, ...]] = [
+        prefill(1, 16384), video(16, 16, 64), video(16, 12, 128), decode(128), sequence(64, 65536), near(43, 3, 9, 9),
+        prefill(1, 65536), prefill(1, 4096), prefill(1, 1024), video(81, 16, 64), video(81, 12, 128),
+        video(43, 16, 64), video(43, 12, 128), decode(1), decode(256), decode(32), decode(8),
+        prefill(1, 32768), prefill(1, 8192), prefill(1, 2048), video(24, 16, 64), video(24, 12, 128),
+        prefill(8, 1024), prefill(4, 4096), prefill(4, 16384), prefill(2, 16384),
+        near(43, 5, 15, 15), sequence(64, 16384), sequence(128, 65536), near(16, 3, 9, 9),
+        sequence(128, 16384), near(16, 5, 15, 15),
+    ]  # fmt: skip
     return Bench(
         name="based",
         methods=METHODS,
         ours=OURS,
-        cases=standard_cases(),
+        cases=[
+            based_case(*of[:5], training, *of[5:])
+            for of in groups
+            for training in BOTH
+            if not (of[0] == "decode" and training)
+        ],
         ways=ways,
         base="cudnn",
         compiled=compiled,

@@ -8,6 +8,7 @@ SDPA that of the matrix, and FlexAttention none of the bias.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from functools import cache, partial
 from typing import Any
@@ -15,7 +16,7 @@ from typing import Any
 import torch
 
 from vmonarch import flops as work
-from vmonarch.eval.bench.attention import PASSES, attention_way, exact, randn
+from vmonarch.eval.bench.attention import BOTH, attention_way, case_of, exact, randn
 from vmonarch.eval.bench.gate import NAMES
 from vmonarch.eval.bench.runner import ATTENTION, Bench, Case, Way, Ways, flex
 from vmonarch.flops import pair_flops
@@ -26,39 +27,6 @@ from vmonarch.kernels.flash_bias.op import flash_bias_attention_triton
 METHODS = ("flash-bias", "no-bias", "sdpa", "flex")
 # Where FlexAttention is measured, besides the paper's cases: compiling it takes longer than all else of a case.
 FLEX_RANK = 9
-
-
-def case_of(
-    name: str,
-    batch: int,
-    tokens: int,
-    heads: int,
-    head_dim: int,
-    rank: int,
-    training: bool = False,
-    causal: bool = False,
-    flex: bool = False,
-) -> Case:
-    """Attention with a bias; `training` is forward and backward, `flex` whether FlexAttention is measured too."""
-    return Case(**{**locals(), "label": f"{name} R={rank} {PASSES[training]}"})
-
-
-def standard_cases() -> list[Case]:
-    """The paper's three, then lengths, head dimensions and ranks; the most telling first."""
-    cases = []
-    for training in (False, True):
-        cases += [
-            case_of("gpt2-alibi", 1, 2048, 50, 32, 2, training, causal=True, flex=True),
-            case_of("swin-window", 1024, 576, 4, 32, 32, training, flex=True),
-            case_of("pde-distance", 1, 32186, 8, 16, 9, training, flex=True),
-        ]
-    return cases + [
-        case_of(f"{tokens} d={head_dim}", 1, tokens, 12, head_dim, rank, training, flex=rank == FLEX_RANK)
-        for tokens in (16384, 8192, 4096, 32768)
-        for head_dim in (128, 64)
-        for training in (False, True)
-        for rank in (9, 64, 2, 32)
-    ]
 
 
 def flops(case: Case, rank: int) -> float:
@@ -87,12 +55,6 @@ def ways(case: Case, device: torch.device, dtype: torch.dtype) -> Ways:
                 bias.masked_fill_(torch.ones(S, S, dtype=torch.bool, device=device).triu(1), -torch.inf)
         return bias.requires_grad_(case.training)
 
-    def plain(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        none, scale = q.new_empty(1, S, 1, 0), case.head_dim**-0.5
-        return flash_bias_attention_triton(
-            query, key, value, none, none, scale=scale, causal=case.causal, key_mask=None
-        )[0]
-
     def biased(implementation: str, *tensors: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = flash_bias_attention(*tensors, causal=case.causal, implementation=implementation)
         return out
@@ -105,6 +67,8 @@ def ways(case: Case, device: torch.device, dtype: torch.dtype) -> Ways:
     def way(method: str) -> Way:
         made = partial(attention_way, grad=grad_out)
         if method == "no-bias":
+            none, options = [q.new_empty(1, S, 1, 0)] * 2, {"causal": case.causal, "key_mask": None}
+            plain = lambda *qkv: flash_bias_attention_triton(*qkv, *none, scale=case.head_dim**-0.5, **options)[0]
             return made(plain, partial(exact, causal=case.causal), [q, k, v], flops=flops(case, 0))
         made = partial(made, reference=partial(biased, "torch"), tensors=[q, k, v, *factors])
         if method == "flash-bias":
@@ -143,12 +107,27 @@ def compiled(case: Case, method: str) -> Any:
 
 
 def bench() -> Bench:
-    """The benchmark, for the registry."""
+    """The paper's three, then lengths, head dimensions and ranks; the most telling first."""
+    sizes = ("batch", "tokens", "heads", "head_dim", "rank", "training", "causal", "flex")
+    papers = {
+        "gpt2-alibi": (1, 2048, 50, 32, 2, True),
+        "swin-window": (1024, 576, 4, 32, 32, False),
+        "pde-distance": (1, 32186, 8, 16, 9, False),
+    }
+    rows: list[tuple[str, Any]] = [
+        (name, (*of, training, causal, True)) for training in BOTH for name, (*of, causal) in papers.items()
+    ]
+    rows += [
+        (f"{tokens} d={dim}", (1, tokens, 12, dim, rank, training, False, rank == FLEX_RANK))
+        for tokens, dim, training, rank in itertools.product(
+            (16384, 8192, 4096, 32768), (128, 64), BOTH, (9, 64, 2, 32)
+        )
+    ]
     return Bench(
         name="bias",
         methods=METHODS,
         ours=METHODS[:2],
-        cases=standard_cases(),
+        cases=[case_of(f"{name} R={of[4]}", **dict(zip(sizes, of, strict=True))) for name, of in rows],
         ways=ways,
         base="flash-bias",
         compiled=compiled,

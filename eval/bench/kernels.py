@@ -15,7 +15,7 @@ import torch
 
 from vmonarch import flops
 from vmonarch.configs import InputError
-from vmonarch.eval.bench.attention import PASSES, attention_way, exact, randn
+from vmonarch.eval.bench.attention import attention_way, case_of, exact, randn
 from vmonarch.eval.bench.runner import ATTENTION, Bench, Case, Way, Ways, choose, profiled, sdpa
 from vmonarch.flops import full_attention_work, two_resolution_work, vmonarch_work
 from vmonarch.grid import LatentGrid
@@ -61,12 +61,11 @@ def parse_shape(text: str) -> tuple[LatentGrid, int]:
     return LatentGrid(*grid), heads
 
 
-def case_of(shape: str, head_dim: int, training: bool) -> Case:
-    """A latent grid with heads; `training` is forward and backward together."""
-    grid, heads = parse_shape(shape)
+def shape_case(text: str, head_dim: int, training: bool) -> Case:
+    """A latent grid with heads, by `parse_shape`."""
+    grid, heads = parse_shape(text)
     shape = "x".join(map(str, grid)) + (f":{heads}" if heads != 12 else "")
-    label = f"{shape} d={head_dim} {PASSES[training]}"
-    return Case(label=label, shape=shape, grid=grid, heads=heads, head_dim=head_dim, training=training)
+    return case_of(f"{shape} d={head_dim}", training, shape=shape, grid=grid, heads=heads, head_dim=head_dim)
 
 
 def measures(case: Case, method: str) -> bool:
@@ -88,20 +87,11 @@ def work(case: Case, method: str, itemsize: int) -> dict[str, float]:
     return {"flops": sum(stage.flops for stage in stages), "bytes": sum(stage.bytes for stage in stages)}
 
 
-def attend(method: str, grid: LatentGrid, implementation: str, *tensors: torch.Tensor) -> torch.Tensor:
-    """Output [1, S, H, D] of a method that is not exact."""
-    run = two_resolution_attention if method == "two-resolution" else vmonarch_attention
-    options = VMONARCH.get(method, {})
-    out: torch.Tensor = run(*tensors, grid=grid, implementation=implementation, **options)
-    return out
-
-
 def ways(case: Case, device: torch.device, dtype: torch.dtype) -> Ways:
     """The methods that are measured on a case; they share the inputs."""
     size = (1, case.grid.tokens, case.heads, case.head_dim)
     tensors = randn(case.grid.tokens + case.head_dim, device, dtype, *[size] * 3, learn=case.training)
     (grad,) = randn(case.head_dim, device, dtype, size) if case.training else (None,)
-
     # Exact attention takes longest to check, and is the same by every backend.
     shared: dict[str, Any] = {}
 
@@ -110,8 +100,10 @@ def ways(case: Case, device: torch.device, dtype: torch.dtype) -> Ways:
         if method in EXACT:
             made = attention_way(partial(sdpa, EXACT[method]), exact, tensors, grad, **done)
             return dataclasses.replace(made, expected=shared.setdefault("exact", cache(made.expected)))
-        implementation = "torch" if method == "vmonarch-torch" else "triton"
-        ours, reference = (partial(attend, method, case.grid, by) for by in (implementation, "torch"))
+        op = two_resolution_attention if method == "two-resolution" else vmonarch_attention
+        attend = partial(op, grid=case.grid, **VMONARCH.get(method, {}))
+        by = "torch" if method == "vmonarch-torch" else "triton"
+        ours, reference = (partial(attend, implementation=implementation) for implementation in (by, "torch"))
         made = attention_way(ours, reference, tensors, grad, **done)
         if method not in PROFILED:
             return made
@@ -159,8 +151,8 @@ def bench(
     shapes = shapes if shapes is not None else QUICK_SHAPES if quick else SHAPES
     choose("passes", passes, ("forward", "backward"))
     choose("methods", methods, METHODS)
-    choose("shapes", [case_of(shape, 0, False).shape for shape in shapes])
-    cases = [case_of(shape, dim, name == "backward") for dim in dims for name in passes for shape in shapes]
+    choose("shapes", [shape_case(shape, 0, False).shape for shape in shapes])
+    cases = [shape_case(shape, dim, name == "backward") for dim in dims for name in passes for shape in shapes]
     # Fig. 8 is of d = 64; elsewhere its shape would only repeat what the others tell.
     cases = [case for case in cases if len(shapes) == 1 or case.shape != FIGURE_8 or case.head_dim == 64]
     cases = [case for case in cases if any(measures(case, method) for method in methods)]

@@ -111,36 +111,26 @@ def provenance(device: torch.device, command: str) -> dict[str, Any]:
     }
 
 
-def map_in_processes(
-    function: Callable[[Any], Any],
-    tasks: Sequence[Any],
-    seconds: float,
-    *,
-    processes: int | None = None,
-    stalled: float = 120.0,
-) -> list[Any]:
-    """`function` of every task, in processes of their own; None for those that failed or were not done in time.
+def count_done(function: Callable[[Any], Any], tasks: Sequence[Any], seconds: float, stalled: float = 120.0) -> int:
+    """Call `function` with every task in processes of their own; how many were done in these seconds.
 
     Compiled kernels stay in Triton's cache on disk, where this process finds them.
 
     Args:
         stalled: seconds without a finished task after which the rest is given up: the process of a task has died.
     """
+    done, deadline = 0, time.monotonic() + seconds
     if not tasks:
-        return []
-    if processes is None:
-        processes = max(1, min((os.cpu_count() or 2) - 1, 15, len(tasks)))
-    now = time.monotonic()
-    deadline, progress = now + seconds, now
-    results: list[Any] = [None] * len(tasks)
+        return done
+    processes = max(1, min((os.cpu_count() or 2) - 1, 15, len(tasks)))
     with multiprocessing.get_context("spawn").Pool(processes) as pool:
-        waiting = {i: pool.apply_async(function, (task,)) for i, task in enumerate(tasks)}
-        while waiting and time.monotonic() < min(deadline, progress + stalled):
-            time.sleep(0.05)
-            for i in [i for i, answer in waiting.items() if answer.ready()]:
-                progress = time.monotonic()
-                try:
-                    results[i] = waiting.pop(i).get()
-                except Exception as error:
-                    print(f"a process failed: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
-    return results
+        answers = pool.imap_unordered(function, tasks)
+        for _ in tasks:
+            try:
+                answers.next(max(0.0, min(stalled, deadline - time.monotonic())))
+                done += 1
+            except multiprocessing.TimeoutError:
+                break
+            except Exception as error:
+                print(f"a process failed: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+    return done

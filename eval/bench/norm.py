@@ -8,17 +8,17 @@ Shapes: B batch (always 1), S tokens, H heads, D head dim, C = H·D channels.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
 
-from vmonarch.eval.bench.attention import PASSES, randn
+from vmonarch.eval.bench.attention import BOTH, case_of, randn
 from vmonarch.eval.bench.e2e import SETTINGS
 from vmonarch.eval.bench.gate import compare
 from vmonarch.eval.bench.runner import Bench, Case, Way, Ways, bytes_of, with_gradients
 from vmonarch.eval.wan_models import read_model_config
-from vmonarch.grid import LatentGrid
 from vmonarch.kernels.norm_rotary.api import norm_rotary
 from vmonarch.kernels.norm_rotary.reference import norm_rotary_reference
 from vmonarch.projections import rotate
@@ -28,6 +28,7 @@ METHODS = ("vmonarch", "diffusers", "compiled")
 ERROR_FACTOR = 2.0
 LEAST_ERROR = 1e-7
 NAMES = ("out", "dx", "dweight")
+MODEL_SIZES = {"heads": "num_attention_heads", "head_dim": "attention_head_dim"}
 EPS = 1e-6
 FORMULAE = (
     "bytes that must be moved, s those of an element: forward 2·S·C·s + 2·S·D·4 + C·s (x, out; cosines and sines in"
@@ -41,29 +42,6 @@ def bytes_moved(case: Case, itemsize: int) -> float:
     S, C = case.grid.tokens, case.heads * case.head_dim
     passes, angles, weights = (5, 4, 4) if case.training else (2, 2, 1)
     return float(passes * S * C * itemsize + angles * S * case.head_dim * 4 + weights * C * itemsize)
-
-
-def case_of(name: str, grid: LatentGrid, heads: int, head_dim: int, training: bool) -> Case:
-    """A grid of tokens and the heads of one module; `training` is forward and backward together."""
-    label = f"{name} {PASSES[training]}"
-    return Case(label=label, grid=grid, heads=heads, head_dim=head_dim, training=training)
-
-
-def standard_cases() -> list[Case]:
-    """The settings of the end-to-end benchmark, forward before backward."""
-    models = [(setting, read_model_config(setting.model)) for setting in SETTINGS]
-    of = lambda model, name: model.transformer[name]
-    return [
-        case_of(
-            setting.label,
-            model.grid(setting.size, argument="settings"),
-            of(model, "num_attention_heads"),
-            of(model, "attention_head_dim"),
-            training,
-        )
-        for training in (False, True)
-        for setting, model in models
-    ]
 
 
 def diffusers_code(
@@ -84,48 +62,45 @@ def ways(case: Case, device: torch.device, dtype: torch.dtype) -> Ways:
     rope = WanRotaryPosEmbed(case.head_dim, (1, 1, 1), 1024).to(device)
     angles = rope(torch.empty(1, 1, *case.grid, device=device))
 
-    def results(code: Callable[..., torch.Tensor], *tensors: torch.Tensor) -> Callable[[], dict[str, torch.Tensor]]:
-        run = with_gradients(
-            lambda: code(*tensors, heads=H), tensors[:2], grad.to(tensors[0]) if case.training else None
-        )
-        return lambda: dict(zip(NAMES, run(), strict=False))
+    named = lambda results: dict(zip(NAMES, results, strict=False))
+
+    def call(code: Callable[..., torch.Tensor], *tensors: torch.Tensor) -> Callable[[], Sequence[torch.Tensor]]:
+        of_output = grad.to(tensors[0]) if case.training else None
+        return with_gradients(lambda: code(*tensors, heads=H), tensors[:2], of_output)
 
     def expected() -> dict[str, torch.Tensor]:
         doubles = [tensor.detach().double() for tensor in (*learnt, *angles)]
         leaves = [tensor.requires_grad_(case.training) for tensor in doubles[:2]]
-        return results(partial(norm_rotary_reference, eps=EPS), *leaves, *doubles[2:])()
+        return named(call(partial(norm_rotary_reference, eps=EPS), *leaves, *doubles[2:])())
 
     def way(method: str) -> Way:
-        code: Callable[..., torch.Tensor] = diffusers_code
-        bounds = None
+        code, bounds = diffusers_code, None
         if method == "compiled":
             # After a few functions torch would stop compiling new ones.
             torch.compiler.reset()
             code = torch.compile(diffusers_code, fullgraph=True, dynamic=False)
         elif method == "vmonarch":
             code = partial(norm_rotary, eps=EPS, implementation="triton" if device.type == "cuda" else "torch")
-            errors, _ = compare(results(diffusers_code, *learnt, *angles)(), expected(), dtype)
+            errors, _ = compare(named(call(diffusers_code, *learnt, *angles)()), expected(), dtype)
             bounds = {name: ERROR_FACTOR * max(error["relative"], LEAST_ERROR) for name, error in errors.items()}
-        run = results(code, *learnt, *angles)
-        return Way(
-            run=lambda: tuple(run().values()),
-            found=lambda found: dict(zip(NAMES, found, strict=False)),
-            expected=expected,
-            bounds=bounds,
-            bytes=bytes_moved(case, dtype.itemsize),
-            input_bytes=bytes_of([*learnt, *angles]),
-        )
+        sizes = {"bytes": bytes_moved(case, dtype.itemsize), "input_bytes": bytes_of([*learnt, *angles])}
+        return Way(call(code, *learnt, *angles), named, expected, bounds, **sizes)
 
     return {method: partial(way, method) for method in METHODS}
 
 
 def bench() -> Bench:
-    """The benchmark, for the registry."""
+    """The settings of the end-to-end benchmark, forward before backward."""
+    cases = []
+    for training, setting in itertools.product(BOTH, SETTINGS):
+        model = read_model_config(setting.model)
+        sizes = {name: model.transformer[of] for name, of in MODEL_SIZES.items()}
+        cases.append(case_of(setting.label, training, grid=model.grid(setting.size, argument="settings"), **sizes))
     return Bench(
         name="norm",
         methods=METHODS,
         ours=METHODS[:1],
-        cases=standard_cases(),
+        cases=cases,
         ways=ways,
         base="diffusers",
         formulae=FORMULAE,

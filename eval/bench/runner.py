@@ -23,7 +23,7 @@ from vmonarch.eval.bench.clock import MIN_ROUNDS, Clock, allocated, measure, rel
 from vmonarch.eval.bench.gate import BOUNDS, ROW_FACTOR, compare, failure
 from vmonarch.eval.bench.machine import (
     check_device,
-    map_in_processes,
+    count_done,
     measure_rates,
     measured_dtype,
     provenance,
@@ -361,45 +361,6 @@ def choose(argument: str, names: Sequence[str], known: Iterable[str] | None = No
     return tuple(names)
 
 
-def measure_cases(
-    bench: Bench,
-    cases: Sequence[Any],
-    methods: Sequence[str],
-    clock: Clock,
-    limits: Limits,
-    write: Callable[[list[dict[str, Any]]], Any],
-    say: Callable[[str], None],
-    rates: dict[str, Any] | None = None,
-) -> list[dict[str, Any]]:
-    """Measure cases one after the other; `write` is given all that are there, after each."""
-    dtype = measured_dtype(clock.device)
-    found: list[dict[str, Any]] = []
-    for case in cases:
-        late = limits.over(clock)
-        if late is not None:
-            about = {"case": case.label, "rows": [{"method": name, **late} for name in methods]}
-            bench.finish(about)
-            found.append(about)
-            say(f"left out: {case.label} ({late['problem']})")
-            continue
-        about = {"case": case.label, **bench.describe(case, clock)}
-        try:
-            ways = {name: way for name, way in bench.ways(case, clock.device, dtype).items() if name in methods}
-            about["rows"] = measure_ways(ways, clock, dtype, limits, bench, rates)
-            # Inputs of several gigabytes hang on these.
-            del ways
-        except Exception as error:
-            about["rows"] = [{"method": name, **failure(error)} for name in methods]
-        release_memory(clock.device)
-        bench.finish(about)
-        found.append(about)
-        for row in about["rows"]:
-            ms = f"{row['ms']['median']:9.3f} ms" if "ms" in row else f"{row['status']} {row.get('problem', '')}"
-            say(f"{case.label:48s} {row['method']:14s} {row.get('mode', '')} {ms}")
-        write(found)
-    return found
-
-
 def left_out(cases: Sequence[dict[str, Any]]) -> list[dict[str, str]]:
     """What a run has not measured, and why: cases, rows, and rounds of rows."""
     found = []
@@ -470,8 +431,8 @@ def run_bench(
     if on.type == "cuda":
         torch.cuda.set_device(on)
         tasks = compile_tasks(bench, chosen, names, str(on))
-        missing = map_in_processes(compile_task, tasks, COMPILE_SHARE * budget).count(None)
-        say(f"{len(tasks) - missing} tasks compiled, {missing} left for later")
+        done = count_done(compile_task, tasks, COMPILE_SHARE * budget)
+        say(f"{done} tasks compiled, {len(tasks) - done} left for later")
     flushed = "" if bench.flushes == 1 else f"{bench.flushes} times "
     results: dict[str, Any] = {
         "format": FORMAT,
@@ -491,7 +452,10 @@ def run_bench(
         "formulae": bench.formulae,
     }
 
-    def write(found: list[dict[str, Any]], complete: bool = False) -> dict[str, Any]:
+    clock = Clock(on) if clock is None else clock
+    found: list[dict[str, Any]] = []
+
+    def write(complete: bool = False) -> dict[str, Any]:
         missing = left_out(found)
         run = {**results, "cases": found, "left_out": missing, "complete": complete and not missing}
         run["wrong"] = wrong_rows(found, bench.ours)
@@ -501,6 +465,28 @@ def run_bench(
             write_json(output, document)
         return document
 
-    write([])
-    clock = Clock(on) if clock is None else clock
-    return write(measure_cases(bench, chosen, names, clock, limits, write, say, results["rates"]), complete=True)
+    write()
+    for case in chosen:
+        late = limits.over(clock)
+        about = {"case": case.label, **({} if late else bench.describe(case, clock))}
+        if late:
+            about["rows"] = [{"method": name, **late} for name in names]
+        else:
+            try:
+                ways = {name: way for name, way in bench.ways(case, on, dtype).items() if name in names}
+                about["rows"] = measure_ways(ways, clock, dtype, limits, bench, results["rates"])
+                # Inputs of several gigabytes hang on these.
+                del ways
+            except Exception as error:
+                about["rows"] = [{"method": name, **failure(error)} for name in names]
+            release_memory(on)
+        bench.finish(about)
+        found.append(about)
+        if late:
+            say(f"left out: {case.label} ({late['problem']})")
+            continue
+        for row in about["rows"]:
+            ms = f"{row['ms']['median']:9.3f} ms" if "ms" in row else f"{row['status']} {row.get('problem', '')}"
+            say(f"{case.label:48s} {row['method']:14s} {row.get('mode', '')} {ms}")
+        write()
+    return write(complete=True)

@@ -132,35 +132,6 @@ class _Asked(dict[str, Options]):
         return super().get(kernel, default)
 
 
-@dataclass
-class Table:
-    """The table that is written.
-
-    Attributes:
-        found: of every kernel and head dimension the options in use, the best, and milliseconds with each.
-    """
-
-    path: Path
-    chip: str
-    itemsize: int
-    say: Callable[[str], None]
-    found: list[tuple[str, int, Options, Options, float, float]] = field(default_factory=list)
-
-    def take(self, case: dict[str, Any]) -> None:
-        """Write the best of a case, unless it is that in use or as good as that."""
-        rows = {row["method"]: row["ms"]["median"] for row in case["rows"] if "ms" in row}
-        if IN_USE not in rows:
-            return
-        best = min(rows, key=rows.__getitem__)
-        if rows[best] > (1 - LEAST_GAIN) * rows[IN_USE]:
-            best = IN_USE
-        kernel, head_dim, used = case["kernel"], case["head_dim"], case["in_use"]
-        options = {**used, **SWEEPS[kernel].candidates()[best]}
-        self.found.append((kernel, head_dim, used, options, rows[IN_USE], rows[best]))
-        write_table(self.path, self.chip, kernel, head_dim, options, self.itemsize)
-        self.say(f"{kernel} d={head_dim}: {rows[IN_USE]:.3f} -> {rows[best]:.3f} ms")
-
-
 def _operator(
     sweep: Sweep, rank: int, shape: str, case: Case, device: torch.device, dtype: torch.dtype
 ) -> Callable[[], Sequence[torch.Tensor]]:
@@ -174,15 +145,15 @@ def _operator(
     return with_gradients(lambda: attend(*leaves, implementation="triton"), leaves, grad)
 
 
-def ways(tuned: Sequence[Any], case: Case, device: torch.device, dtype: torch.dtype) -> Ways:
+def ways(winners: Mapping[tuple[str, int], Options], case: Case, device: torch.device, dtype: torch.dtype) -> Ways:
     """The operator with every candidate of a kernel, compared with the options in use.
 
     Args:
-        tuned: `Table.found`, whose best options are in force meanwhile.
+        winners: the best options by kernel and head dimension, which are in force meanwhile.
     """
     sweep = SWEEPS[case.kernel]
-    winners = {kernel: best for kernel, head_dim, _, best, *_ in tuned if head_dim == case.head_dim}
-    base = {**winners, "hopper": {"enabled": int(sweep.hopper)}}
+    base = {kernel: best for (kernel, head_dim), best in winners.items() if head_dim == case.head_dim}
+    base["hopper"] = {"enabled": int(sweep.hopper)}
     of_dtype = DTYPES[case.dtype]
     calls = [
         _operator(sweep, rank, shape, case, device, of_dtype)
@@ -209,35 +180,6 @@ def ways(tuned: Sequence[Any], case: Case, device: torch.device, dtype: torch.dt
     }
 
 
-def merged_entries(
-    entries: Sequence[dict[str, Any]],
-    defaults: Sequence[dict[str, Any]],
-    kernel: str,
-    head_dim: int,
-    options: Options,
-    itemsize: int,
-) -> list[dict[str, Any]]:
-    """`entries` with these options in place of the same kernel, item size and head dimension.
-
-    Where a chip has any entry of a kernel and item size, the default table is not asked: so its entries of other head
-    dimensions, narrower and wider, come along.
-    """
-    of_kernel = lambda entry: entry["kernel"] == kernel and entry["itemsize"] in (itemsize, None)
-    merged = [dict(entry) for entry in entries]
-    if not any(map(of_kernel, merged)):
-        merged += [{**entry, "itemsize": itemsize} for entry in defaults if of_kernel(entry)]
-    new = {"kernel": kernel, "itemsize": itemsize, "head_dim": block_dim(head_dim), "options": options}
-    # An entry for every item size stays for the others; of two that fit, the first one counts.
-    names = ("kernel", "itemsize", "head_dim")
-    same = [i for i, entry in enumerate(merged) if all(entry[name] == new[name] for name in names)]
-    if same:
-        merged[same[0]] = new
-    else:
-        first = next((i for i, entry in enumerate(merged) if entry["kernel"] == kernel), len(merged))
-        merged.insert(first, new)
-    return merged
-
-
 def table_path(chip: str) -> Path:
     """The file of a chip's table: the one that has its name, else a new one."""
     folder = Path(launch.__file__).parent / "tables"
@@ -248,10 +190,22 @@ def table_path(chip: str) -> Path:
 
 
 def write_table(path: Path, chip: str, kernel: str, head_dim: int, options: Options, itemsize: int) -> None:
-    """Write or extend a table, an entry a line, as a whole; entries of other kernels stay."""
-    old: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {"chip": chip, "entries": []}
-    defaults = json.loads((Path(launch.__file__).parent / "tables" / "default.json").read_text())["entries"]
-    entries = merged_entries(old["entries"], defaults, kernel, head_dim, options, itemsize)
+    """Write or extend a table, an entry a line, as a whole; these options take the place of those of the same sizes.
+
+    Where a chip has any entry of a kernel and item size, the default table is not asked: so its entries of other head
+    dimensions, narrower and wider, come along.
+    """
+    read = lambda file: json.loads(file.read_text())["entries"]
+    entries = read(path) if path.exists() else []
+    of_kernel = lambda entry: entry["kernel"] == kernel and entry["itemsize"] in (itemsize, None)
+    if not any(map(of_kernel, entries)):
+        defaults = read(Path(launch.__file__).parent / "tables" / "default.json")
+        entries += [{**entry, "itemsize": itemsize} for entry in defaults if of_kernel(entry)]
+    sizes = {"kernel": kernel, "itemsize": itemsize, "head_dim": block_dim(head_dim)}
+    same = [i for i, entry in enumerate(entries) if sizes.items() <= entry.items()]
+    # An entry for every item size stays for the others; of two that fit, the first one counts.
+    at = same or [i for i, entry in enumerate(entries) if entry["kernel"] == kernel] or [len(entries)]
+    entries[at[0] : at[0] + len(same[:1])] = [{**sizes, "options": options}]
     tuned = {"date": datetime.now(UTC).date().isoformat(), **package_versions(("torch", "triton"))}
     lines = ",\n".join(f"  {json.dumps(entry)}" for entry in entries)
     text = f'{{\n "chip": {json.dumps(chip)},\n "tuned": {json.dumps(tuned)},\n "entries": [\n{lines}\n ]\n}}\n'
@@ -296,8 +250,8 @@ def run_tune(
         raise InputError("output", "is needed with --device cpu: the interpreter has nothing to tune")
     on = check_device(device)
     chip = device_name(on) if on.type == "cuda" else "interpreter"
-    table = Table(output or table_path(chip), chip, DTYPES[dtype].itemsize, say)
-    check_output(table.path)
+    path = output or table_path(chip)
+    check_output(path)
     cases = [
         Case(
             label=f"{kernel} d={head_dim}",
@@ -314,29 +268,36 @@ def run_tune(
         if launch.on_hopper(on) or not SWEEPS[kernel].hopper
     ]
     names = dict.fromkeys(name for kernel in kernels for name in SWEEPS[kernel].candidates())
+    winners: dict[tuple[str, int], Options] = {}
+    rows: list[list[str]] = []
+
+    def take(case: dict[str, Any]) -> None:
+        """Write the best of a case; that is what was in use if it is as good."""
+        ms = {row["method"]: row["ms"]["median"] for row in case["rows"] if "ms" in row}
+        if IN_USE not in ms:
+            return
+        kernel, head_dim, used = case["kernel"], case["head_dim"], case["in_use"]
+        best = min(ms, key=ms.__getitem__)
+        if ms[best] > (1 - LEAST_GAIN) * ms[IN_USE]:
+            best = IN_USE
+        options = {**used, **SWEEPS[kernel].candidates()[best]}
+        winners[kernel, head_dim] = options
+        write_table(path, chip, kernel, head_dim, options, DTYPES[dtype].itemsize)
+        new = ", ".join(f"{key}={value}" for key, value in options.items() if used.get(key) != value) or "as before"
+        times = [f"{ms[IN_USE]:.3f}", f"{ms[best]:.3f}", f"{ms[IN_USE] / ms[best]:.2f}x"]
+        rows.append([kernel, str(head_dim), *times, new])
+        say(f"{kernel} d={head_dim}: {times[0]} -> {times[1]} ms")
+
     bench = Bench(
         name="tune",
         methods=tuple(names),
         ours=tuple(names),
         cases=cases,
-        ways=partial(ways, table.found),
+        ways=partial(ways, winners),
         base=IN_USE,
         compiled=lambda case, method: (case.label, method) if method in SWEEPS[case.kernel].candidates() else None,
-        finish=table.take,
-        flushes=16,
+        finish=take,
     )
     results = run_bench(bench, output=None, rounds=9, budget=budget, device=device, command="vmonarch tune", say=say)
-    rows = [
-        [
-            kernel,
-            str(head_dim),
-            f"{before:.3f}",
-            f"{after:.3f}",
-            f"{before / after:.2f}x",
-            ", ".join(f"{key}={value}" for key, value in best.items() if used.get(key) != value) or "as before",
-        ]
-        for kernel, head_dim, used, best, before, after in table.found
-    ]
     header = ["kernel", "d", "before ms", "after ms", "faster", "options"]
-    results["tables"] = [{"name": "tuned", "header": header, "rows": rows}]
-    return results | {"table": table.path}
+    return results | {"table": path, "tables": [{"name": "tuned", "header": header, "rows": rows}]}

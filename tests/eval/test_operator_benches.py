@@ -10,7 +10,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from vmonarch.eval.bench import attention, based, bias, kernels, norm, sequence
-from vmonarch.eval.bench.attention import exact
+from vmonarch.eval.bench.attention import case_of, exact
 from vmonarch.eval.bench.gate import compare
 from vmonarch.eval.bench.runner import Bench, compile_task, compile_tasks, sdpa
 from vmonarch.flops import full_attention_work, vmonarch_work
@@ -26,23 +26,26 @@ pytestmark = [
 ]
 GRID = LatentGrid(2, 3, 4)
 WINDOW = {"window": (1, 3, 2), "grid": (2, 4, 5)}
+TINY = {"batch": 1, "tokens": 40, "heads": 2, "head_dim": 16, "rank": 3, "causal": False, "flex": False}
+SMALL = {"grid": GRID, "heads": 2, "head_dim": 12}
+JOINT = {"grid": GRID, "text": 8, "heads": 2, "head_dim": 16}
 CASES = {
-    "kernels": (kernels, kernels.case_of("2x3x3:2", 16, False)),
-    "kernels-training": (kernels, kernels.case_of("2x3x3:2", 16, True)),
-    "bias": (bias, bias.case_of("plain", 1, 40, 2, 16, 3)),
-    "bias-causal": (bias, bias.case_of("causal", 1, 24, 2, 16, 3, causal=True, flex=True)),
-    "bias-training": (bias, bias.case_of("causal", 2, 33, 2, 16, 2, True, causal=True)),
-    "prefill": (based, based.case_of("prefill", 2, 33, 2, 16, dims=4)),
-    "prefill-training": (based, based.case_of("prefill", 1, 33, 2, 16, True, dims=4)),
-    "video-training": (based, based.case_of("video", 1, 40, 2, 16, True, dims=4)),
-    "window": (based, based.case_of("window", 1, 40, 2, 16, window=5)),
-    "neighbourhood": (based, based.case_of("window", 1, 40, 2, 16, **WINDOW)),
-    "neighbourhood-training": (based, based.case_of("window", 1, 40, 2, 16, True, **WINDOW)),
-    "decode": (based, based.case_of("decode", 2, 80, 2, 16, dims=4)),
-    "norm": (norm, norm.case_of("small", GRID, 2, 12, False)),
-    "norm-training": (norm, norm.case_of("small", GRID, 2, 12, True)),
-    "sequence": (sequence, sequence.case_of(GRID, 8, 2, False, False, 16)),
-    "sequence-masked-training": (sequence, sequence.case_of(GRID, 8, 2, True, True, 16)),
+    "kernels": (kernels, kernels.shape_case("2x3x3:2", 16, False)),
+    "kernels-training": (kernels, kernels.shape_case("2x3x3:2", 16, True)),
+    "bias": (bias, case_of("plain", **TINY)),
+    "bias-causal": (bias, case_of("causal", **TINY | {"causal": True, "flex": True})),
+    "bias-training": (bias, case_of("causal", True, **TINY | {"batch": 2, "rank": 2, "causal": True})),
+    "prefill": (based, based.based_case("prefill", 2, 33, 2, 16, dims=4)),
+    "prefill-training": (based, based.based_case("prefill", 1, 33, 2, 16, True, dims=4)),
+    "video-training": (based, based.based_case("video", 1, 40, 2, 16, True, dims=4)),
+    "window": (based, based.based_case("window", 1, 40, 2, 16, window=5)),
+    "neighbourhood": (based, based.based_case("window", 1, 40, 2, 16, **WINDOW)),
+    "neighbourhood-training": (based, based.based_case("window", 1, 40, 2, 16, True, **WINDOW)),
+    "decode": (based, based.based_case("decode", 2, 80, 2, 16, dims=4)),
+    "norm": (norm, case_of("small", **SMALL)),
+    "norm-training": (norm, case_of("small", True, **SMALL)),
+    "sequence": (sequence, case_of("small", **JOINT, masked=False)),
+    "sequence-masked-training": (sequence, case_of("small", True, **JOINT, masked=True)),
 }
 SLOW = ("vmonarch-t3", "vmonarch-coarse2", "vmonarch-coarse2-rows", "vmonarch-tiles2-coarse2", "vmonarch-torch")
 
@@ -186,22 +189,22 @@ def test_the_flops_are_those_that_one_counts_and_those_of_plain_torch(grid, opti
 def test_a_multiply_add_counts_two():
     of = functools.partial(full_attention_work, 100, 3, 8, itemsize=2)
     assert [of(training=training).flops for training in (False, True)] == [f * 3 * 100**2 * 8 for f in (4, 14)]
-    case = based.case_of("video", 1, 100, 3, 64)
+    case = based.based_case("video", 1, 100, 3, 64)
     F = 1 + 16 + 16**2
     assert tuple(based.linear_work(case, 2).values()) == (3 * 4 * 100 * F * 65, 3 * 100 * (2 * 16 + 2 * 64) * 2)
     assert tuple(based.softmax_work(case, 100**2, 2).values()) == (3 * 4 * 100**2 * 64, 3 * 100 * 4 * 64 * 2)
-    training = based.case_of("video", 1, 100, 3, 64, True)
+    training = based.based_case("video", 1, 100, 3, 64, True)
     assert based.linear_work(training, 2)["flops"] == 3 * based.linear_work(case, 2)["flops"]
     assert based.softmax_work(training, 1, 2)["flops"] == 3.5 * based.softmax_work(case, 1, 2)["flops"]
-    token = based.case_of("decode", 5, 4096, 3, 64)
+    token = based.based_case("decode", 5, 4096, 3, 64)
     assert tuple(based.linear_work(token, 2).values()) == (15 * 4 * F * 65, 15 * 2 * F * 65 * 4)
     assert tuple(based.softmax_work(token, 1024, 2).values()) == (15 * 4 * 1024 * 64, 15 * 2 * 1024 * 64 * 2)
-    plain = bias.flops(bias.case_of("x", 1, 100, 2, 16, 8), 0)
-    assert plain == 2 * 4 * 100**2 * 16
-    assert bias.flops(bias.case_of("x", 1, 100, 2, 16, 8), 8) == plain + 2 * 2 * 100**2 * 8
-    assert bias.flops(bias.case_of("x", 1, 100, 2, 16, 8, causal=True), 0) == plain / 2
+    biased = case_of("x", **TINY)
+    plain = bias.flops(biased, 0)
+    assert plain == 2 * 4 * 40**2 * 16 and bias.flops(biased, 8) == plain + 2 * 2 * 40**2 * 8
+    assert bias.flops(case_of("x", **TINY | {"causal": True}), 0) == plain / 2
     # 24 tokens of 24 channels, heads of 12, 4 bytes each.
-    moved = [norm.bytes_moved(norm.case_of("x", GRID, 2, 12, training), 4) for training in (False, True)]
+    moved = [norm.bytes_moved(case_of("x", training, **SMALL), 4) for training in (False, True)]
     assert moved == [(2 * 576 + 2 * 288 + 24) * 4, (5 * 576 + 4 * 288 + 4 * 24) * 4]
 
 

@@ -1,4 +1,16 @@
-"""`vmonarch bench`: the registry of benchmarks. Each is a module of `vmonarch.eval.bench`, imported when it is run."""
+"""`vmonarch bench`: the registry of benchmarks. Each is a module of `vmonarch.eval.bench`, imported when it is run.
+
+examples:
+  vmonarch bench kernels                                  everything, within 9 minutes on an H200
+  vmonarch bench kernels --quick --output quick.json      three shapes, d=128, within 2 minutes
+  vmonarch bench kernels --shapes 43x28x52 24x44x80:40 --methods cudnn,vmonarch --passes forward
+  vmonarch bench e2e --settings 1.3b-61x448x832           seconds per video with a model of random weights
+  vmonarch bench e2e --model Wan-AI/Wan2.1-T2V-1.3B-Diffusers --settings 81x480x832 --methods full vmonarch-t3
+  vmonarch bench norm --cases forward                     norm and rotary embedding, without gradients
+
+All ways to compute a case take turns. Results are compared with a reference before anything is timed: a wrong one gets
+no speed, and the command ends with exit code 1. What does not fit the budget is left out and named.
+"""
 
 from __future__ import annotations
 
@@ -11,21 +23,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from vmonarch.cli.parser import Parser
+from vmonarch.cli.parser import Parser, given_options
 from vmonarch.cli.sampling import add_recipe_argument
 
-_EPILOG = """\
-examples:
-  vmonarch bench kernels                                  everything, within 9 minutes on an H200
-  vmonarch bench kernels --quick --output quick.json      three shapes, d=128, within 2 minutes
-  vmonarch bench kernels --shapes 43x28x52 24x44x80:40 --methods cudnn,vmonarch --passes forward
-  vmonarch bench e2e --settings 1.3b-61x448x832           seconds per video with a model of random weights
-  vmonarch bench e2e --model Wan-AI/Wan2.1-T2V-1.3B-Diffusers --settings 81x480x832 --methods full vmonarch-t3
-  vmonarch bench norm --cases forward                     norm and rotary embedding, without gradients
-
-All ways to compute a case take turns. Results are compared with a reference before anything is timed: a wrong one gets
-no speed, and the command ends with exit code 1. What does not fit the budget is left out and named.
-"""
 # What every benchmark times, for the help; rounds and seconds if nothing else is asked for, and with --quick.
 BENCHES: dict[str, tuple[str, tuple[int, float], tuple[int, float] | None]] = {
     "kernels": ("attention alone, against exact attention", (15, 540.0), (7, 120.0)),
@@ -60,6 +60,7 @@ def above_0(kind: type) -> Callable[[str], Any]:
     return read
 
 
+DEVICE = {"default": "cuda", "metavar": "DEVICE", "help": "cuda (default), cuda:N; cpu with TRITON_INTERPRET=1"}
 _SEVERAL: dict[str, Any] = {"nargs": "+", "metavar": "NAME", "action": Words}
 _METHODS = {"nargs": "+", "metavar": "NAME", "help": "as `vmonarch compare` takes them (default: full vmonarch)"}
 # Options of each: (name, what argparse is told).
@@ -106,7 +107,6 @@ _OPERATOR: list[tuple[str, dict[str, Any]]] = [
 
 def add_arguments(parser: Parser) -> None:
     """Declare the benchmarks and their arguments."""
-    parser.epilog = _EPILOG
     commands = parser.add_commands("benchmark")
     for name, (line, (rounds, budget), quick) in BENCHES.items():
         of = commands.add_parser(name, help=line, description=f"Time {line}.")
@@ -120,8 +120,7 @@ def add_arguments(parser: Parser) -> None:
         of.add_argument("--budget", type=above_0(float), metavar="SECONDS", help=until)
         if quick:
             options.append(of.add_argument("--quick", action="store_true", help="the main cases and methods only").dest)
-        where = "cuda (default), cuda:N; cpu with TRITON_INTERPRET=1"
-        of.add_argument("--device", default="cuda", metavar="DEVICE", help=where)
+        of.add_argument("--device", **DEVICE)
         of.set_defaults(options=options)
     merging = commands.add_parser("merge", help="put the JSON of several runs of `vmonarch bench e2e` together")
     merging.add_argument("parts", nargs="+", type=Path, metavar="FILE", help="JSON of `vmonarch bench e2e`")
@@ -161,8 +160,7 @@ def run(arguments: argparse.Namespace) -> None:
         module.merge_files(arguments.parts, output)
         print(output)
         return
-    given = {option: getattr(arguments, option) for option in arguments.options}
-    given = {option: value for option, value in given.items() if value is not None}
+    given = given_options(arguments, *arguments.options)
     _, usual, quick = BENCHES[name]
     rounds, budget = quick if quick is not None and arguments.quick else usual
     # Methods and cases of a single operator are chosen by the runner.
