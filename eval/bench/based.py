@@ -126,7 +126,11 @@ def ways(case: Case, device: torch.device, dtype: torch.dtype) -> Ways:
             of: dict[str, Any] = {"window": case.window, "causal": case.causal, "grid": case.grid}
             attend, reference = (partial(window_attention, **of, implementation=i) for i in ("triton", "torch"))
             if method == "flex":
-                attend = _flex(case, tensors)
+                from torch.nn.attention.flex_attention import create_block_mask
+
+                seen = lambda b, h, i, j: near(case, i, j)
+                mask = create_block_mask(seen, None, None, case.tokens, case.tokens, device=device)
+                attend = flex(*tensors, block_mask=mask)
             work = softmax_work(case, pairs_seen(case), dtype.itemsize)
         else:
             attend = partial(sdpa, method, causal=case.causal)
@@ -190,16 +194,6 @@ def near(case: Case, i: torch.Tensor, j: torch.Tensor) -> torch.Tensor:
     return seen
 
 
-def _flex(case: Case, tensors: list[torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """FlexAttention with the blocks of the case's window; the blocks are made beforehand."""
-    from torch.nn.attention.flex_attention import create_block_mask
-
-    S = case.tokens
-    mask = create_block_mask(lambda b, h, i, j: near(case, i, j), None, None, S, S, device=tensors[0].device)
-    run = flex(*tensors, block_mask=mask)
-    return lambda *_: run()
-
-
 def compiled(case: Case, method: str) -> Any:
     """The kind of case and its sizes; FlexAttention's code depends on the window too."""
     if method not in METHODS_OF[case.kind]:
@@ -211,11 +205,11 @@ def compiled(case: Case, method: str) -> Any:
 
 def bench() -> Bench:
     """All cases, the most telling first."""
-    prefill = lambda batch, tokens: ("prefill", batch, tokens, 16, 64)
-    video = lambda frames, heads, dim: ("video", 1, frames * 28 * 52, heads, dim)
-    decode = lambda batch: ("decode", batch, CACHES[0], 16, 64)
-    sequence = lambda window, tokens: ("window", 1, tokens, 16, 64, window, None)
-    near = lambda frames, *window: ("window", 1, frames * 28 * 52, 12, 128, window, (frames, 28, 52))
+    prefill = lambda batch, tokens: ("prefill", batch, tokens, 16, 64, ())
+    video = lambda frames, heads, dim: ("video", 1, frames * 28 * 52, heads, dim, ())
+    decode = lambda batch: ("decode", batch, CACHES[0], 16, 64, ())
+    sequence = lambda window, tokens: ("window", 1, tokens, 16, 64, (window,))
+    near = lambda frames, *window: ("window", 1, frames * 28 * 52, 12, 128, (window, (frames, 28, 52)))
     groups: list[tuple[Any, ...]] = [
         prefill(1, 16384), video(16, 16, 64), video(16, 12, 128), decode(128), sequence(64, 65536), near(43, 3, 9, 9),
         prefill(1, 65536), prefill(1, 4096), prefill(1, 1024), video(81, 16, 64), video(81, 12, 128),
@@ -225,16 +219,17 @@ def bench() -> Bench:
         near(43, 5, 15, 15), sequence(64, 16384), sequence(128, 65536), near(16, 3, 9, 9),
         sequence(128, 16384), near(16, 5, 15, 15),
     ]  # fmt: skip
+    rows: list[tuple[Any, ...]] = [
+        (kind, *sizes, training, *window)
+        for kind, *sizes, window in groups
+        for training in BOTH
+        if not (kind == "decode" and training)
+    ]
     return Bench(
         name="based",
         methods=METHODS,
         ours=OURS,
-        cases=[
-            based_case(*of[:5], training, *of[5:])
-            for of in groups
-            for training in BOTH
-            if not (of[0] == "decode" and training)
-        ],
+        cases=[based_case(*row) for row in rows],
         ways=ways,
         base="cudnn",
         compiled=compiled,

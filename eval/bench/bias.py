@@ -93,8 +93,7 @@ def _flex(case: Case, bias: torch.Tensor, *tensors: torch.Tensor) -> Callable[..
     mask = None
     if case.causal:
         mask = create_block_mask(lambda b, h, i, j: j <= i, None, None, S, S, device=bias.device)
-    run = flex(*tensors, score_mod=score_mod, block_mask=mask)
-    return lambda *_: run()
+    return flex(*tensors, score_mod=score_mod, block_mask=mask)
 
 
 def compiled(case: Case, method: str) -> Any:

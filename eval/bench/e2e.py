@@ -22,9 +22,8 @@ from diffusers import ContextParallelConfig, UniPCMultistepScheduler, WanPipelin
 from vmonarch.configs import InputError, read_document, suggest
 from vmonarch.configs.methods import AttentionMethod, resolve_method
 from vmonarch.eval.attention_flops import STEP_KINDS, step_kinds, transformers_by_step
-from vmonarch.eval.bench.clock import Clock, allocated, release_memory, summary
 from vmonarch.eval.bench.gate import MODEL_BOUNDS, failure
-from vmonarch.eval.bench.machine import measured_dtype
+from vmonarch.eval.bench.machine import Clock, allocated, measured_dtype, release_memory, summary
 from vmonarch.eval.bench.runner import Bench, Way, Ways, choose, profiled
 from vmonarch.eval.bench.tables import caption
 from vmonarch.eval.render.table import shown_number

@@ -33,11 +33,6 @@ def relative_errors(found: torch.Tensor, expected: torch.Tensor) -> dict[str, fl
     }
 
 
-def bound(name: str, dtype: torch.dtype) -> float:
-    """The error that a result may have; names of gradients begin with a d."""
-    return BOUNDS[dtype]["gradient" if name.startswith("d") else "out"]
-
-
 def compare(
     found: Mapping[str, torch.Tensor],
     expected: Mapping[str, torch.Tensor],
@@ -47,14 +42,15 @@ def compare(
     """(`relative_errors` by name, what is wrong with them; empty if nothing).
 
     Args:
-        bounds: relative errors that are allowed, in place of those of the dtype; an error without one is only told.
+        bounds: relative errors that are allowed, in place of those of the dtype, where names of gradients begin with a
+            d; an error without one is only told.
     """
     errors = {name: relative_errors(x, expected[name]) for name, x in found.items() if name in expected}
     problems = []
     for name, error in errors.items():
         if bounds is not None and name not in bounds:
             continue
-        most = bound(name, dtype) if bounds is None else bounds[name]
+        most = BOUNDS[dtype]["gradient" if name.startswith("d") else "out"] if bounds is None else bounds[name]
         # Written so that NaN is wrong too.
         if not error["relative"] <= most:
             problems.append(f"{name} is off by {error['relative']:.2g} (at most {most:.2g})")

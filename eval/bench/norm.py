@@ -83,8 +83,8 @@ def ways(case: Case, device: torch.device, dtype: torch.dtype) -> Ways:
             code = partial(norm_rotary, eps=EPS, implementation="triton" if device.type == "cuda" else "torch")
             errors, _ = compare(named(call(diffusers_code, *learnt, *angles)()), expected(), dtype)
             bounds = {name: ERROR_FACTOR * max(error["relative"], LEAST_ERROR) for name, error in errors.items()}
-        sizes = {"bytes": bytes_moved(case, dtype.itemsize), "input_bytes": bytes_of([*learnt, *angles])}
-        return Way(call(code, *learnt, *angles), named, expected, bounds, **sizes)
+        run, moved, inputs = call(code, *learnt, *angles), bytes_moved(case, dtype.itemsize), [*learnt, *angles]
+        return Way(run, named, expected, bounds, bytes=moved, input_bytes=bytes_of(inputs))
 
     return {method: partial(way, method) for method in METHODS}
 

@@ -19,14 +19,19 @@ from typing import Any
 import torch
 
 from vmonarch.configs import InputError, suggest
-from vmonarch.eval.bench.clock import MIN_ROUNDS, Clock, allocated, measure, release_memory, summary
 from vmonarch.eval.bench.gate import BOUNDS, ROW_FACTOR, compare, failure
 from vmonarch.eval.bench.machine import (
+    MIN_ROUNDS,
+    Clock,
+    allocated,
     check_device,
     count_done,
+    measure,
     measure_rates,
     measured_dtype,
     provenance,
+    release_memory,
+    summary,
 )
 from vmonarch.eval.bench.tables import tables
 from vmonarch.files import check_output, write_json
@@ -167,14 +172,18 @@ def sdpa(
         return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal).transpose(1, 2)
 
 
-def flex(*tensors: torch.Tensor, **options: Any) -> Callable[[], torch.Tensor]:
-    """FlexAttention of [B, S, H, D], compiled for these tensors; `options` are its score_mod, block_mask and scale."""
+def flex(*tensors: torch.Tensor, **options: Any) -> Callable[..., torch.Tensor]:
+    """FlexAttention of [B, S, H, D], compiled for these tensors, whatever it is called with.
+
+    Args:
+        options: its score_mod, block_mask and scale.
+    """
     from torch.nn.attention.flex_attention import flex_attention
 
     # After a few functions torch would stop compiling new ones and write all scores to memory instead.
     torch.compiler.reset()
     compiled: Callable[..., torch.Tensor] = torch.compile(flex_attention, dynamic=False)
-    return lambda: compiled(*(x.transpose(1, 2) for x in tensors), **options).transpose(1, 2)
+    return lambda *_: compiled(*(x.transpose(1, 2) for x in tensors), **options).transpose(1, 2)
 
 
 def bytes_of(tensors: Iterable[torch.Tensor | None]) -> int:

@@ -9,6 +9,7 @@ Shapes: N tokens of video, X of text, S = N + X, H heads, D head dim.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -42,20 +43,22 @@ def ways(case: Case, device: torch.device, dtype: torch.dtype) -> Ways:
     def video(by: str, *qkv: torch.Tensor, lse: bool = False) -> Any:
         return vmonarch_attention(*qkv, grid=case.grid, return_lse=lse, implementation=by)
 
-    def others(by: str, *qkv: torch.Tensor) -> torch.Tensor:
+    def others(by: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         if key_mask is not None:
-            return masked_attention(*qkv, key_mask, implementation=by)[0]
-        return exact(*qkv) if by == "torch" else sdpa("sdpa", *qkv)
+            return masked_attention(q, k, v, key_mask, implementation=by)[0]
+        return exact(q, k, v) if by == "torch" else sdpa("sdpa", q, k, v)
 
     def video_alone(by: str, *qkv: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = video(by, *map(sequence.video, qkv))
         return out
 
-    def joint(by: str, *qkv: torch.Tensor) -> torch.Tensor:
-        parts = {"video": partial(video, by, lse=True), "exact": partial(others, by)}
-        return joint_attention(*qkv, sequence, key_mask, **parts, implementation=by)
+    def joint(by: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        own, others_by = partial(video, by, lse=True), partial(others, by)
+        return joint_attention(q, k, v, sequence, key_mask, video=own, exact=others_by, implementation=by)
 
     def way(method: str) -> Way:
+        attend: Callable[..., torch.Tensor]
+        reference: Callable[..., torch.Tensor]
         if method == "exact":
             attend, reference = partial(sdpa, "cudnn"), exact
         else:

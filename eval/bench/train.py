@@ -17,8 +17,8 @@ from diffusers import WanTransformer3DModel
 
 from vmonarch.configs import InputError
 from vmonarch.configs.methods import AttentionMethod, resolve_method
-from vmonarch.eval.bench.clock import Clock
 from vmonarch.eval.bench.e2e import TEXT_TOKENS
+from vmonarch.eval.bench.machine import Clock
 from vmonarch.eval.bench.runner import Bench, Case, Way, Ways, choose, profiled
 from vmonarch.eval.wan_models import read_model_config
 from vmonarch.finetune.config import OptimizerConfig

@@ -10,7 +10,7 @@ import time
 import pytest
 import torch
 
-from vmonarch.eval.bench import clock, gate, kernels, machine, runner
+from vmonarch.eval.bench import gate, kernels, machine, runner
 from vmonarch.eval.bench.runner import Bench, Case, Limits, Way, measure_ways
 from vmonarch.eval.bench.tables import tables
 from vmonarch.kernels.common.launch import interpreted
@@ -101,7 +101,7 @@ def test_small_errors_everywhere_and_larger_ones_anywhere_are_seen():
             found[row] *= 1 + one_row
             return gate.compare({name: found}, {name: right}, torch.float32)[1]
 
-        bound = gate.bound(name, torch.float32)
+        bound = gate.BOUNDS[torch.float32]["out" if name == "out" else "gradient"]
         assert not problem() and not problem(everywhere=0.5 * bound) and not problem(one_row=2 * bound)
         assert problem(everywhere=3 * bound).startswith(f"{name} is off by")
         assert "is off by" in problem(one_row=30 * bound) and "off by nan" in problem(one_row=torch.nan)
@@ -156,10 +156,10 @@ def test_what_fails_a_run():
 def test_methods_take_turns_and_none_is_always_first():
     calls = []
     runs = {name: (lambda name=name: calls.append(name)) for name in "abc"}
-    times = clock.measure(runs, {"a": 4, "b": 2, "c": 4}, runner.Clock(CPU), float("inf"))
+    times = machine.measure(runs, {"a": 4, "b": 2, "c": 4}, runner.Clock(CPU), float("inf"))
     assert calls == ["a", "b", "c", "b", "c", "a", "c", "a", "a", "c"]
     assert {name: len(found) for name, found in times.items()} == {"a": 4, "b": 2, "c": 4}
-    assert clock.summary([5.0, 1.0, 2.0, 4.0, 3.0, 6.0]) == {"median": 3.5, "min": 1.0, "p20": 2.0, "p80": 5.0}
+    assert machine.summary([5.0, 1.0, 2.0, 4.0, 3.0, 6.0]) == {"median": 3.5, "min": 1.0, "p20": 2.0, "p80": 5.0}
 
 
 def test_the_budget_ends_rounds_rows_and_cases(monkeypatch):
@@ -170,8 +170,8 @@ def test_the_budget_ends_rounds_rows_and_cases(monkeypatch):
     assert {row["status"] for row in rows.values()} == {"left out"}
     assert runner.left_out([{"case": "c", "rows": list(rows.values())}])[0]["why"] == "the budget of -1 s was used up"
     # A call takes a second: two rounds fit.
-    monkeypatch.setattr(clock.Clock, "time", lambda self, run: 1e3)
-    monkeypatch.setattr(clock.Clock, "flush", lambda self, times=1: now.__setitem__(0, now[0] + 0.7))
+    monkeypatch.setattr(machine.Clock, "time", lambda self, run: 1e3)
+    monkeypatch.setattr(machine.Clock, "flush", lambda self, times=1: now.__setitem__(0, now[0] + 0.7))
     rows = measured(dataclasses.replace(bench, way_seconds=60.0), seconds=3.0)
     assert [row["rounds"] for row in rows.values()] == [2, 2]
     assert runner.left_out([{"case": "c", "rows": list(rows.values())}])[0]["why"] == "3 rounds did not fit the budget"

@@ -20,7 +20,7 @@ from vmonarch.cli import main
 from vmonarch.configs.methods import resolve_method
 from vmonarch.eval.attention_flops import step_kinds
 from vmonarch.eval.bench import e2e, families, gate, train
-from vmonarch.eval.bench.clock import Clock
+from vmonarch.eval.bench.machine import Clock
 from vmonarch.eval.bench.runner import run_bench, wrong_rows
 from vmonarch.eval.wan_models import WanModel, read_model, share_weights
 from vmonarch.families import family_of

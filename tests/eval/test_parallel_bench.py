@@ -9,7 +9,7 @@ import torch
 
 from vmonarch.cli import main
 from vmonarch.eval.bench import machine, parallel, runner
-from vmonarch.eval.bench.clock import Clock
+from vmonarch.eval.bench.machine import Clock
 from vmonarch.exchange import ulysses_bytes
 
 CPU = torch.device("cpu")

@@ -60,7 +60,11 @@ def above_0(kind: type) -> Callable[[str], Any]:
     return read
 
 
-DEVICE = {"default": "cuda", "metavar": "DEVICE", "help": "cuda (default), cuda:N; cpu with TRITON_INTERPRET=1"}
+DEVICE: dict[str, Any] = {
+    "default": "cuda",
+    "metavar": "DEVICE",
+    "help": "cuda (default), cuda:N; cpu with TRITON_INTERPRET=1",
+}
 _SEVERAL: dict[str, Any] = {"nargs": "+", "metavar": "NAME", "action": Words}
 _METHODS = {"nargs": "+", "metavar": "NAME", "help": "as `vmonarch compare` takes them (default: full vmonarch)"}
 # Options of each: (name, what argparse is told).
