@@ -72,7 +72,9 @@ def flash_bias_backward(
     else:
         dfq, dfk = gradients_of_cut(dfq, dfk, rank, query.dtype)
     # A factor that batch entries or heads share has the sum of their gradients.
-    return *gradients, *(d.sum_to_size(f.shape).to(f.dtype) for d, f in zip((dfq, dfk), factors, strict=True))
+    return *gradients, *(
+        d.sum_to_size(f.shape).to(f.dtype).contiguous() for d, f in zip((dfq, dfk), factors, strict=True)
+    )
 
 
 @flash_bias_backward.register_fake

@@ -1,5 +1,5 @@
-"""What holds for every op, by its tiny case: the memory of its results, views, compilation; and forward-mode AD
-(`torch.func.jvp`, dual numbers), where plain torch is right and the kernels refuse.
+"""What holds for every op, by its tiny case: memory of its results, views, NaN, the rules of operators, compilation;
+forward-mode AD (`torch.func.jvp`, dual numbers), where plain torch is right and the kernels refuse.
 """
 
 import functools
@@ -8,6 +8,8 @@ import pytest
 import torch
 from op_checks import assert_bits, assert_compiles, in_interpreter, quiet, with_gradients
 from torch.autograd import forward_ad
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
 
 from vmonarch import first_order_attention, flash_entropy_attention, taylor_attention
 from vmonarch.kernels.common import launch
@@ -58,15 +60,78 @@ def test_no_result_holds_the_memory_of_another(family, how, learns):
         assert result.untyped_storage().nbytes() == result.numel() * result.itemsize
 
 
+def amid_nan(x):
+    """The numbers of x, with NaN around them along every dimension."""
+    inside = (slice(1, -1),) * x.ndim
+    return torch.nn.functional.pad(x, (1, 1) * x.ndim, value=torch.nan)[inside]
+
+
+def turned(x):
+    return x.transpose(0, -2).contiguous().transpose(0, -2) if x.ndim > 1 else x
+
+
 @in_interpreter
 @pytest.mark.parametrize("family", FAMILIES)
 def test_views_give_the_kernels_the_same_bits_as_contiguous_tensors(family):
     case, inputs, _ = drawn(family, torch.float32)
     attend = lambda *x: case.call("triton", *x)
     run = functools.partial(with_gradients, attend) if case.gradients else lambda tensors: attend(*tensors)
-    views = [torch.cat([x, x], -1)[..., : x.shape[-1]] for x in inputs]
-    assert not views[0].is_contiguous()
-    assert_bits(run(views), run(inputs))
+    expected = run(inputs)
+    for view in (amid_nan, turned):
+        assert_bits(run([view(x) for x in inputs]), expected)
+
+
+@in_interpreter
+@pytest.mark.parametrize("family", DIFFERENTIABLE)
+def test_gradients_of_sums_arrive_expanded_and_are_those_of_tensors_of_ones(family):
+    case, inputs, _ = drawn(family, torch.float32)
+    leaves = [x.requires_grad_() for x in inputs]
+    results = case.call("triton", *leaves)
+    expanded = torch.autograd.grad(sum(x.sum() for x in results), leaves, retain_graph=True)
+    assert_bits(expanded, torch.autograd.grad(results, leaves, [torch.ones_like(x) for x in results]))
+
+
+@pytest.mark.parametrize("how", ["torch", pytest.param("triton", marks=in_interpreter)])
+@pytest.mark.parametrize("family", [family for family in FAMILIES if "query" in tiny_case(family, CPU).inputs])
+def test_nan_in_a_head_shows_there_and_leaves_the_other_as_it_is(family, how):
+    case, inputs, _ = drawn(family, torch.float32)
+    run = functools.partial(with_gradients, lambda *x: case.call(how, *x))
+    clean = run(inputs)
+    for n in range(len(inputs)):
+        spoilt = [x.clone() for x in inputs]
+        spoilt[n][:, -1, 1] = torch.nan
+        for x, y in zip(found := run(spoilt), clean, strict=True):
+            assert torch.equal(*(z.select(z.ndim - 2, 0) for z in (x, y)))
+        assert found[0][:, :, 1].isnan().any()
+
+
+class Operators(TorchDispatchMode):
+    """The calls of our operators, with their arguments."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function.namespace == "vmonarch":
+            self.calls.append((function, tree_map_only(torch.Tensor, torch.clone, args)))
+        return function(*args, **(kwargs or {}))
+
+
+@in_interpreter
+@pytest.mark.parametrize("family", FAMILIES)
+def test_operators_keep_torchs_rules(family):
+    case, inputs, _ = drawn(family, torch.float32)
+    attend = lambda *x: case.call("triton", *x)
+    with Operators() as operators:
+        attend(*inputs)
+        if case.gradients:
+            with_gradients(attend, inputs)
+    assert operators.calls or not case.gradients
+    for function, args in operators.calls:
+        if "backward" not in function.name():
+            args = tree_map_only(torch.Tensor, lambda x: x.requires_grad_(x.is_floating_point()), args)
+        torch.library.opcheck(function, args)
 
 
 @in_interpreter

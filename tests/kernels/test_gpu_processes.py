@@ -191,3 +191,18 @@ def test_races_are_told_from_the_dispatch():
     lines = "========= Error: Race reported between {}\n=========     and {} [47 hazards]"
     report = "\n".join(lines.format(*(place.format(*access) for access in pair)) for pair in pairs)
     assert races(report) == [list(pair) for pair in pairs[2:]]
+
+
+# The calls that a sanitizer looks at: plain torch takes them too.
+
+
+@pytest.mark.parametrize("family", every_kernel.FAMILIES)
+def test_the_calls_are_good_ones(monkeypatch, family):
+    # One of many frames will do.
+    monkeypatch.setitem(every_kernel.CALLS, "many_frames", every_kernel.CALLS["many_frames"][:2])
+    every_kernel.run(family, "cpu", "torch", torch.float32)
+
+
+def test_families_and_forms_are_listed(capsys):
+    every_kernel.main(["--list"])
+    assert "taylor hopper\ntaylor portable\nwindow portable\n" in capsys.readouterr().out

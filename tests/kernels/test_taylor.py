@@ -432,18 +432,6 @@ def test_gpu_kernels_show_nan(hopper, dtype):
 
 
 @in_interpreter
-@pytest.mark.parametrize("causal", [False, True])
-def test_the_operator_keeps_torchs_rules(causal):
-    from vmonarch.kernels.taylor.op import taylor_forward
-
-    tensors = [x.requires_grad_() for x in qkv(9, 9, dims=4, B=1, H=2, dtype=torch.float32)]
-    # Sums are what an operator returns beside its output; gradients flow through the output alone.
-    tests = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
-    arguments = (*tensors, None if causal else torch.ones(2, 3, 3), None, None, 0.5, causal, True)
-    torch.library.opcheck(taylor_forward, arguments, test_utils=tests)
-
-
-@in_interpreter
 def test_the_operator_of_a_step_keeps_torchs_rules():
     from vmonarch.kernels.taylor.op import taylor_step
 

@@ -18,7 +18,7 @@ from op_checks import (
     with_gradients,
 )
 
-from vmonarch import LatentGrid, TwoResolutionOptions, merge_partials, two_resolution_attention
+from vmonarch import LatentGrid, TwoResolutionOptions, two_resolution_attention
 from vmonarch.kernels.common.launch import launch_overrides, on_hopper
 from vmonarch.kernels.two_resolution import op, reference
 from vmonarch.kernels.two_resolution.reference import chosen_tiles
@@ -205,18 +205,6 @@ def test_a_share_of_the_tiles_is_rounded_up():
     assert kept_tiles(7, 1.0) == 7 and kept_tiles(10, 0.3) == 3
 
 
-def test_parts_merge_by_their_log_partitions():
-    grid = (3, 4, 5)
-    q, k, v = qkv(grid)
-    chosen = choice(grid)
-    options = dict(grid=grid, **BOXES, rest=False, return_lse=True)
-    parts = [two_resolution_attention(q, k, v, selection=part, **options) for part in (chosen, ~chosen)]
-    out, lse = merge_partials(*parts)
-    expected, expected_lse = two_resolution_attention(q, k, v, selection=chosen | True, **options)
-    torch.testing.assert_close(out, expected)
-    torch.testing.assert_close(lse, expected_lse)
-
-
 @pytest.mark.parametrize(
     ("grid", "box", "query_box"),
     [
@@ -307,18 +295,6 @@ def test_the_best_scores_are_the_largest_and_of_equal_ones_the_first(m):
         ranked = scores.argsort(stable=True, dim=-1, descending=True)[..., :count]
         expected = torch.zeros_like(scores, dtype=torch.bool).scatter(-1, ranked, True)
         assert torch.equal(best(scores, count), expected)
-
-
-@in_interpreter
-def test_the_operator_keeps_torchs_rules():
-    from vmonarch.kernels.two_resolution.op import two_resolution_forward
-
-    grid = (1, 3, 4)
-    tensors = [x.requires_grad_() for x in qkv(grid, B=1, H=1, dtype=torch.float32)]
-    tiling = tiling_of(LatentGrid(*grid), TwoResolutionOptions(tile=(1, 3, 2)))
-    for exact in (torch.tensor([[[[True, False]]]]), None):
-        numbers = (list(tiling), [0.5, None, None, 0.0], True, 0.5)
-        torch.library.opcheck(two_resolution_forward, (*tensors, exact, None, *numbers))
 
 
 GPU_CASES = {

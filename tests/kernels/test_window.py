@@ -17,7 +17,7 @@ from op_checks import (
     with_gradients,
 )
 
-from vmonarch import LatentGrid, merge_partials, window_attention
+from vmonarch import LatentGrid, window_attention
 from vmonarch.kernels.window import reference
 from vmonarch.kernels.window.neighbours import neighbours
 
@@ -98,18 +98,6 @@ def test_a_step_of_decoding_needs_only_the_keys_of_its_window():
         torch.testing.assert_close(step, whole[:, i : i + 1])
 
 
-def test_parts_merge_by_their_log_partitions():
-    q, k, v = qkv(12, 12)
-    near = window_attention(q, k, v, window=4, causal=True, return_lse=True)
-    mask = sequence_mask(12, 12, 12, True) & ~sequence_mask(12, 12, 4, True)
-    logits = torch.einsum("bshd,bthd->bhst", q, k) * 6**-0.5
-    logits = logits.masked_fill(~mask, -torch.inf)
-    P = torch.nan_to_num(logits.softmax(-1))
-    far = torch.einsum("bhst,bthe->bshe", P, v), logits.logsumexp(-1)
-    expected = window_attention(q, k, v, window=12, causal=True, return_lse=True)
-    torch.testing.assert_close(merge_partials(near, far), expected)
-
-
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
 def test_lower_precisions_stay_close(dtype):
     inputs = qkv(30, 30, dtype=dtype)
@@ -157,14 +145,6 @@ def test_the_kernels_take_float16_and_any_head_dimension():
     check_kernels(qkv(40, 40, D=72, E=80, dtype=torch.float16), window=9)
     check_kernels(qkv(20, 20, D=130, E=256, B=1, H=1, dtype=torch.float32), window=(1, 3, 3), grid=(1, 4, 5))
     check_kernels(qkv(20, 20, dtype=torch.float32), window=7, scale=-0.7)
-
-
-@in_interpreter
-def test_the_operator_keeps_torchs_rules():
-    from vmonarch.kernels.window.op import window_forward
-
-    tensors = [x.requires_grad_() for x in qkv(12, 12, dtype=torch.float32)]
-    torch.library.opcheck(window_forward, (*tensors, [1, 1, 12, 0, 0, 0, 3, 0, 0, 0], 0.5))
 
 
 @pytest.mark.gpu

@@ -229,15 +229,6 @@ def test_a_copy_of_a_transformer_is_independent(tiny, twin):
     assert torch.equal(tiny.run(model), stock)
 
 
-def test_a_deep_copy_whose_blocks_run_inside_the_originals_forward_is_independent(tiny):
-    # The copy runs on another grid between the original's pre-hook and its blocks.
-    model = tiny.applied_transformer()
-    expected = tiny.run(model, (3, 2, 4))
-    twin = copy.deepcopy(model)
-    during_forward(model, lambda: tiny.run(twin, (4, 2, 3)))
-    assert torch.equal(tiny.run(model, (3, 2, 4)), expected)
-
-
 @pytest.mark.parametrize("dense_steps", [0, 1], ids=["sparse", "dense"])
 def test_a_deep_copy_of_a_pipeline_is_independent(tiny, dense_steps):
     pipe = tiny.pipeline("t2v-2.2")
@@ -267,23 +258,6 @@ def test_applying_keeps_no_pipeline_alive(tiny):
     assert watched() is None
     with pytest.raises(RuntimeError, match="dense_steps.*no pipeline calls"):
         tiny.run(model)
-
-
-def test_two_pipelines_with_other_grids_take_turns(tiny):
-    first, second = tiny.pipeline("t2v"), tiny.pipeline("v2v")
-    sizes = {"height": 32, "width": 64}, {"height": 64, "width": 32}
-    for pipe in (first, second):
-        vmonarch.apply(pipe, VMonarchProcessor())
-    expected = [tiny.generate(p, **size) for p, size in zip((first, second), sizes, strict=True)]
-
-    inner = []
-
-    def take_turns(pipe, step, timestep, tensors):
-        inner.append(tiny.generate(second, **sizes[1]))
-        return {}
-
-    assert torch.equal(tiny.generate(first, callback_on_step_end=take_turns, **sizes[0]), expected[0])
-    assert all(torch.equal(output, expected[1]) for output in inner) and len(inner) == 3
 
 
 def test_from_pipe_shares_what_is_applied(tiny):

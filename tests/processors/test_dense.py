@@ -170,14 +170,6 @@ def test_dense_steps_start_over_with_each_segment_of_animate(tiny):
     assert torch.equal(tiny.generate(pipe, **options), expected)
 
 
-@pytest.mark.parametrize("kind", ["t2v", "i2v-2.1"])
-def test_all_steps_dense_is_bit_identical_to_stock(tiny, kind):
-    pipe = tiny.pipeline(kind)
-    expected = tiny.generate(pipe)
-    vmonarch.apply(pipe, VMonarchProcessor(dense_steps=1.0))
-    assert torch.equal(tiny.generate(pipe), expected)
-
-
 def test_a_backend_chosen_later_leaves_the_original_processor_alone(tiny):
     pipe = tiny.applied("t2v", dense_steps=1)
     pipe.transformer.set_attention_backend("_native_math")
@@ -208,15 +200,6 @@ def test_a_modular_pipeline_tells_the_step(tiny, option):
     assert torch.equal(found, tiny.generate(pipe, steps=4))
     vmonarch.restore(twin)
     assert not torch.equal(found, tiny.generate(pipe, steps=4))
-
-
-def test_dense_steps_and_dense_layers_combine(tiny):
-    pipe = tiny.applied("t2v", dense_steps=1, dense_layers=1)
-    both = tiny.generate(pipe)
-    vmonarch.apply(pipe, VMonarchProcessor(dense_steps=1))
-    assert not torch.equal(tiny.generate(pipe), both)
-    vmonarch.apply(pipe, VMonarchProcessor(dense_layers=1))
-    assert not torch.equal(tiny.generate(pipe), both)
 
 
 @pytest.mark.parametrize("option", ["dense_steps", "refresh"])

@@ -11,7 +11,6 @@ import pytest
 import tiny_pipelines
 import torch
 from diffusers.modular_pipelines.minimax_h3.denoise import MiniMaxH3DenoiseStep, MiniMaxH3Ref2VADenoiseStep
-from peft import LoraConfig
 from tiny_families import FAMILIES, GRID, SHORT, first
 
 import vmonarch
@@ -293,20 +292,6 @@ def test_gradients_are_those_of_the_stock_model_with_and_without_checkpointing(n
     assert error(found["exact"], found["stock"]) < 1e-5
     assert torch.equal(found["exact checkpointed"], found["exact"])
     assert torch.equal(found["ours checkpointed"], found["ours"])
-
-
-@pytest.mark.parametrize("name", ["hunyuan", "ltx2"])
-def test_lora_layers_stay_at_work(name):
-    case = FAMILIES[name]
-    model, inputs = case.make(), case.call()
-    plain = run(model, inputs)
-    model.add_adapter(LoraConfig(r=2, target_modules=["to_q", "to_v"], init_lora_weights=False))
-    adapted = run(model, inputs)
-    assert error(adapted, plain) > 1e-4
-    vmonarch.apply(model, processor_of(case, exact=EVERYTHING))
-    assert error(run(model, inputs), adapted) < 1e-5
-    model.disable_adapters()
-    assert error(run(model, inputs), plain) < 1e-5
 
 
 def compiles_once(case, layers, backend):
@@ -681,24 +666,6 @@ def test_a_pipeline_that_goes_through_other_timesteps_than_its_scheduler_is_refu
     pipe, call = tiny_pipelines.pipeline(name)
     with pytest.raises(RuntimeError, match=f"{option} needs the denoising step, but the timestep of .* is none of its"):
         sample_with(name, pipe, call, **{option: 1})
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("way", ["model", "group", "sequential"])
-@pytest.mark.parametrize("name", ["hunyuan", "cogvideox"])
-def test_gpu_offloaded_weights(name, way):
-    pipe, call = tiny_pipelines.pipeline(name)
-    call = {key: on_the_gpu(value) for key, value in call.items()}
-    vmonarch.apply(pipe.to("cuda"), VMonarchProcessor(refresh=2))
-    expected = tiny_pipelines.sample(pipe, call)
-    pipe.to("cpu")
-    if way == "model":
-        pipe.enable_model_cpu_offload()
-    elif way == "group":
-        pipe.enable_group_offload(onload_device=torch.device("cuda"), offload_type="leaf_level")
-    else:
-        pipe.enable_sequential_cpu_offload()
-    assert error(tiny_pipelines.sample(pipe, call).cuda(), expected) < 1e-4
 
 
 @pytest.mark.gpu

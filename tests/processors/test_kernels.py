@@ -39,12 +39,6 @@ def test_a_model_with_kernels_compiles_without_graph_breaks(tiny):
     torch.testing.assert_close(compiled, expected, rtol=1e-5, atol=1e-7)
 
 
-def test_a_model_that_the_kernels_cannot_serve_says_so(tiny, monkeypatch):
-    monkeypatch.setattr("vmonarch.kernels.common.launch.interpreted", lambda: False)
-    with pytest.raises(NotImplementedError, match='vmonarch_attention with implementation="triton": .*on the CPU'):
-        outputs_and_gradients(tiny, "triton")
-
-
 @in_interpreter
 def test_a_model_runs_without_kernels_that_fail_a_check(tiny, monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))

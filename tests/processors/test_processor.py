@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import math
-import pickle
 
 import numpy as np
 import pytest
@@ -262,17 +260,3 @@ def test_config_goes_through_json(options):
         VMonarchProcessor.from_config(config | {"parallel_by": "frames"})
     assert repr(again) == repr(processor)
     assert again.exact == processor.exact and again.grid == processor.grid
-
-
-def test_processors_survive_copy_and_pickle_and_share_no_state(tiny):
-    model = tiny.transformer()
-    processor = VMonarchProcessor()
-    tiny.switch(model, processor)
-    expected = tiny.run(model)
-    assert torch.equal(tiny.run(copy.deepcopy(model)), expected)
-    assert torch.equal(tiny.run(pickle.loads(pickle.dumps(model))), expected)
-    state = vars(VMonarchProcessor), vars(VideoAttentionProcessor)
-    before = [dict(attributes) for attributes in state]
-    vmonarch.apply(model, VMonarchProcessor(exact=None))
-    tiny.run(model, (2, 1, 7))
-    assert [dict(attributes) for attributes in state] == before, "a class attribute was set"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -33,7 +34,7 @@ class Tiny:
 
     Args:
         model: class in diffusers.
-        config: of the model.
+        config: of the model, beside COMMON.
         inputs: of its forward, for a grid.
         modules: how many self-attention modules of the video it has.
         before: tokens of other kinds before the video in its joint attention.
@@ -54,7 +55,10 @@ class Tiny:
     def make(self, seed: int = 0, **config: Any) -> Any:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            model = getattr(diffusers, self.model)(**self.config | config).eval()
+            cls = getattr(diffusers, self.model)
+            known = inspect.signature(cls.__init__).parameters
+            common = {name: value for name, value in COMMON.items() if name in known}
+            model = cls(**common | self.config | config).eval()
             for name, parameter in model.named_parameters():
                 # Attention far from uniform, and modulations that let it through.
                 if any(part in name for part in ("norm_q", "norm_k", "query_norm", "key_norm")) and parameter.ndim == 1:
@@ -271,23 +275,29 @@ def minimax_h3(T: int, H: int, W: int) -> Inputs:
     }
 
 
-HUNYUAN: Inputs = {
+# What models are told of these, unless a family says otherwise.
+COMMON: Inputs = {
     "in_channels": 4,
     "out_channels": 4,
     "num_attention_heads": 2,
+    "attention_head_dim": 12,
+    "num_layers": 2,
+    "num_refiner_layers": 1,
+    "ffn_dim": 32,
+    "text_dim": 16,
+    "text_embed_dim": 16,
+    "rope_axes_dim": (4, 4, 4),
+}
+HUNYUAN: Inputs = {
     "attention_head_dim": 10,
     "num_layers": 1,
     "num_single_layers": 1,
-    "num_refiner_layers": 1,
     "patch_size": 2,
     "patch_size_t": 1,
     "guidance_embeds": True,
-    "text_embed_dim": 16,
     "pooled_projection_dim": 8,
     "rope_axes_dim": (2, 4, 4),
 }
-LATENTS: Inputs = {"in_channels": 4, "out_channels": 4}
-TWO_HEADS: Inputs = {"num_attention_heads": 2, "num_layers": 2}
 LTX: Inputs = {"attention_head_dim": 8, "cross_attention_dim": 16, "caption_channels": 16}
 KANDINSKY: Inputs = {
     "in_visual_dim": 4,
@@ -302,31 +312,30 @@ KANDINSKY: Inputs = {
     "num_visual_blocks": 2,
     "axes_dims": (4, 6, 6),
 }
+SAMPLE: Inputs = {"sample_width": 12, "sample_height": 8}
 COGVIDEOX: Inputs = {
-    **LATENTS,
-    **TWO_HEADS,
+    **SAMPLE,
+    "sample_frames": 9,
     "attention_head_dim": 16,
     "time_embed_dim": 2,
     "text_embed_dim": 8,
-    "sample_width": 12,
-    "sample_height": 8,
-    "sample_frames": 9,
     "patch_size": 2,
     "max_text_seq_length": TEXT,
     "use_rotary_positional_embeddings": True,
 }
 # Of the history of Framepack and of Helios at GRID, patches of (1, 2, 2), (2, 4, 4) and (4, 8, 8) latents.
 HISTORY = 2 * 24 + 6 + 2
+MASK = ("encoder_attention_mask",)
 
 FAMILIES = {
-    "hunyuan": Tiny("HunyuanVideoTransformer3DModel", HUNYUAN, hunyuan, after=TEXT, masks=("encoder_attention_mask",)),
+    "hunyuan": Tiny("HunyuanVideoTransformer3DModel", HUNYUAN, hunyuan, after=TEXT, masks=MASK),
     # Image to video: the first frame has a noise level of its own.
     "hunyuan-i2v": Tiny(
         "HunyuanVideoTransformer3DModel",
         HUNYUAN | {"image_condition_type": "token_replace"},
         hunyuan,
         after=TEXT,
-        masks=("encoder_attention_mask",),
+        masks=MASK,
     ),
     "framepack": Tiny(
         "HunyuanVideoFramepackTransformer3DModel",
@@ -339,31 +348,22 @@ FAMILIES = {
         "HunyuanVideo15Transformer3DModel",
         {
             "in_channels": 9,
-            "out_channels": 4,
-            "num_attention_heads": 2,
-            "attention_head_dim": 12,
-            "num_layers": 2,
-            "num_refiner_layers": 1,
             "mlp_ratio": 2.0,
             "patch_size": 1,
             "patch_size_t": 1,
-            "text_embed_dim": 16,
             "text_embed_2_dim": 8,
             "image_embed_dim": 12,
-            "rope_axes_dim": (4, 4, 4),
             "target_size": 16,
             "task_type": "t2v",
         },
         hunyuan15,
         after=4 + 5 + TEXT,
-        masks=("encoder_attention_mask", "encoder_attention_mask_2"),
+        masks=(*MASK, "encoder_attention_mask_2"),
     ),
-    "ltx": Tiny("LTXVideoTransformer3DModel", LATENTS | TWO_HEADS | LTX, ltx),
+    "ltx": Tiny("LTXVideoTransformer3DModel", LTX, ltx),
     "ltx2": Tiny(
         "LTX2VideoTransformer3DModel",
         {
-            **LATENTS,
-            **TWO_HEADS,
             **LTX,
             "audio_in_channels": 4,
             "audio_out_channels": 4,
@@ -383,31 +383,22 @@ FAMILIES = {
     "motif": Tiny(
         "MotifVideoTransformer3DModel",
         {
-            **LATENTS,
-            "num_attention_heads": 2,
-            "attention_head_dim": 12,
             "num_layers": 1,
             "num_single_layers": 2,
             "num_decoder_layers": 1,
-            "text_embed_dim": 16,
             "image_embed_dim": 8,
-            "rope_axes_dim": (4, 4, 4),
             "enable_text_cross_attention_dual": True,
             "enable_text_cross_attention_single": True,
         },
         motif,
         modules=3,
         after=5 + TEXT,
-        masks=("encoder_attention_mask",),
+        masks=MASK,
     ),
     "cosmos": Tiny(
         "CosmosTransformer3DModel",
         {
-            **LATENTS,
-            **TWO_HEADS,
-            "attention_head_dim": 12,
             "mlp_ratio": 2,
-            "text_embed_dim": 16,
             "adaln_lora_dim": 4,
             "max_size": (8, 32, 32),
             "patch_size": (1, 2, 2),
@@ -440,85 +431,39 @@ FAMILIES = {
     "mochi": Tiny(
         "MochiTransformer3DModel",
         {
-            **TWO_HEADS,
             "patch_size": 2,
             "attention_head_dim": 8,
             "pooled_projection_dim": 16,
-            "in_channels": 4,
-            "text_embed_dim": 16,
             "time_embed_dim": 4,
             "max_sequence_length": TEXT,
         },
         mochi,
         after=TEXT,
-        masks=("encoder_attention_mask",),
+        masks=MASK,
     ),
     "easyanimate": Tiny(
         "EasyAnimateTransformer3DModel",
-        {
-            **LATENTS,
-            **TWO_HEADS,
-            "attention_head_dim": 16,
-            "patch_size": 2,
-            "mmdit_layers": 1,
-            "time_embed_dim": 2,
-            "text_embed_dim": 16,
-        },
+        {"attention_head_dim": 16, "patch_size": 2, "mmdit_layers": 1, "time_embed_dim": 2},
         easyanimate,
         before=TEXT,
     ),
     "allegro": Tiny(
         "AllegroTransformer3DModel",
-        {
-            **LATENTS,
-            **TWO_HEADS,
-            "attention_head_dim": 12,
-            "cross_attention_dim": 24,
-            "sample_width": 12,
-            "sample_height": 8,
-            "sample_frames": 3,
-            "caption_channels": 8,
-        },
+        {**SAMPLE, "sample_frames": 3, "cross_attention_dim": 24, "caption_channels": 8},
         allegro,
     ),
     "helios": Tiny(
         "HeliosTransformer3DModel",
-        {
-            **LATENTS,
-            **TWO_HEADS,
-            "patch_size": (1, 2, 2),
-            "attention_head_dim": 12,
-            "text_dim": 16,
-            "freq_dim": 256,
-            "ffn_dim": 32,
-            "rope_dim": (4, 4, 4),
-            "is_amplify_history": True,
-        },
+        {"patch_size": (1, 2, 2), "freq_dim": 256, "rope_dim": (4, 4, 4), "is_amplify_history": True},
         helios,
         before=HISTORY,
     ),
-    "anyflow": Tiny(
-        "AnyFlowTransformer3DModel",
-        {
-            **LATENTS,
-            **TWO_HEADS,
-            "patch_size": (1, 2, 2),
-            "attention_head_dim": 12,
-            "text_dim": 16,
-            "ffn_dim": 32,
-            "rope_max_seq_len": 32,
-        },
-        anyflow,
-    ),
+    "anyflow": Tiny("AnyFlowTransformer3DModel", {"patch_size": (1, 2, 2), "rope_max_seq_len": 32}, anyflow),
     "minimax-h3": Tiny(
         "MiniMaxH3Transformer3DModel",
         {
-            **TWO_HEADS,
             "attention_head_dim": 16,
             "hidden_size": 24,
-            "num_refiner_layers": 1,
-            "ffn_dim": 32,
-            "in_channels": 4,
             "audio_in_channels": 6,
             "text_dim": 8,
             "freq_dim": 8,

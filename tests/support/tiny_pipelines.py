@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from typing import Any
 
@@ -18,9 +19,7 @@ from tiny_families import FAMILIES, TEXT
 SIZE = {"num_frames": 9, "height": 64, "width": 96}
 LTX_SIZE = {"num_frames": 17, "height": 128, "width": 192}
 GRID = (3, 4, 6)
-# Prompts are given as embeddings.
-_NO_ENCODER: dict[str, Any] = {"text_encoder": None, "tokenizer": None}
-_NO_ENCODERS = _NO_ENCODER | {"text_encoder_2": None, "tokenizer_2": None}
+Pipeline = tuple[Any, dict[str, Any]]
 
 _VAE: dict[str, Any] = {
     "in_channels": 3,
@@ -40,22 +39,26 @@ def _noise(*shape: int) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(0))
 
 
+def _pipe(cls: Any, name: str, **parts: Any) -> Any:
+    """A pipeline with a transformer of `FAMILIES`; of what it has besides, what is not given is None."""
+    parts = {"transformer": FAMILIES[name].make(), "scheduler": diffusers.FlowMatchEulerDiscreteScheduler()} | parts
+    needed = [part.name for part in inspect.signature(cls.__init__).parameters.values() if part.default is part.empty]
+    return cls(**dict.fromkeys(needed[1:]) | parts)
+
+
+def _prompts(dim: int, text: int = TEXT) -> dict[str, Any]:
+    """Embeddings of a prompt and of a negative one."""
+    return {"prompt_embeds": _noise(1, text, dim), "negative_prompt_embeds": -_noise(1, text, dim)}
+
+
 def _image(height: int = SIZE["height"], width: int = SIZE["width"]) -> Image.Image:
     return Image.fromarray(np.zeros((height, width, 3), np.uint8))
 
 
-def _hunyuan(
-    cls: Any = diffusers.HunyuanVideoPipeline, transformer: Any = None, **parts: Any
-) -> tuple[Any, dict[str, Any]]:
+def _hunyuan(cls: Any = diffusers.HunyuanVideoPipeline, **parts: Any) -> Pipeline:
     mask = torch.ones(1, TEXT)
     mask[:, TEXT - 2 :] = 0
-    pipe = cls(
-        **_NO_ENCODERS,
-        transformer=transformer or FAMILIES["hunyuan"].make(),
-        vae=diffusers.AutoencoderKLHunyuanVideo(**_VAE).eval(),
-        scheduler=diffusers.FlowMatchEulerDiscreteScheduler(),
-        **parts,
-    )
+    pipe = _pipe(cls, "hunyuan", vae=diffusers.AutoencoderKLHunyuanVideo(**_VAE).eval(), **parts)
     prompt = {
         "prompt_embeds": _noise(1, TEXT, 16),
         "pooled_prompt_embeds": _noise(1, 8),
@@ -64,8 +67,9 @@ def _hunyuan(
     return pipe, SIZE | prompt
 
 
-def _skyreels() -> tuple[Any, dict[str, Any]]:
-    pipe, call = _hunyuan(diffusers.HunyuanSkyreelsImageToVideoPipeline, FAMILIES["hunyuan"].make(in_channels=8))
+def _skyreels() -> Pipeline:
+    transformer = FAMILIES["hunyuan"].make(in_channels=8)
+    pipe, call = _hunyuan(diffusers.HunyuanSkyreelsImageToVideoPipeline, transformer=transformer)
     negative = {f"negative_{name}": 1 - call[name] for name in ("prompt_embeds", "pooled_prompt_embeds")}
     return pipe, call | negative | {
         "negative_prompt_attention_mask": call["prompt_attention_mask"],
@@ -74,17 +78,12 @@ def _skyreels() -> tuple[Any, dict[str, Any]]:
     }
 
 
-def _hunyuan15() -> tuple[Any, dict[str, Any]]:
+def _hunyuan15() -> Pipeline:
     vae = diffusers.AutoencoderKLHunyuanVideo15(
         latent_channels=4, block_out_channels=(8, 8, 8, 8, 8), layers_per_block=1
     )
-    pipe = diffusers.HunyuanVideo15Pipeline(
-        **_NO_ENCODERS,
-        transformer=FAMILIES["hunyuan15"].make(),
-        vae=vae.eval(),
-        scheduler=diffusers.FlowMatchEulerDiscreteScheduler(),
-        guider=ClassifierFreeGuidance(guidance_scale=2.0),
-    )
+    guider = ClassifierFreeGuidance(guidance_scale=2.0)
+    pipe = _pipe(diffusers.HunyuanVideo15Pipeline, "hunyuan15", vae=vae.eval(), guider=guider)
     mask = torch.ones(1, TEXT)
     prompt = {}
     for sign, factor in (("", 1), ("negative_", -1)):
@@ -94,7 +93,7 @@ def _hunyuan15() -> tuple[Any, dict[str, Any]]:
     return pipe, SIZE | prompt
 
 
-def _ltx(cls: Any = diffusers.LTXPipeline) -> tuple[Any, dict[str, Any]]:
+def _ltx(cls: Any = diffusers.LTXPipeline) -> Pipeline:
     vae = diffusers.AutoencoderKLLTXVideo(
         in_channels=3,
         out_channels=3,
@@ -104,21 +103,15 @@ def _ltx(cls: Any = diffusers.LTXPipeline) -> tuple[Any, dict[str, Any]]:
         layers_per_block=(1, 1, 1, 1, 1),
         decoder_layers_per_block=(1, 1, 1, 1, 1),
     )
-    pipe = cls(
-        scheduler=diffusers.FlowMatchEulerDiscreteScheduler(),
-        vae=vae.eval(),
-        **_NO_ENCODER,
-        transformer=FAMILIES["ltx"].make(),
-    )
-    return pipe, LTX_SIZE | _guided(16)
+    return _pipe(cls, "ltx", vae=vae.eval()), LTX_SIZE | _guided(16)
 
 
 def _guided(dim: int, text: int = TEXT) -> dict[str, Any]:
     masks = {f"{sign}prompt_attention_mask": torch.ones(1, text, dtype=torch.long) for sign in ("", "negative_")}
-    return {"prompt_embeds": _noise(1, text, dim), "negative_prompt_embeds": -_noise(1, text, dim), **masks}
+    return _prompts(dim, text) | masks
 
 
-def _ltx_condition() -> tuple[Any, dict[str, Any]]:
+def _ltx_condition() -> Pipeline:
     pipe, call = _ltx(diffusers.LTXConditionPipeline)
     image = _image(LTX_SIZE["height"], LTX_SIZE["width"])
     # In the middle, so that its tokens are added before the video's.
@@ -135,7 +128,7 @@ class _LTXOfPrompts(diffusers.LTXI2VLongMultiPromptPipeline):
         )
 
 
-def ltx_of_prompts() -> tuple[Any, dict[str, Any]]:
+def ltx_of_prompts() -> Pipeline:
     """Two windows in time that overlap, of 4 and 3 frames; the last calls of a window's schedule are left out."""
     pipe, _ = _ltx(_LTXOfPrompts)
     pipe.set_progress_bar_config(disable=True)
@@ -144,7 +137,7 @@ def ltx_of_prompts() -> tuple[Any, dict[str, Any]]:
     return pipe, LTX_SIZE | windows | call
 
 
-def _ltx2() -> tuple[Any, dict[str, Any]]:
+def _ltx2() -> Pipeline:
     vae = diffusers.AutoencoderKLLTX2Video(
         latent_channels=4,
         block_out_channels=(8, 8, 8, 8),
@@ -165,11 +158,11 @@ def _ltx2() -> tuple[Any, dict[str, Any]]:
             "num_learnable_registers": 8,
         }.items()
     }
-    pipe = diffusers.LTX2Pipeline(
-        scheduler=diffusers.FlowMatchEulerDiscreteScheduler(),
+    pipe = _pipe(
+        diffusers.LTX2Pipeline,
+        "ltx2",
         vae=vae.eval(),
         audio_vae=sound.eval(),
-        **_NO_ENCODER,
         connectors=LTX2TextConnectors(
             caption_channels=16, text_proj_in_factor=1, rope_double_precision=False, **connectors
         ).eval(),
@@ -188,15 +181,9 @@ def _ltx2() -> tuple[Any, dict[str, Any]]:
     return pipe, {"num_frames": 33, "height": 256, "width": 384, "spatio_temporal_guidance_blocks": [1]} | prompt
 
 
-def _cogvideox() -> tuple[Any, dict[str, Any]]:
-    pipe = diffusers.CogVideoXPipeline(
-        **_NO_ENCODER,
-        vae=diffusers.AutoencoderKLCogVideoX(**_COGVIDEOX_VAE).eval(),
-        transformer=FAMILIES["cogvideox"].make(),
-        scheduler=diffusers.CogVideoXDDIMScheduler(),
-    )
-    prompt = {"prompt_embeds": _noise(1, TEXT, 8), "negative_prompt_embeds": -_noise(1, TEXT, 8)}
-    return pipe, SIZE | prompt
+def _cogvideox() -> Pipeline:
+    vae, scheduler = diffusers.AutoencoderKLCogVideoX(**_COGVIDEOX_VAE).eval(), diffusers.CogVideoXDDIMScheduler()
+    return _pipe(diffusers.CogVideoXPipeline, "cogvideox", vae=vae, scheduler=scheduler), SIZE | _prompts(8)
 
 
 def _wan_vae() -> Any:
@@ -211,19 +198,13 @@ def _wan_vae() -> Any:
     ).eval()
 
 
-def _kandinsky5() -> tuple[Any, dict[str, Any]]:
-    pipe = diffusers.Kandinsky5T2VPipeline(
-        transformer=FAMILIES["kandinsky5"].make(),
-        vae=None,
-        **_NO_ENCODERS,
-        scheduler=diffusers.FlowMatchEulerDiscreteScheduler(),
-    )
+def _kandinsky5() -> Pipeline:
     prompt = {}
     for sign, factor in (("", 1), ("negative_", -1)):
         prompt[f"{sign}prompt_embeds_qwen"] = factor * _noise(1, TEXT, 16)
         prompt[f"{sign}prompt_embeds_clip"] = factor * _noise(1, 8)
         prompt[f"{sign}prompt_cu_seqlens"] = torch.tensor([0, TEXT])
-    return pipe, SIZE | prompt
+    return _pipe(diffusers.Kandinsky5T2VPipeline, "kandinsky5"), SIZE | prompt
 
 
 class _NothingToCheck:
@@ -233,23 +214,18 @@ class _NothingToCheck:
         pass
 
 
-def _cosmos_transformer(**config: Any) -> Any:
-    # The condition's mask is a channel of the latents.
-    return FAMILIES["cosmos"].make(in_channels=5, **config)
-
-
-def _cosmos(
-    cls: Any = diffusers.Cosmos2_5_PredictBasePipeline, transformer: Any = None, **parts: Any
-) -> tuple[Any, dict[str, Any]]:
-    pipe = cls(
-        **_NO_ENCODER,
-        transformer=transformer or _cosmos_transformer(),
+def _cosmos(cls: Any = diffusers.Cosmos2_5_PredictBasePipeline, config: Any = None, **parts: Any) -> Pipeline:
+    pipe = _pipe(
+        cls,
+        "cosmos",
+        # The condition's mask is a channel of the latents.
+        transformer=FAMILIES["cosmos"].make(in_channels=5, **config or {}),
         vae=_wan_vae(),
         scheduler=diffusers.UniPCMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True),
         safety_checker=_NothingToCheck(),
         **parts,
     )
-    return pipe, SIZE | {"prompt_embeds": _noise(1, TEXT, 16), "negative_prompt_embeds": -_noise(1, TEXT, 16)}
+    return pipe, SIZE | _prompts(16)
 
 
 class _Control(diffusers.ModelMixin):
@@ -263,32 +239,25 @@ class _Control(diffusers.ModelMixin):
         return ([self.places + latents.mean() + encoder_hidden_states[0].mean()],)
 
 
-def _cosmos_transfer() -> tuple[Any, dict[str, Any]]:
+def _cosmos_transfer() -> Pipeline:
     # The prompt is a tuple of the text's tokens and an image's.
     image = {"img_context_dim_in": 4, "img_context_dim_out": 24, "img_context_num_tokens": 3}
-    transformer = _cosmos_transformer(controlnet_block_every_n=2, **image)
-    pipe, call = _cosmos(diffusers.Cosmos2_5_TransferPipeline, transformer, controlnet=_Control())
+    config = {"controlnet_block_every_n": 2} | image
+    pipe, call = _cosmos(diffusers.Cosmos2_5_TransferPipeline, config, controlnet=_Control())
     return pipe, call | {"controls": [_image()] * SIZE["num_frames"], "num_frames_per_chunk": SIZE["num_frames"]}
 
 
-def _motif() -> tuple[Any, dict[str, Any]]:
-    pipe = diffusers.MotifVideoPipeline(
-        scheduler=diffusers.FlowMatchEulerDiscreteScheduler(),
-        vae=_wan_vae(),
-        **_NO_ENCODER,
-        # Beside the latents, those of a condition and their mask.
-        transformer=FAMILIES["motif"].make(in_channels=9),
-        guider=ClassifierFreeGuidance(guidance_scale=2.0),
-    )
+def _motif() -> Pipeline:
+    # Beside the latents, those of a condition and their mask.
+    transformer, guider = FAMILIES["motif"].make(in_channels=9), ClassifierFreeGuidance(guidance_scale=2.0)
+    pipe = _pipe(diffusers.MotifVideoPipeline, "motif", transformer=transformer, vae=_wan_vae(), guider=guider)
     return pipe, SIZE | _guided(16)
 
 
-def _kandinsky6() -> tuple[Any, dict[str, Any]]:
-    pipe = diffusers.Kandinsky6TI2VAPipeline(
-        transformer=FAMILIES["kandinsky6"].make(),
-        vae=None,
-        **_NO_ENCODERS,
-        scheduler=diffusers.FlowMatchEulerDiscreteScheduler(),
+def _kandinsky6() -> Pipeline:
+    pipe = _pipe(
+        diffusers.Kandinsky6TI2VAPipeline,
+        "kandinsky6",
         audio_vae=diffusers.MMAudioVAE(
             mel_bins=8, latent_channels=4, hidden_channels=8, channel_multipliers=(1,), layers_per_block=1
         ).eval(),
@@ -308,72 +277,47 @@ def _kandinsky6() -> tuple[Any, dict[str, Any]]:
     return pipe, SIZE | prompt
 
 
-def _mochi() -> tuple[Any, dict[str, Any]]:
-    pipe = diffusers.MochiPipeline(
-        scheduler=diffusers.FlowMatchEulerDiscreteScheduler(invert_sigmas=True),
-        vae=None,
-        **_NO_ENCODER,
-        transformer=FAMILIES["mochi"].make(),
-    )
+def _mochi() -> Pipeline:
+    scheduler = diffusers.FlowMatchEulerDiscreteScheduler(invert_sigmas=True)
+    pipe = _pipe(diffusers.MochiPipeline, "mochi", scheduler=scheduler)
     # Its frames are compressed by six.
     return pipe, SIZE | {"num_frames": 13} | _guided(16)
 
 
-def _allegro() -> tuple[Any, dict[str, Any]]:
-    pipe = diffusers.AllegroPipeline(
-        **_NO_ENCODER,
-        vae=None,
-        transformer=FAMILIES["allegro"].make(),
-        scheduler=diffusers.DDIMScheduler(),
-    )
+def _allegro() -> Pipeline:
+    pipe = _pipe(diffusers.AllegroPipeline, "allegro", scheduler=diffusers.DDIMScheduler())
     return pipe, SIZE | _guided(8) | {"negative_prompt": None}
 
 
-def _easyanimate() -> tuple[Any, dict[str, Any]]:
-    pipe = diffusers.EasyAnimatePipeline(
-        vae=diffusers.AutoencoderKLMagvit(
-            latent_channels=4, block_out_channels=[8, 8, 8, 8], layers_per_block=1, norm_num_groups=4
-        ).eval(),
-        **_NO_ENCODER,
-        transformer=FAMILIES["easyanimate"].make(),
-        scheduler=diffusers.FlowMatchEulerDiscreteScheduler(),
+def _easyanimate() -> Pipeline:
+    vae = diffusers.AutoencoderKLMagvit(
+        latent_channels=4, block_out_channels=[8, 8, 8, 8], layers_per_block=1, norm_num_groups=4
     )
-    return pipe, SIZE | _guided(16)
+    return _pipe(diffusers.EasyAnimatePipeline, "easyanimate", vae=vae.eval()), SIZE | _guided(16)
 
 
-def _consisid() -> tuple[Any, dict[str, Any]]:
+def _consisid() -> Pipeline:
     # By its module: diffusers itself names the pipeline only where OpenCV is installed.
-    pipe = ConsisIDPipeline(
-        **_NO_ENCODER,
+    pipe = _pipe(
+        ConsisIDPipeline,
+        "consisid",
         vae=diffusers.AutoencoderKLCogVideoX(**_COGVIDEOX_VAE).eval(),
         # Beside the latents, those of the image.
         transformer=FAMILIES["consisid"].make(in_channels=8),
         scheduler=diffusers.CogVideoXDPMScheduler(),
     )
-    prompt = {"prompt_embeds": _noise(1, TEXT, 8), "negative_prompt_embeds": -_noise(1, TEXT, 8)}
-    return pipe, SIZE | prompt | {"image": _image()}
+    return pipe, SIZE | _prompts(8) | {"image": _image()}
 
 
-def _anyflow() -> tuple[Any, dict[str, Any]]:
-    pipe = diffusers.AnyFlowPipeline(
-        **_NO_ENCODER,
-        transformer=FAMILIES["anyflow"].make(),
-        vae=_wan_vae(),
-        scheduler=diffusers.FlowMapEulerDiscreteScheduler(),
-    )
-    prompt = {"prompt_embeds": _noise(1, TEXT, 16), "negative_prompt_embeds": -_noise(1, TEXT, 16)}
-    return pipe, SIZE | prompt | {"guidance_scale": 2.0}
+def _anyflow() -> Pipeline:
+    scheduler = diffusers.FlowMapEulerDiscreteScheduler()
+    pipe = _pipe(diffusers.AnyFlowPipeline, "anyflow", vae=_wan_vae(), scheduler=scheduler)
+    return pipe, SIZE | _prompts(16) | {"guidance_scale": 2.0}
 
 
-def _helios() -> tuple[Any, dict[str, Any]]:
-    pipe = diffusers.HeliosPipeline(
-        **_NO_ENCODER,
-        vae=_wan_vae(),
-        scheduler=diffusers.HeliosScheduler(stages=1),
-        transformer=FAMILIES["helios"].make(),
-    )
-    prompt = {"prompt_embeds": _noise(1, TEXT, 16), "negative_prompt_embeds": -_noise(1, TEXT, 16)}
-    return pipe, SIZE | prompt | {"num_latent_frames_per_chunk": 3}
+def _helios() -> Pipeline:
+    pipe = _pipe(diffusers.HeliosPipeline, "helios", vae=_wan_vae(), scheduler=diffusers.HeliosScheduler(stages=1))
+    return pipe, SIZE | _prompts(16) | {"num_latent_frames_per_chunk": 3}
 
 
 class _FramepackPipeline(diffusers.HunyuanVideoFramepackPipeline):
@@ -383,8 +327,8 @@ class _FramepackPipeline(diffusers.HunyuanVideoFramepackPipeline):
         return _noise(1, 5, 16)
 
 
-def _framepack() -> tuple[Any, dict[str, Any]]:
-    pipe, call = _hunyuan(_FramepackPipeline, FAMILIES["framepack"].make(), image_encoder=None, feature_extractor=None)
+def _framepack() -> Pipeline:
+    pipe, call = _hunyuan(_FramepackPipeline, transformer=FAMILIES["framepack"].make())
     # Two sections of the grid, one after the other.
     return pipe, call | {"image": _image(), "latent_window_size": 3, "num_frames": 18}
 
@@ -412,7 +356,7 @@ PIPELINES = {
 }
 
 
-def pipeline(name: str) -> tuple[Any, dict[str, Any]]:
+def pipeline(name: str) -> Pipeline:
     """A pipeline, and what to call it with."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
