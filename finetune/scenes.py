@@ -470,8 +470,8 @@ def held_out_prompts() -> dict[str, SceneAttributes]:
     rng = random.Random(20260)
 
     def attributes(triple: tuple[int, ...]) -> ObjectAttributes:
-        named = (table[index] for table, index in zip(OBJECT_TABLES.values(), triple, strict=False))
-        return ObjectAttributes(*named, rng.choice(tuple(SIZES)), rng.choice(tuple(SPEEDS)))
+        shape, colour, direction = (table[index] for table, index in zip(OBJECT_TABLES.values(), triple, strict=False))
+        return ObjectAttributes(shape, colour, direction, rng.choice(tuple(SIZES)), rng.choice(tuple(SPEEDS)))
 
     prompts = {}
     for number, triple in enumerate(held_out_triples()):
