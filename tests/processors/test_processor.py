@@ -260,3 +260,11 @@ def test_config_goes_through_json(options):
         VMonarchProcessor.from_config(config | {"parallel_by": "frames"})
     assert repr(again) == repr(processor)
     assert again.exact == processor.exact and again.grid == processor.grid
+
+
+def test_runs_leave_no_state_in_classes(tiny):
+    model = tiny.transformer()
+    before = [dict(vars(kind)) for kind in (VMonarchProcessor, VideoAttentionProcessor)]
+    vmonarch.apply(model, VMonarchProcessor(exact=None))
+    tiny.run(model)
+    assert [dict(vars(kind)) for kind in (VMonarchProcessor, VideoAttentionProcessor)] == before
