@@ -18,8 +18,8 @@ MOST_LINES = {
     "eval": (8_840, 6_300),
     "configs": (640, 400),
     "examples": (200, 200),
-    "tests": (28_920, 26_000),
-    "": (71_020, 64_000),
+    "tests": (28_930, 26_000),
+    "": (71_030, 64_000),
 }
 MOST_CHARACTERS_A_LINE, MOST_FILES, MOST_WORDS = (47, 47), (605, 500), (36_000, 36_000)
 ROOT = Path(__file__).resolve().parents[1]

@@ -335,7 +335,7 @@ def small(name):
         for key, value in tiny.inputs(*grid).items()
         if isinstance(value, torch.Tensor)
     }
-    return families.case_of(name, tiny.model, tiny.config, LatentGrid(*GRID), 60, inputs)
+    return families.case_of(name, tiny.model, tiny.whole_config(), LatentGrid(*GRID), 60, inputs)
 
 
 @pytest.fixture

@@ -52,13 +52,14 @@ class Tiny:
     masks: tuple[str, ...] = ()
     needs_grid: bool = False
 
+    def whole_config(self) -> Inputs:
+        known = inspect.signature(getattr(diffusers, self.model).__init__).parameters
+        return {name: value for name, value in COMMON.items() if name in known} | self.config
+
     def make(self, seed: int = 0, **config: Any) -> Any:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            cls = getattr(diffusers, self.model)
-            known = inspect.signature(cls.__init__).parameters
-            common = {name: value for name, value in COMMON.items() if name in known}
-            model = cls(**common | self.config | config).eval()
+            model = getattr(diffusers, self.model)(**self.whole_config() | config).eval()
             for name, parameter in model.named_parameters():
                 # Attention far from uniform, and modulations that let it through.
                 if any(part in name for part in ("norm_q", "norm_k", "query_norm", "key_norm")) and parameter.ndim == 1:
