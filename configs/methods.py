@@ -1,16 +1,17 @@
-"""Named attention methods: `configs/attention/*.yaml`, each the name of a processor and its options.
+"""Named attention methods: `configs/attention.yaml`, each the name of a processor and its options.
 
     method = resolve_method("vmonarch-t3")                          # a name
     method = resolve_method("vmonarch:num_iterations=3,exact=null") # a name and overrides in one word
     method.install(pipe)                                            # leaves exactly this method on the pipeline
 
-The processor itself checks its options. To add a processor: one line in `PROCESSORS`, one YAML file per name.
+The processor itself checks its options. To add a processor: one line in `PROCESSORS`, one entry in YAML per name.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import importlib
 import re
 import warnings
@@ -20,13 +21,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vmonarch.configs import (
+    FOLDER,
     InputError,
     build,
     check_keys,
     deep_merge,
     file_sha256,
     parse_overrides,
-    preset_names,
     read_yaml,
     suggest,
 )
@@ -70,7 +71,7 @@ class AttentionMethod:
     """A named method: a processor with its options, and what a recipe switches on besides.
 
     Args:
-        name: as in `configs/attention/` or `configs/recipes/`.
+        name: as in `configs/attention.yaml` or `configs/recipes.yaml`.
         processor_name: one of `PROCESSORS`.
         options: all of the processor's, as YAML has them; `adapter`, the file of what Based has learnt; and the SHA-256
             of the files that `plan` and `adapter` name.
@@ -158,13 +159,23 @@ class AttentionMethod:
 
 
 def method_names() -> list[str]:
-    """Names of the methods that ship in `configs/attention/`."""
-    return preset_names("attention")
+    """Names of the methods that ship in `configs/attention.yaml`."""
+    return _names("attention")
 
 
 def recipe_names() -> list[str]:
-    """Names of the recipes that ship in `configs/recipes/`."""
-    return preset_names("recipes")
+    """Names of the recipes that ship in `configs/recipes.yaml`."""
+    return _names("recipes")
+
+
+def _names(group: str) -> list[str]:
+    # Reading them as YAML takes longer than all of a command's help.
+    return sorted(re.findall(r"^([\w.-]+):$", (FOLDER / f"{group}.yaml").read_text(encoding="utf-8"), re.M))
+
+
+@functools.cache
+def _shipped(group: str) -> dict[str, Any]:
+    return read_yaml(str(FOLDER / f"{group}.yaml"), group=group)
 
 
 def merge_attention(below: Any, above: Any) -> Any:
@@ -226,7 +237,7 @@ def resolve_method(
         if key in values:
             listed = ", ".join(map(repr, recipe_names()))
             raise InputError(f"{argument}.{key}", f"is for recipes, and {name!r} is a method: recipes are {listed}")
-    shipped = read_yaml(name, group="attention")
+    shipped = dict(_shipped("attention")[name])
     processor = shipped.pop("processor")
     # Until 2026-11-28 records had `kind`, which told controls apart, too.
     given = {key: value for key, value in values.items() if key not in ("kind", "processor")}
@@ -239,8 +250,8 @@ def resolve_method(
 
 
 def _recipe(name: str, values: Mapping[str, Any], label: str, argument: str) -> AttentionMethod:
-    """The recipe of this name in `configs/recipes/`, with `values` over what it says."""
-    shipped = read_yaml(name, group="recipes")
+    """The recipe of this name, with `values` over what it says."""
+    shipped = _shipped("recipes")[name]
     attention = merge_attention(shipped["attention"], values.get("attention", {}))
     method = resolve_method(attention, argument=f"{argument}.attention")
     given = deep_merge(shipped, values) | {"attention": method.label}

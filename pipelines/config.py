@@ -191,8 +191,8 @@ class GenerateConfig(SamplingConfig):
     """`SamplingConfig`, plus how to compute self-attention and what to write.
 
     Args:
-        attention: name of a method in `configs/attention/` (`vmonarch`, `full`, …) or of a recipe in
-            `configs/recipes/`, `name:key=value,…`, a mapping of name and parameters, or an `AttentionMethod`.
+        attention: name of a method in `configs/attention.yaml` (`vmonarch`, `full`, …) or of a recipe in
+            `configs/recipes.yaml`, `name:key=value,…`, a mapping of name and parameters, or an `AttentionMethod`.
         contact_sheet: a PNG of twelve frames beside each video.
     """
 

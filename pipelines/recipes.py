@@ -6,8 +6,8 @@
     video = pipe("a lighthouse in a storm").frames[0]
     recipes.apply(pipe, "full")                       # stock again
 
-A recipe is a file of `configs/recipes/`: an attention method, and a `vmonarch.configs.stack.Stack` of compiled blocks,
-quantised linear layers and a step cache of diffusers.
+A recipe is an entry of `configs/recipes.yaml`: an attention method, and a `vmonarch.configs.stack.Stack` of compiled
+blocks, quantised linear layers and a step cache of diffusers.
 """
 
 from __future__ import annotations
@@ -66,7 +66,8 @@ def apply(
     Weights that are quantised are kept in their own type too, for the next call; `quantize_for_good` saves the memory.
 
     Args:
-        recipe: a name of `configs/recipes/` or `configs/attention/`, `name:key=value,…`, or what `resolve_method` gave.
+        recipe: a name in `configs/recipes.yaml` or `configs/attention.yaml`, `name:key=value,…`, or what
+            `resolve_method` gave.
         steps: denoising steps of a run, which the cache "mag" must know.
         compile_backend: of torch.compile.
 

@@ -1,4 +1,4 @@
-"""Presets: settings by name. The same names serve YAML and the command line (`configs/attention/`)."""
+"""Presets: settings by name. The same names serve YAML and the command line (`configs/attention.yaml`)."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def presets() -> dict[str, str]:
 
 
 def preset_processor(name: str) -> VideoAttentionProcessor:
-    """The processor of a preset, or of another method of `configs/attention/`.
+    """The processor of a preset, or of another method of `configs/attention.yaml`.
 
     Args:
         name: the name, or `name:key=value,…` with options of its own, as on the command line.

@@ -349,7 +349,7 @@ def bench(
 
     Args:
         settings, model, quick: see `choose_settings`. options: of `Options`.
-        methods: of `configs/attention/` or `configs/recipes/`.
+        methods: of `configs/attention.yaml` or `configs/recipes.yaml`.
 
     Raises:
         InputError: a model, a size, a method or an option cannot be used.

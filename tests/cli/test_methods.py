@@ -116,7 +116,6 @@ def test_the_warm_up_runs_the_method_itself() -> None:
 # What the commands make of the presets in each folder of `configs/`. (Those in `plans/` are JSON: see test_plan.py.)
 PROMPT = {"prompts": ["a red circle"]}
 READERS: dict[str, Callable[[str], Any]] = {
-    "attention": resolve_method,
     "calibrate": lambda name: build_config(CalibrateConfig, read_yaml(name, group="calibrate"), PROMPT),
     "compare": lambda name: build_config(CompareConfig, read_yaml(name, group="compare"), PROMPT),
     "defaults": lambda name: build_config(SamplingConfig, read_yaml(name, group="defaults"), PROMPT),
@@ -125,17 +124,19 @@ READERS: dict[str, Callable[[str], Any]] = {
     "generate": lambda name: build_config(GenerateConfig, read_yaml(name, group="generate"), PROMPT),
     "models": read_model_config,
     "preprocess": lambda name: preprocess_config(read_yaml(name, group="preprocess"), VIDEOS),
-    "recipes": lambda name: resolve_method(name, recipes=True),
 }
 VIDEOS = {"videos": "clips", "captions": "captions.jsonl", "output": "data"}
 
 
 def test_every_preset_is_read_names_a_model_that_there_is_and_says_what_it_is_for() -> None:
-    for path in FOLDER.rglob("*.yaml"):
+    for path in FOLDER.glob("*/*.yaml"):
         group, name = path.parent.name, path.stem
         assert path.read_text(encoding="utf-8").startswith("# "), path
         model = getattr(READERS[group](name), "model", "embedded")
         assert model == "embedded" or re.fullmatch(r"[\w.-]+/[\w.-]+", model), f"{group}/{name}: {model!r}"
+    for group in ("attention", "recipes"):
+        paragraphs = (FOLDER / f"{group}.yaml").read_text(encoding="utf-8").split("\n\n")
+        assert all(paragraph.startswith("# ") and "\n  " in paragraph for paragraph in paragraphs[1:])
 
 
 @pytest.mark.parametrize(

@@ -15,8 +15,7 @@ import pytest
 import torch
 from PIL import Image
 
-from vmonarch.configs import preset_names
-from vmonarch.configs.methods import recipe_names
+from vmonarch.configs.methods import method_names, recipe_names
 from vmonarch.pipelines import recipes
 from vmonarch.pipelines.outputs import load_record
 
@@ -214,7 +213,7 @@ def test_the_page_listens_on_this_machine_alone_and_needs_nothing_from_elsewhere
 
 
 def test_what_cannot_run_here_is_not_offered(monkeypatch):
-    assert {name for pair in ui.PRESETS.values() for name in pair} <= {*preset_names("attention"), *recipe_names()}
+    assert {name for pair in ui.PRESETS.values() for name in pair} <= {*method_names(), *recipe_names()}
     here = ui.offered_presets(torch.device("cpu"))
     assert list(here.values()) == ["near-lossless", "fast", "full"]
     monkeypatch.setattr(recipes, "check_linears", lambda linears, device: None)
