@@ -19,7 +19,7 @@ SPARSE = "two-resolution:share=0.2,tile=[1,2,2]"
 
 
 def test_a_model_is_diagnosed_planned_and_reported_and_other_plans_need_no_sampling(cli, monkeypatch):
-    words = ["calibrate", PROMPT, "--every", 1, "--maps", "1:0", "--candidates", "vmonarch-t1", SPARSE]
+    words = ["calibrate", PROMPT, "--every", 1, "--candidates", "vmonarch-t1", SPARSE]
     code, out, err = cli(*words, "--flops", 0.5, "--measure", "kl", "--refine", 2)
     assert code == 0 and "work:" in out and "change of the model's output, measured in place: " in out, err
     (folder,) = (cli.folder / "outputs" / "calibrate").iterdir()
@@ -34,13 +34,10 @@ def test_a_model_is_diagnosed_planned_and_reported_and_other_plans_need_no_sampl
     assert plan.about["measure"] == "kl" and plan.about["predicted"]["flops_of_vmonarch"] <= 0.5 + 1e-6
     page = check_whole((folder / "report.html").read_text())
     assert "Measured in place, the output changes by" in " ".join(text for _, text in page.texts)
-    # Maps of full attention and of two candidates.
-    pictures = page.of("img")
-    assert len(pictures) == 3 and all(picture["src"].startswith("data:image/png;base64,") for picture in pictures)
     assert not page.of("b") and PROMPT in "".join(text for _, text in page.texts)
-    # The plan, three maps of full attention, three measures of two candidates: 2 layers of 2 heads each.
+    # The plan and three measures of two candidates: 2 layers of 2 heads each.
     titles = [text for tag, text in page.texts if tag == "title" and text.startswith("layer 1, head 1: ")]
-    assert len(titles) == 1 + 3 + 3 * 2
+    assert len(titles) == 1 + 3 * 2
     again = ["calibrate", "--diagnosis", folder / "diagnosis.json"]
     with monkeypatch.context() as patch:
         patch.setattr("vmonarch.pipelines.loading.load_model", lambda *_: pytest.fail("a model was loaded"))
