@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import time
 
 import numpy as np
 import pytest
@@ -92,12 +91,11 @@ def test_the_fuzzer_finds_a_planted_bug(monkeypatch, plant):
     assert first_failure(range(40), ["flash_bias_attention"]) is not None
 
 
-def test_a_run_is_recorded_as_far_as_there_was_time(tmp_path, capfd):
-    words = ["--ops", "window_attention", "--output", str(tmp_path / "fuzz.json"), "--processes", "2"]
+def test_a_run_is_recorded(tmp_path):
+    words = ["--ops", "window_attention", "--output", str(tmp_path / "fuzz.json")]
     assert fuzz.main(["--cases", "4", *words]) == 0
     record = json.loads((tmp_path / "fuzz.json").read_text())
-    assert record["cases"] == record["by_op"]["window_attention"]["cases"] == 4 and record["not_reached"] == 0
-    assert fuzz.outcome_of(0, "torch", deadline=time.time() - 1, **PLAIN) is None
+    assert record["cases"] == record["by_op"]["window_attention"]["cases"] == 4 and not record["failed"]
 
 
 def drawn(count=200, tokens=64, pairs=8):
