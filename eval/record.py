@@ -10,15 +10,15 @@ from typing import Any
 from vmonarch.pipelines.environment import environment, shown_command
 
 
-def script_parser(name: str, doc: str | None, *, whole: bool = False) -> argparse.ArgumentParser:
+def script_parser(name: str, doc: str | None) -> argparse.ArgumentParser:
     """A parser for `python -m vmonarch.eval.NAME`.
 
     Args:
-        doc: of the module, whose first line is the description; all of it with `whole`.
+        doc: of the module, whose first line is the description.
     """
     return argparse.ArgumentParser(
         prog=f"python -m vmonarch.eval.{name}",
-        description=doc if whole else (doc or "").partition("\n")[0],
+        description=(doc or "").partition("\n")[0],
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
 
