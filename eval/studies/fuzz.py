@@ -18,6 +18,7 @@ Legend: B batch, S tokens, H heads, D head dim of query and key, E of value, R r
 
 from __future__ import annotations
 
+import argparse
 import faulthandler
 import math
 import random
@@ -33,7 +34,7 @@ from torch.utils._pytree import tree_map
 
 import vmonarch
 from vmonarch import ExactBlocks, taylor_attention, vmonarch_attention
-from vmonarch.eval.record import script_parser, script_record
+from vmonarch.eval.record import script_record
 from vmonarch.files import write_json
 from vmonarch.kernels.common.launch import interpreted
 
@@ -345,7 +346,7 @@ def outcome_of(number: int, implementation: str, **options: Any) -> dict[str, An
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Command line; exit code 1 if a case failed."""
-    parser = script_parser("studies.fuzz", __doc__)
+    parser = argparse.ArgumentParser(prog="python -m vmonarch.eval.studies.fuzz", description=__doc__)
     parser.add_argument("--cases", type=int, default=1000, help="how many (default: 1000)")
     parser.add_argument("--seed", type=int, default=0, help="number of the first case (default: 0)")
     parser.add_argument("--ops", nargs="+", choices=list(OPS), default=list(OPS), help="draw from these (default: all)")

@@ -153,16 +153,8 @@ def test_settings_are_checked_and_the_shipped_ones_build():
     assert [CalibrateConfig(prompts=("p",), **given).measure for given in ({}, {"refine": 2})] == [None, "layer_error"]
     assert CalibrateConfig(prompts=("p",), refine=2, measure="kl").measure == "kl"
     assert build_config(CalibrateConfig, read_yaml("quick", group="calibrate"), {"prompts": ["p"]}).every == 10
-    for given, message in (
-        ({"candidates": "vmonarch"}, "candidates must be a list"),
-        ({"flops": 1.0, "time": 1.0}, "flops and time exclude each other"),
-        ({"measure": "output_error", "sensitivity": False}, "measure cannot be output_error without sensitivity"),
-        ({"refine": 2, "sensitivity": False}, "refine measures plans with gradients"),
-        ({"time": 1.0, "candidates": ("vmonarch-t1",)}, "time is relative to VMonarch with its defaults"),
-        ({"candidates": ("vmonarch:dense_layers=1",)}, "candidates must leave dense_layers alone"),
-    ):
-        with pytest.raises(InputError, match=message):
-            CalibrateConfig(prompts=("p",), **given)
+    with pytest.raises(InputError, match="candidates must be a list"):
+        CalibrateConfig(prompts=("p",), candidates="vmonarch")
     # What stood in older files.
     old = {"budget": None, "limit": None, "maps": []}
     assert build_config(CalibrateConfig, {"prompts": ["p"], **old}) == CalibrateConfig(prompts=("p",))

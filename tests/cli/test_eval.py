@@ -502,10 +502,7 @@ def test_settings_are_checked_and_the_reference_comes_first() -> None:
     assert labels(methods=("vmonarch", "full")) == ["full", "vmonarch"]
     assert labels(methods=("vmonarch",), reference="vmonarch-t3") == ["vmonarch-t3", "vmonarch"]
     for values, message in (
-        ({"methods": ("vmonarch", "vmonarch")}, "methods must differ"),
         ({"methods": "vmonarch"}, "methods must be a list"),
-        ({"strip_frames": 0}, "strip_frames must be at least 1"),
-        ({"prompt_set": "vbench"}, "prompt_set must be one of embedded"),
         ({"baseline": "vmonarc"}, "baseline must be one of full, vmonarch, .*did you mean vmonarch"),
         ({"num_prompts": 3}, "num_prompts must be at most 2"),
     ):
