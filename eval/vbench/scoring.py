@@ -58,6 +58,8 @@ class PromptedVideo:
     def __post_init__(self) -> None:
         if not isinstance(self.prompt, str) or not self.prompt.strip() or self.path.suffix != ".mp4":
             raise InputError("videos", f"must be mp4 files with prompts, got {self.path} with {self.prompt!r}")
+        if self.dimensions:
+            check_dimensions(self.dimensions, "videos")
 
 
 def read_videos(path: Path) -> list[PromptedVideo]:

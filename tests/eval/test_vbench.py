@@ -425,6 +425,7 @@ def test_lists_of_videos_are_read(tmp_path: Path) -> None:
         '[{"file": "a.mp4", "prompt": "b"}]',
         '{"file": "a.mp4"}',
         '{"file": "a.mp4", "prompt": 3}',
+        '{"file": "a.mp4", "prompt": "b", "dimensions": ["dynamic"]}',
     ):
         path.write_text(text)
         with pytest.raises(InputError, match=r"videos must be .*"):
