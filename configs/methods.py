@@ -63,6 +63,9 @@ _GONE = {
     "parallel_by": ("heads", "ranks always share heads; leave it out"),
     "batch_guidance": (False, "guidance takes two forward calls a step; leave it out"),
     "save_videos": (True, "comparisons keep every method's video; leave it out"),
+    "budget": (None, "plans are for work or time; give flops or time"),
+    "limit": (None, "plans go by one measure; give more flops, or measure"),
+    "maps": ([], "reports have no maps of attention; leave it out"),
 }
 
 

@@ -12,7 +12,7 @@ each other's alone. Whichever call finds all of them there writes `evaluation.js
 Everything but times and dates is the same however often it was stopped and whatever the number of processes: batches
 are cut before they are shared out.
 
-PSNR, SSIM and LPIPS are measured on the float frames before any mp4 encoding, and (`mp4_…`) on what is read back.
+PSNR, SSIM and LPIPS are measured on the float frames, before any mp4 encoding.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from vmonarch.pipelines.config import complete
 from vmonarch.pipelines.environment import choose_device, choose_dtype
 from vmonarch.pipelines.loading import LoadedModel, complete_and_load
 from vmonarch.pipelines.model_folder import PROXY_RECORD, ModelFolder, find_model
-from vmonarch.pipelines.outputs import GenerationError, frames_sha256, keep_elsewhere, lora_sha256, prepare_output_dir
+from vmonarch.pipelines.outputs import GenerationError, frames_sha256, lora_sha256, prepare_output_dir
 from vmonarch.pipelines.processes import Shard
 from vmonarch.pipelines.sampling import Batch, decode, denoise, sample
 
@@ -92,10 +92,9 @@ class Evaluation:
     missing: int
 
     def table(self) -> str:
-        """Markdown table of the means with their intervals, one row a method; without those of decoded frames."""
+        """Markdown table of the means with their intervals, one row a method."""
         assert self.record is not None
-        measures = [key for key in summary.MEASURES if not key.startswith("mp4_")]
-        return aligned(*summary.summary_rows(self.record, measures))
+        return aligned(*summary.summary_rows(self.record))
 
 
 def evaluate(
@@ -117,8 +116,8 @@ def evaluate(
     Raises:
         InputError, ModelError: as `vmonarch.pipelines.generation.generate`; LPIPS or VBench cannot be measured; the
             folder holds an evaluation with other settings.
-        GenerationError: a video came out constant or with NaN (its raw frames are kept, at the path in the message), is
-            missing, damaged, or could not be written.
+        GenerationError: a video came out constant or with NaN, is missing or damaged.
+        OSError: an item could not be written.
     """
     if config.overwrite:
         raise InputError("overwrite", "cannot be used: an evaluation goes on where it stopped; give another folder")
@@ -311,16 +310,10 @@ class _Run:
             title = f"item {batch[0].number} of {total}, {method.label}" if self.progress else None
             samples[method.label] = sample(self.model, self.config, prompts, seeds, progress=title)
         for index, item in enumerate(batch):
-            if item.is_done(self.output):
-                continue
-            frames = {label: result.frames[index] for label, result in samples.items()}
-            rows = list(pool.map(partial(self._measured, item, frames, samples), frames))
-            try:
+            if not item.is_done(self.output):
+                frames = {label: result.frames[index] for label, result in samples.items()}
+                rows = list(pool.map(partial(self._measured, item, frames, samples), frames))
                 self._write(item, frames, rows, pool)
-            except OSError as error:
-                text = summary.json_text({"prompt": item.prompt, "seed": item.seed, "results": rows})
-                kept = keep_elsewhere("item.json", partial(Path.write_text, data=text, encoding="utf-8"))
-                raise GenerationError(f"{self.output} cannot be written to: {error}; {kept}") from error
 
     def _measured(
         self, item: Item, frames: Mapping[str, torch.Tensor], samples: Mapping[str, Batch], label: str
@@ -328,10 +321,9 @@ class _Run:
         """Row of a method: what is known of its video without encoding it.
 
         Raises:
-            GenerationError: the video is constant or holds NaN; its raw frames are kept, at the path in the message.
+            GenerationError: the video is constant or holds NaN.
         """
-        from safetensors.torch import save_file
-
+        from vmonarch.eval import similarity
         from vmonarch.pipelines.video_io import VideoError, check_frames
 
         assert self.config.steps is not None
@@ -339,10 +331,8 @@ class _Run:
         try:
             check_frames(video)
         except VideoError as error:
-            save = lambda path: save_file({"frames": video.contiguous()}, path)
-            kept = keep_elsewhere("frames.raw.safetensors", save)
             what = f"method {label}, prompt {item.prompt[:40]!r}, seed {item.seed}"
-            raise GenerationError(f"{what}: {error}; {kept}") from error
+            raise GenerationError(f"{what}: {error}") from error
         row = {
             "method": label,
             **dict.fromkeys(summary.MEASURES),
@@ -352,45 +342,34 @@ class _Run:
             "prompt_score": prompt_score(self.model.folder, video, item.prompt, self.config.prompt_set),
             "frames_sha256": frames_sha256(video),
         }
-        return summary.json_values(row | self._closeness(label, frames))
-
-    def _closeness(self, label: str, frames: Mapping[str, torch.Tensor]) -> dict[str, float]:
-        """PSNR, SSIM and, if asked for, LPIPS of a method's frames; nothing of the reference's."""
-        from vmonarch.eval import similarity
-
-        if label == self.config.reference.label:
-            return {}
-        pair = [frames[name].to(self.model.device) for name in (label, self.config.reference.label)]
-        return vars(similarity.similarity(*pair)) | (vars(similarity.lpips(*pair)) if self.config.lpips else {})
+        if label != self.config.reference.label:
+            pair = [frames[name].to(self.model.device) for name in (label, self.config.reference.label)]
+            row |= vars(similarity.similarity(*pair)) | (vars(similarity.lpips(*pair)) if self.config.lpips else {})
+        return summary.json_values(row)
 
     def _write(
         self, item: Item, frames: Mapping[str, torch.Tensor], rows: Sequence[dict[str, Any]], pool: Executor
     ) -> None:
-        """Write an item's videos, measure what is read back from them, and commit it with its JSON."""
-        from vmonarch.eval.similarity import frames_of_file
+        """Write an item's videos, and commit it with its JSON."""
         from vmonarch.pipelines.video_io import VideoError, encode_video, to_uint8, verify_video
 
         folder = self.output / "items" / item.name
         folder.mkdir(parents=True, exist_ok=True)
         pictures = {label: to_uint8(video) for label, video in frames.items()}
 
-        def encode(label: str) -> torch.Tensor:
-            """Write a method's video; the frames that are read back from it."""
+        def encode(row: dict[str, Any]) -> dict[str, Any]:
+            """Write a method's video; its row with that."""
             assert self.config.fps is not None
-            encode_video(paths[label], pictures[label], self.config.fps)
-            return frames_of_file(verify_video(paths[label], pictures[label]))
-
-        def finished(row: dict[str, Any]) -> dict[str, Any]:
-            label = row["method"]
-            coded = {f"mp4_{key}": value for key, value in self._closeness(label, decoded).items()}
-            video = {"video": f"{file_name(label)}.mp4", "video_sha256": file_sha256(paths[label])}
-            return summary.json_values(row | coded | video)
+            path, video = paths[row["method"]], pictures[row["method"]]
+            encode_video(path, video, self.config.fps)
+            verify_video(path, video)
+            return row | {"video": f"{file_name(row['method'])}.mp4", "video_sha256": file_sha256(path)}
 
         # An item without its JSON was left by a process that was killed: its videos are replaced.
         with AtomicFiles(overwrite=True) as files:
             paths = {label: files.stage(folder / f"{file_name(label)}.mp4") for label in frames}
             try:
-                decoded = dict(zip(frames, pool.map(encode, frames), strict=True))
+                results = list(pool.map(encode, rows))
                 if isinstance(self.config, CompareConfig):
                     write_pictures(self.config, self.output, files, item, pictures, rows)
             except VideoError as error:
@@ -400,7 +379,7 @@ class _Run:
                 "prompt": item.prompt,
                 "seed": item.seed,
                 "created": datetime.now(UTC).isoformat(timespec="seconds"),
-                "results": list(pool.map(finished, rows)),
+                "results": results,
                 "environment": self.environment,
             }
             files.stage(folder / "item.json").write_text(summary.json_text(record), encoding="utf-8")

@@ -1,26 +1,12 @@
-"""What scripts have in common: how they are called, and what their JSON begins with."""
+"""What the JSON of a script begins with."""
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Any
 
 from vmonarch.pipelines.environment import environment, shown_command
-
-
-def script_parser(name: str, doc: str | None, *, whole: bool = False) -> argparse.ArgumentParser:
-    """A parser for `python -m vmonarch.eval.NAME`.
-
-    Args:
-        doc: of the module, whose first line is the description; all of it with `whole`.
-    """
-    return argparse.ArgumentParser(
-        prog=f"python -m vmonarch.eval.{name}",
-        description=doc if whole else (doc or "").partition("\n")[0],
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
 
 
 def script_record(name: str, arguments: Sequence[str] | None, device: Any) -> dict[str, Any]:

@@ -11,15 +11,11 @@ import math
 import threading
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from vmonarch.configs import InputError
-
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
 
 # torchvision's name for the weights of AlexNet that LPIPS was fitted to, and where it has them from.
 ALEXNET_WEIGHTS = "alexnet-owt-7be5be79.pth"
@@ -171,8 +167,3 @@ def lpips(video: torch.Tensor, reference: torch.Tensor) -> PerceptualDistance:
         for x, y in zip(video.float().split(parts), reference.float().split(parts), strict=True):
             sums.append(float(metric(x, y)) * len(x))
     return PerceptualDistance(lpips=sum(sums) / len(video), first_frame_lpips=sums[0])
-
-
-def frames_of_file(pictures: NDArray[np.uint8]) -> torch.Tensor:
-    """Float frames [F, 3, H, W] in [0, 1] of pictures [F, H, W, 3] as `video_io.read_video` gives them."""
-    return torch.tensor(pictures).permute(0, 3, 1, 2).float() / 255

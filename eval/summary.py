@@ -34,14 +34,11 @@ def _closeness(prefix: str = "", heading: str = "", about: str = "") -> dict[str
     }
 
 
-_FIRST, _CODED = ", of the first frame alone", ", as read back from the mp4"
 _SHOWN = "share of colour, shape and direction that the pixels show as the prompt asks; of the embedded model"
 MEASURES = {
     **_closeness(),
-    **_closeness("first_frame_", "first ", _FIRST),
+    **_closeness("first_frame_", "first ", ", of the first frame alone"),
     "prompt_score": Measure("prompt score", 3, True, _SHOWN),
-    **_closeness("mp4_", "mp4 ", _CODED),
-    **_closeness("mp4_first_frame_", "mp4 first ", _FIRST + _CODED),
     "seconds": Measure("s/video", 2, False, "text, denoising and decoding; a batch's time is shared out evenly"),
     "transformer_seconds_per_step": Measure("transformer s/step", 3, False, "in forward calls, guidance included"),
 }
@@ -146,9 +143,8 @@ def sampled(config: Mapping[str, Any]) -> str:
 
 
 def document_table(record: Mapping[str, Any]) -> dict[str, Any]:
-    """`tables` and `caption` for a document: the summary without times and without measures of decoded frames."""
-    measures = [key for key in MEASURES if key not in TIMES and not key.startswith("mp4_")]
-    heading, rows = summary_rows(record, measures)
+    """`tables` and `caption` for a document: the summary without times."""
+    heading, rows = summary_rows(record, [key for key in MEASURES if key not in TIMES])
     about = record["environments"][0]["environment"]
     versions = ", ".join(f"{name} {about['packages'][name]}" for name in ("torch", "diffusers"))
     caption = (

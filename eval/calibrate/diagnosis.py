@@ -2,9 +2,7 @@
 
 The model runs with full attention. At every self-attention that is recorded, the candidates see the same queries, keys
 and values, and what they give is compared with the exact output: relative error, and the mean row-KL, which is exact
-because a Monarch row has a log-partition of its own (docs/attention.md, "The log-partition"). Beside it stands what
-full attention does: entropy, and how much of its mass lies on the first frame, on a query's own frame, and at every
-distance in time.
+because a Monarch row has a log-partition of its own (docs/attention.md, "The log-partition").
 
 What a head loses says little of what the model loses: later layers mend some errors and let others grow. So recorded
 calls are computed again (`watched`), once with gradients. With u drawn from N(0, 1) for every number of the model's
@@ -43,60 +41,13 @@ from vmonarch.processors import VMonarchProcessor
 from vmonarch.video_processor import VideoAttentionProcessor
 
 FORMAT = "vmonarch-diagnosis-1"
-# Columns of values that the kernels take at once.
-_COLUMNS = 128
 # A watched call has the reference in no more layers than these.
 _REPLACED = 8
-
-
-def distribution(
-    query: torch.Tensor, key: torch.Tensor, bins: torch.Tensor, count: int, options: Options | None, grid: LatentGrid
-) -> torch.Tensor:
-    """Mass that every row of an attention map gives to bins of keys: [B, S, H, count], float32.
-
-    Values that are 1 in a key's bin and 0 elsewhere make the output of attention this mass, exactly and without the
-    map.
-
-    Args:
-        bins: int64 [S], the bin of every key, below `count`.
-        options: what the op takes; None for exact attention.
-    """
-    B, S, H, _ = key.shape
-    parts = []
-    for columns in torch.arange(count, device=key.device).split(_COLUMNS):
-        value = (bins.to(key.device)[:, None] == columns).to(key.dtype).view(1, S, 1, -1)
-        # The kernels want consecutive columns.
-        value = value.expand(B, S, H, -1).contiguous()
-        if options is None:
-            parts.append(flash_entropy_attention(query, key, value)[0].float())
-        else:
-            parts.append(method_attention(query, key, value, options, grid=grid).float())
-    return torch.cat(parts, -1)
-
-
-def attention_map(
-    query: torch.Tensor, key: torch.Tensor, options: Options | None, grid: LatentGrid, size: int = 300
-) -> torch.Tensor:
-    """The attention map of one head, downsampled to [size, size]: mean over queries of the mass on a bin of keys.
-
-    Args:
-        query, key: [1, S, 1, D].
-        options: what the op takes; None for exact attention.
-        size: rows and columns, at most S.
-    """
-    size = min(size, grid.tokens)
-    bins = torch.arange(grid.tokens, device=query.device) * size // grid.tokens
-    mass = distribution(query, key, bins, size, options, grid)[0, :, 0]
-    rows = torch.zeros(size, size, device=mass.device).index_add_(0, bins, mass)
-    return rows / torch.bincount(bins, minlength=size)[:, None]
 
 
 # Sums of one layer at one step over prompts, guidance and rows, mostly [heads] in float64 on the host:
 #   rows        how many rows were summed
 #   energy      squares of the exact output
-#   entropy     of the rows of full attention, in nats
-#   first, own  mass on the first frame, and on the query's own
-#   distance    [heads, T], mass at |query frame - key frame| = 0 … T-1
 #   squares     (with a candidate's name) of the difference to the exact output
 #   kl          (with a candidate's name) KL(candidate's row ‖ softmax row) in nats
 #   output      (with a candidate's name; of watched calls) ⟨g, δ⟩², whose mean is, to first order, the square of the
@@ -120,23 +71,10 @@ def measure(
         query, key, value: [B, S, H, D].
         gradient: g [B, S, H, D], see the module; None for none.
     """
-    B, S, H, _ = query.shape
-    T, P = grid.frames, S // grid.frames
-    out, lse, entropy = flash_entropy_attention(query, key, value)
+    B, S, *_ = query.shape
+    out, lse, _ = flash_entropy_attention(query, key, value)
     exact = out.double()
-    frames = torch.arange(S, device=query.device) // P
-    # [B, T, P, H, T] -> mass [H, T, T] of the rows of every query frame
-    mass = distribution(query, key, frames, T, None, grid).double().unflatten(1, (T, P)).sum((0, 2)).transpose(0, 1)
-    gap = (torch.arange(T)[:, None] - torch.arange(T)).abs().to(query.device)
-    distance = torch.zeros(H, T, dtype=torch.float64, device=query.device)
-    distance.index_add_(1, gap.flatten(), mass.flatten(1))
-    totals: Totals = {
-        "energy": exact.square().sum((0, 1, 3)),
-        "entropy": entropy.double().sum((0, 2)),
-        "first": mass[:, :, 0].sum(1),
-        "own": distance[:, 0],
-        "distance": distance,
-    }
+    totals: Totals = {"energy": exact.square().sum((0, 1, 3))}
     for name, options in candidates.items():
         approximate, weight = method_attention(query, key, value, options, grid=grid, return_lse=True)
         difference = approximate.double() - exact
@@ -168,13 +106,10 @@ class Recorder:
     Args:
         candidates: options by name.
         every: the steps 0, every, 2·every, … are recorded.
-        maps: (layer, head) whose attention maps are kept, of the first video, at the recorded step nearest the middle.
-        map_size: rows and columns of a map.
 
     Attributes:
         grid: of the videos. totals: by (transformer, step, layer).
         inputs: query, key and value [1, S, H, D] of a recorded call.
-        pictures: maps by (transformer, layer, head, method).
         watched: whether calls are computed again.
         step: of the call under way, if that is to be computed again.
         again: the call that is.
@@ -182,12 +117,9 @@ class Recorder:
 
     candidates: dict[str, Options]
     every: int = 1
-    maps: tuple[tuple[int, int], ...] = ()
-    map_size: int = 300
     grid: LatentGrid | None = None
     totals: dict[tuple[str, int, int], Totals] = field(default_factory=dict)
     inputs: tuple[torch.Tensor, ...] = ()
-    pictures: dict[tuple[str, int, int, str], torch.Tensor] = field(default_factory=dict)
     watched: bool = False
     step: int | None = None
     again: Call | None = None
@@ -347,30 +279,19 @@ class DiagnosisProcessor(VideoAttentionProcessor):
 
             when_differentiated(out, self._inputs, self._layer, (query, key, value), record)
             return out, lse
-        step, steps, *_ = context.step("a diagnosis", "call vmonarch.restore")
+        step, *_ = context.step("a diagnosis", "call vmonarch.restore")
         if step % recorder.every:
             return flash_entropy_attention(query, key, value)[:2]
         if recorder.grid not in (None, grid):
             raise ValueError(f"all videos must have one size: {tuple(recorder.grid or ())} and {tuple(grid)}")
         recorder.grid = grid
         recorder.inputs = recorder.inputs or tuple(x[:1].clone() for x in (query, key, value))
-        if abs(step - steps // 2) <= recorder.every // 2:
-            self._keep_maps(context.component, query, key, grid)
         if recorder.watched:
             recorder.step = step
             return flash_entropy_attention(query, key, value)[:2]
         out, lse, totals = measure(query, key, value, grid, recorder.candidates)
         recorder.add(context.component, step, self._layer, totals)
         return out, lse
-
-    def _keep_maps(self, component: str, query: torch.Tensor, key: torch.Tensor, grid: LatentGrid) -> None:
-        recorder = self.recorder
-        for layer, head in recorder.maps:
-            if layer == self._layer and (component, layer, head, "full") not in recorder.pictures:
-                q, k = (x[:1, :, head : head + 1] for x in (query, key))
-                for name, options in {"full": None, **recorder.candidates}.items():
-                    picture = attention_map(q, k, options, grid, recorder.map_size)
-                    recorder.pictures[component, layer, head, name] = picture.cpu()
 
 
 def document(recorder: Recorder, times: Mapping[str, float]) -> dict[str, Any]:
@@ -381,8 +302,7 @@ def document(recorder: Recorder, times: Mapping[str, float]) -> dict[str, Any]:
 
     Returns:
         {"format", "grid", "full_ms", "candidates": {name: {"options", "flops", "ms"}}, "transformers": {name: {"steps",
-        "layers", "heads", "rows", "entropy", "first_frame_mass", "own_frame_mass", "distance_mass" [steps, layers,
-        heads, T], "candidates": {name: {"error", "layer_error", "kl", "output_error"}}}}}. Unless said, values are
+        "layers", "heads", "rows", "candidates": {name: {"error", "layer_error", "kl", "output_error"}}}}}. Values are
         [steps, layers, heads]. "flops" are relative to full attention; "ms" and "full_ms" are `times`, None without
         them. "error" is ‖o - o*‖/‖o*‖ of a head's outputs over all rows; "layer_error" the share
         ‖o - o*‖²/Σ_heads ‖o*‖², which adds up over the heads of a layer; "kl" the mean over rows, in nats;
@@ -401,7 +321,6 @@ def document(recorder: Recorder, times: Mapping[str, float]) -> dict[str, Any]:
         steps = sorted({step for name, step, _ in recorder.totals if name == component})
         layers = 1 + max(layer for name, _, layer in recorder.totals if name == component)
         found = [[recorder.totals[component, step, layer] for layer in range(layers)] for step in steps]
-        mean = lambda key, found=found: _plain(_stacked(found, key, over="rows"))
         energy = _stacked(found, "energy")
         candidates = {}
         for name in recorder.candidates:
@@ -409,7 +328,7 @@ def document(recorder: Recorder, times: Mapping[str, float]) -> dict[str, Any]:
             candidates[name] = {
                 "error": _plain((squares / energy).sqrt()),
                 "layer_error": _plain(squares / energy.sum(-1, keepdim=True)),
-                "kl": mean(("kl", name)),
+                "kl": _plain(_stacked(found, ("kl", name), over="rows")),
             }
         if "velocity" in found[0][0]:
             for name, errors in _output_errors(found, recorder.candidates, recorder.reference).items():
@@ -419,10 +338,6 @@ def document(recorder: Recorder, times: Mapping[str, float]) -> dict[str, Any]:
             "layers": layers,
             "heads": energy.shape[-1],
             "rows": found[0][0]["rows"],
-            "entropy": mean("entropy"),
-            "first_frame_mass": mean("first"),
-            "own_frame_mass": mean("own"),
-            "distance_mass": mean("distance"),
             "candidates": candidates,
         }
     about = {

@@ -1,8 +1,7 @@
-"""From a diagnosis to a plan: the cheapest attention for every head that an error budget or a budget of work allows."""
+"""From a diagnosis to a plan: for every head the attention with which all lose least for a budget of work."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -24,6 +23,8 @@ if TYPE_CHECKING:
 _LAYER_WEIGHT = 0.4
 # No head's errors count for less than this part of the mean share: shares are noisy and can be negative.
 _LEAST_SHARE = 0.02
+# The integer program ends after these.
+_SECONDS = 120
 
 
 @dataclass(frozen=True)
@@ -113,16 +114,11 @@ class _Choices:
         key = "flops" if cost == "flops" else "ms"
         return torch.tensor([*(entry[key] / full for entry in self.candidates.values()), 1.0], dtype=torch.float64)
 
-    def of(self, measure: str, argument: str = "measure") -> torch.Tensor:
+    def of(self, measure: str) -> torch.Tensor:
         """Values of a measure, [heads, methods], whose sum over heads means something."""
         if measure not in self.values:
-            raise InputError(argument, f"must be one of {', '.join(self.values)}, got {measure!r}")
+            raise InputError("measure", f"must be one of {', '.join(self.values)}, got {measure!r}")
         return self.values[measure].square() if measure == "error" else self.values[measure]
-
-    def relative(self, measure: str, argument: str = "measure") -> torch.Tensor:
-        """`of`, relative to the sum of VMonarch with its defaults."""
-        values = self.of(measure, argument)
-        return values / values[:, self.known_default(argument)].sum()
 
     def known_default(self, argument: str) -> int:
         """`default`, which an argument is relative to."""
@@ -156,10 +152,9 @@ class _Choices:
 def plan(diagnosis: Mapping[str, Any], budget: Budget, found: Sequence[InPlace] = ()) -> AttentionPlan:
     """What every head is to compute by a diagnosis.
 
-    With `budget.budget`, each has the cheapest method whose measure, over the recorded steps, is at most that. With
-    work, the sum of the measure over all heads (of relative errors: of their squares) is the least for so much, by an
-    integer program (HiGHS): every head has one method, and the costs, with a limit another measure too, stay within
-    what they may be. Work and limit are relative to VMonarch with its defaults.
+    The sum of the measure over all heads (of relative errors: of their squares) is the least for the work, by an
+    integer program (HiGHS): every head has one method, and the costs stay within what they may be, relative to VMonarch
+    with its defaults.
 
     Without a measure, work goes by "output_error" and, `_LAYER_WEIGHT` times as much, "layer_error", both relative to
     VMonarch with its defaults: what is measured to first order does not see how errors add up. Where the diagnosis has
@@ -169,17 +164,10 @@ def plan(diagnosis: Mapping[str, Any], budget: Budget, found: Sequence[InPlace] 
         found: plans of this diagnosis that were measured in place: their heads' shares correct the measure.
 
     Raises:
-        InputError: no diagnosis, a measure that it has not got, less work than the cheapest methods need, a limit that
-            cannot be kept with so much work, a time that was not measured; or a limit or a time where VMonarch with its
-            defaults is no candidate.
+        InputError: no diagnosis, a measure that it has not got, less work than the cheapest methods need, a time that
+            was not measured or where VMonarch with its defaults is no candidate; or no plan was found in two minutes.
     """
     choices = _Choices(diagnosis)
-    if budget.budget is not None:
-        measure = budget.measure or "error"
-        choices.of(measure)
-        values = choices.values[measure]
-        cheap = choices.costs("flops").expand_as(values).masked_fill(values > budget.budget, math.inf)
-        return choices.plan(cheap.argmin(1), measure, {"budget": budget.budget})
     cost, work = ("flops", budget.flops) if budget.time is None else ("time", budget.time)
     work = 1.0 if work is None else work
     sensitive = "output_error" in choices.values
@@ -190,46 +178,44 @@ def plan(diagnosis: Mapping[str, Any], budget: Budget, found: Sequence[InPlace] 
     asked: dict[str, Any] = {cost: work}
     if budget.measure is None and sensitive and choices.default is not None:
         asked["weights"] = {"layer_error": _LAYER_WEIGHT}
-        values = choices.relative(measure) + _LAYER_WEIGHT * choices.relative("layer_error")
+        relative = [choices.of(name) / choices.of(name)[:, choices.default].sum() for name in (measure, "layer_error")]
+        values = relative[0] + _LAYER_WEIGHT * relative[1]
     if found:
         values = _corrected(choices, values, found)
-    limits = [costs * choices.shares / (work * unit)]
-    if budget.parsed_limit is not None:
-        name, share = budget.parsed_limit
-        limits.append(choices.relative(name, "limit") / share)
-        asked["limit"] = {name: share}
-    chosen = _least(values, limits)
-    if chosen is None:
-        raise InputError("limit", f"{budget.limit} cannot be kept with {cost}={work:g}; give more work")
-    return choices.plan(chosen, measure, asked)
+    return choices.plan(_least(values, costs * choices.shares / (work * unit), cost), measure, asked)
 
 
-def _least(values: torch.Tensor, limits: Sequence[torch.Tensor]) -> torch.Tensor | None:
-    """The method of every head with which the values [heads, methods] add up to least: [heads]; None if there is none.
+def _least(values: torch.Tensor, costs: torch.Tensor, argument: str) -> torch.Tensor:
+    """The method of every head with which the values [heads, methods] add up to least: [heads].
 
     Within a thousandth of it, or what two minutes find; a model of 1,600 heads takes half a minute.
 
     Args:
-        limits: other values [heads, methods], each of which may add up to 1.
+        costs: [heads, methods], which may add up to 1.
+        argument: that says what they may be.
+
+    Raises:
+        InputError: no plan was found; and whether time ran out, or there is none.
     """
     from scipy import sparse
     from scipy.optimize import Bounds, LinearConstraint, milp
 
     heads, methods = values.shape
     # Of several plans that lose as little, the cheapest is taken.
-    aim = values / values.abs().max().clamp(min=1e-300) + 1e-9 * limits[0] / limits[0].max()
+    aim = values / values.abs().max().clamp(min=1e-300) + 1e-9 * costs / costs.max()
     one_each = sparse.kron(sparse.eye_array(heads), np.ones((1, methods)), format="csr")
     found = milp(
         aim.numpy().ravel(),
         integrality=np.ones(aim.numel()),
         bounds=Bounds(0, 1),
-        constraints=[
-            LinearConstraint(one_each, 1, 1),
-            LinearConstraint(torch.stack([limit.flatten() for limit in limits]).numpy(), ub=1.0),
-        ],
-        options={"mip_rel_gap": 1e-3, "time_limit": 120},
+        constraints=[LinearConstraint(one_each, 1, 1), LinearConstraint(costs.numpy().reshape(1, -1), ub=1.0)],
+        options={"mip_rel_gap": 1e-3, "time_limit": _SECONDS},
     )
-    return None if found.x is None else torch.from_numpy(found.x).view(heads, methods).argmax(1)
+    if found.x is None:
+        # scipy's status 1: a limit was reached.
+        why = f"time ran out after {_SECONDS} s" if found.status == 1 else found.message
+        raise InputError(argument, f"has no plan that was found: {why}; give more work or fewer candidates")
+    return torch.from_numpy(found.x).view(heads, methods).argmax(1)
 
 
 def _corrected(choices: _Choices, values: torch.Tensor, found: Sequence[InPlace]) -> torch.Tensor:

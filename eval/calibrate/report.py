@@ -1,4 +1,4 @@
-"""The report of a diagnosis, of the plan made from it, and of attention maps."""
+"""The report of a diagnosis, and of the plan made from it."""
 
 from __future__ import annotations
 
@@ -9,18 +9,11 @@ import torch
 from markupsafe import Markup
 
 from vmonarch.eval.calibrate.planning import measures_of, over_steps
-from vmonarch.eval.render.plot import heat_map, numbered_lines, page, shades
+from vmonarch.eval.render.plot import heat_map, numbered_lines, page
 from vmonarch.plan import AttentionPlan
 
 # The measures that are shown.
 _TITLES = {"error": "error", "kl": "row-KL", "output_error": "squared change of the model's output"}
-# The records of what full attention does, with title and the darkest value if that is not the largest.
-_ATTENTION = (
-    ("entropy", "entropy of a row, nats", None),
-    ("first_frame_mass", "mass on the first frame", 1.0),
-    ("own_frame_mass", "mass on the query's own frame", 1.0),
-)
-Maps = Mapping[tuple[str, int, int, str], torch.Tensor]
 
 
 class Captioned(NamedTuple):
@@ -30,13 +23,12 @@ class Captioned(NamedTuple):
     captions: tuple[str, ...]
 
 
-def report(diagnosis: Mapping[str, Any], plan: AttentionPlan, maps: Maps) -> str:
+def report(diagnosis: Mapping[str, Any], plan: AttentionPlan) -> str:
     """The page.
 
     Args:
         diagnosis: as in `diagnosis.json`.
         plan: made from it.
-        maps: attention maps [size, size] by (transformer, layer, head, method), of which "full" is one.
     """
     shown = {name: title for name, title in _TITLES.items() if name in measures_of(diagnosis)}
     return page(
@@ -52,12 +44,10 @@ def report(diagnosis: Mapping[str, Any], plan: AttentionPlan, maps: Maps) -> str
                 "name": name,
                 "steps": part["steps"],
                 "charts": list(_charts(part, shown)),
-                "attention": [_cells(name, over_steps(part[key], key), title, top) for key, title, top in _ATTENTION],
                 "losses": list(_losses(name, part, shown)),
             }
             for name, part in diagnosis["transformers"].items()
         ],
-        maps=list(_pictures(maps)),
     )
 
 
@@ -97,8 +87,6 @@ def _charts(part: Mapping[str, Any], shown: Mapping[str, str]) -> Iterator[Marku
         candidates = part["candidates"].items()
         lines = {name: torch.tensor(values[measure]).mean((1, 2)).tolist() for name, values in candidates}
         yield numbered_lines(lines, part["steps"], title, "step")
-    mass = torch.tensor(part["distance_mass"]).mean((0, 1, 2)).tolist()
-    yield numbered_lines({"full attention": mass}, range(len(mass)), "mass by distance in time", "latent frames")
 
 
 def _losses(component: str, part: Mapping[str, Any], shown: Mapping[str, str]) -> Iterator[list[Captioned]]:
@@ -107,12 +95,3 @@ def _losses(component: str, part: Mapping[str, Any], shown: Mapping[str, str]) -
         found = {name: over_steps(values[measure], measure) for name, values in part["candidates"].items()}
         top = max(values.max().item() for values in found.values())
         yield [_cells(component, values, f"{name}: {title}", top) for name, values in found.items()]
-
-
-def _pictures(maps: Maps) -> Iterator[tuple[str, int, int, list[tuple[str, str]]]]:
-    """Transformer, layer and head; and of each method the logarithm of its mass, on the scale of full attention's."""
-    logs = {key: picture.clamp(min=1e-12).log10() for key, picture in maps.items()}
-    for place in dict.fromkeys(key[:3] for key in maps):
-        low, high = logs[*place, "full"].flatten().quantile(torch.tensor([0.01, 0.999])).tolist()
-        found = [(key[3], shades(values.numpy(), low, high)) for key, values in logs.items() if key[:3] == place]
-        yield *place, found

@@ -44,28 +44,20 @@ def calibrate(config: CalibrateConfig, *, progress: bool = False, model: LoadedM
         model: a pipeline loaded before with the same model settings, to save loading it again.
 
     Raises:
-        InputError, ModelError: as `vmonarch.pipelines.generation.generate`; or a map or a budget does not fit.
+        InputError, ModelError: as `vmonarch.pipelines.generation.generate`; or a budget does not fit.
         GenerationError: a file could not be written.
     """
     from vmonarch import apply, restore
     from vmonarch.eval.calibrate.report import report
-    from vmonarch.families import heads_of
-    from vmonarch.installation import find_transformers, self_attention_modules
 
     config, model = complete_and_load(config, model)
     if config.time is not None and model.device.type != "cuda":
         raise InputError("time", f"must be measured on a GPU, but the model is on {model.device}; use flops")
     output = prepare_output_dir(config.output_dir)
     assert config.steps is not None
-    modules = self_attention_modules(next(iter(find_transformers(model.pipe).values())))
-    layers, heads = len(modules), heads_of(modules[0][1])
-    maps = config.places or tuple(dict.fromkeys((layer, 0) for layer in (0, layers // 2, layers - 1)))
-    for layer, head in maps:
-        if layer >= layers or head >= heads:
-            raise InputError("maps", f"must lie in {layers} layers of {heads} heads, got {layer}:{head}")
     calls: list[Call] = []
     every = config.every or max(1, config.steps // 10)
-    recorder = Recorder(config.options, every, maps)
+    recorder = Recorder(config.options, every)
     batches = config.batches()
     try:
         for number, batch in enumerate(batches):
@@ -95,7 +87,7 @@ def calibrate(config: CalibrateConfig, *, progress: bool = False, model: LoadedM
         # Refining may take longer than sampling: the plan is on disk before the report is made.
         save(target / "plan.json", json.dumps(plan.to_dict(), indent=1, ensure_ascii=False) + "\n")
         warn_if_full(plan)
-        save(target / "report.html", report(diagnosis, plan, recorder.pictures))
+        save(target / "report.html", report(diagnosis, plan))
     return Calibration(target, diagnosis, plan)
 
 
@@ -103,8 +95,8 @@ def warn_if_full(plan: AttentionPlan) -> None:
     """Warn of a plan that makes nothing faster, because all heads have full attention."""
     if all(options is None for options in plan.methods.values()):
         warnings.warn(
-            "the plan is nothing but full attention, so it makes nothing faster: no candidate kept to the budget, or"
-            " the videos are so small that all of them cost more",
+            "the plan is nothing but full attention, so it makes nothing faster: it may cost too much, or the videos"
+            " are so small that all candidates cost more",
             stacklevel=3,
         )
 

@@ -26,7 +26,6 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from matplotlib.ticker import MaxNLocator
 from numpy.typing import ArrayLike
-from PIL import Image
 
 from vmonarch.eval.render.table import percent
 
@@ -155,15 +154,6 @@ def heat_map(values: ArrayLike, label: str, top: float) -> Markup:
     for panel in (axes, bar_axes):
         panel.tick_params(labelsize=_TEXT, length=2, color="#999999")
     return svg(figure, label, titles)
-
-
-def shades(values: ArrayLike, low: float, high: float) -> str:
-    """A picture [rows, columns] from white (`low` and less) to black (`high` and more), as a data URI."""
-    share = (np.asarray(values) - low) / max(high - low, 1e-6)
-    levels = (255 * (1 - share.clip(0, 1))).round().astype(np.uint8)
-    data = io.BytesIO()
-    Image.fromarray(levels).save(data, "PNG", optimize=True)
-    return data_uri("image/png", data.getvalue())
 
 
 def data_uri(kind: str, data: bytes) -> str:

@@ -8,6 +8,7 @@ where it needs one, and under `caption` a line on hardware, date, versions and t
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
 import subprocess
@@ -16,7 +17,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from vmonarch.eval.record import script_parser
 from vmonarch.eval.render.table import markdown
 
 BLOCK = re.compile(r"(<!-- table: (?P<file>[^\s#]+)#?(?P<name>\S*) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -77,7 +77,7 @@ def render(text: str, folder: Path) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Command line; exit code 1 if `--check` finds a document that differs from its JSON."""
-    parser = script_parser("render.tables", __doc__)
+    parser = argparse.ArgumentParser(prog="python -m vmonarch.eval.render.tables", description=__doc__)
     parser.add_argument("--check", action="store_true", help="write nothing; fail if a document is out of date")
     parser.add_argument("--root", type=Path, default=Path(), help="the repository (default: this folder)")
     options = parser.parse_args(arguments)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import json
 import math
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -59,78 +58,58 @@ class PromptedVideo:
     def __post_init__(self) -> None:
         if not isinstance(self.prompt, str) or not self.prompt.strip() or self.path.suffix != ".mp4":
             raise InputError("videos", f"must be mp4 files with prompts, got {self.path} with {self.prompt!r}")
+        if self.dimensions:
+            check_dimensions(self.dimensions, "videos")
 
 
-def read_videos(path: Path, folder: Path | None = None) -> list[PromptedVideo]:
-    """Videos from a JSON list, or a JSON Lines file (`.jsonl`), of `{"file": …, "prompt": …}`.
+def read_videos(path: Path) -> list[PromptedVideo]:
+    """Videos from a JSON Lines file of `{"file": …, "prompt": …}`, with "dimensions" where not all judge them.
 
-    Args:
-        folder: that files are relative to; default: the one with the list.
+    Files are relative to the list.
 
     Raises:
         InputError: the list cannot be read, or is none, or an entry lacks file or prompt or has another type.
     """
     try:
-        text = path.read_text(encoding="utf-8")
-        lines = filter(str.strip, text.split("\n"))
-        entries = map(json.loads, lines) if path.suffix == ".jsonl" else json.loads(text)
-        return [PromptedVideo((folder or path.parent) / entry["file"], entry["prompt"]) for entry in entries]
-    except (OSError, ValueError, TypeError, KeyError) as error:
-        form = 'a list of {"file": text, "prompt": text}'
-        raise InputError("videos", f"must be {form}; {path} is none: {error}") from error
+        entries = [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line.strip()]
+        return [
+            PromptedVideo(path.parent / entry["file"], entry["prompt"], tuple(entry.get("dimensions", ())))
+            for entry in entries
+        ]
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        form = 'a line of {"file": text, "prompt": text} for every video'
+        raise InputError("videos", f"must be {form}; {path} has another: {error!r}") from error
 
 
-def suite(prompts: Mapping[str, Sequence[str]], videos_per_prompt: int, seed: int = 0) -> list[dict[str, Any]]:
+def suite(
+    dimensions: Sequence[str], videos_per_prompt: int, seed: int, environment: Path, own: Sequence[str] | None = None
+) -> list[dict[str, Any]]:
     """The videos to generate: prompt, index, a seed that no other video has, and the dimensions that judge it.
 
     A video's seed depends on its prompt's place, its index and `seed` alone.
 
     Args:
-        prompts: and their dimensions.
+        own: prompts that all dimensions judge; None for VBench's standard ones, as the package in `environment` has
+            them.
 
     Raises:
-        InputError: no prompt, an empty one, or a number of videos outside 1 to 25.
+        InputError: a number of videos outside 1 to 25, no environment.
     """
     if not 1 <= videos_per_prompt <= _MOST_VIDEOS_PER_PROMPT:
         raise InputError("videos_per_prompt", f"must be 1 to {_MOST_VIDEOS_PER_PROMPT}, got {videos_per_prompt}")
-    if not prompts or not all(prompt.strip() for prompt in prompts):
-        raise InputError("prompts", "must be one or more prompts, none of them empty")
+    prompts: dict[str, list[str]] = dict.fromkeys(own or (), list(dimensions))
+    if own is None:
+        manifest(environment)
+        (full_info,) = environment.glob("lib/python3*/site-packages/vbench/VBench_full_info.json")
+        for entry in json.loads(full_info.read_text(encoding="utf-8")):
+            judged = prompts.setdefault(entry["prompt_en"], [])
+            judged.extend(name for name in dimensions if name in entry["dimension"])
     return [
         {"prompt": prompt, "index": index, "seed": seed + place * _MOST_VIDEOS_PER_PROMPT + index, "dimensions": names}
         for place, (prompt, names) in enumerate(prompts.items())
         for index in range(videos_per_prompt)
+        if names
     ]
-
-
-def standard_prompts(dimensions: Sequence[str], environment: Path) -> dict[str, list[str]]:
-    """All of VBench's standard prompts, read from the installed package, each with the dimensions that judge it.
-
-    Raises:
-        InputError: no or unknown dimensions, no environment.
-    """
-    check_dimensions(dimensions)
-    manifest(environment)
-    (full_info,) = environment.glob("lib/python3*/site-packages/vbench/VBench_full_info.json")
-    prompts: dict[str, list[str]] = {}
-    for entry in json.loads(full_info.read_text(encoding="utf-8")):
-        prompts.setdefault(entry["prompt_en"], []).extend(name for name in dimensions if name in entry["dimension"])
-    return prompts
-
-
-def standard_videos(
-    videos: Sequence[PromptedVideo], prompts: Mapping[str, Sequence[str]], videos_per_prompt: int
-) -> list[PromptedVideo]:
-    """The videos of `standard_prompts`, each for the dimensions of its prompt.
-
-    Raises:
-        InputError: a prompt has more or fewer videos.
-    """
-    for prompt, names in prompts.items():
-        found = sum(video.prompt == prompt for video in videos)
-        if names and found != videos_per_prompt:
-            raise InputError("videos", f"must be {videos_per_prompt} of each prompt, got {found} of {prompt!r}")
-    ours = [video for video in videos if prompts.get(video.prompt)]
-    return [dataclasses.replace(video, dimensions=tuple(prompts[video.prompt])) for video in ours]
 
 
 @dataclass(frozen=True)

@@ -100,7 +100,7 @@ EVAL = {
 }
 
 CALIBRATE = {
-    "both budgets": (["p", "--budget", "1", "--flops", "1"], ["budget and flops exclude each other"]),
+    "both budgets": (["p", "--time", "1", "--flops", "1"], ["flops and time exclude each other"]),
     "time without the default": (["p", "--candidates", "vmonarch-t1", "--time", "1"], ["time is relative to VMonarch"]),
     "refining without gradients": (["p", "--refine", "2", "--no-sensitivity"], ["refine", "leave out no-sensitivity"]),
     "another processor": (["p", "--candidates", "full"], ["candidates must be of the processors vmonarch or"]),
@@ -109,13 +109,10 @@ CALIBRATE = {
         ["candidates must have work that is known beforehand"],
     ),
     "dense": (["p", "--candidates", "vmonarch:dense_steps=1"], ["must leave dense_steps alone"]),
-    "no map": (["p", "--maps", "²:0"], ["maps must be layer:head, such as 3:0, got '²:0'"]),
-    "map outside": (["p", "--maps", "9:0"], ["maps must lie in 2 layers of 2 heads, got 9:0"]),
-    "negative budget": (["p", "--budget", "-1"], ["--budget must be finite and at least 0, got -1.0"]),
+    "negative work": (["p", "--flops", "-1"], ["--flops must be finite and at least 0, got -1.0"]),
     "less work than the cheapest": (["p", "--flops", "0.01"], ["--flops must be at least 0."]),
     "unknown measure": (["p", "--measure", "klo"], ["got 'klo' (did you mean kl?)"]),
     "measure that is left out": (["p", "--measure", "output_error", "--no-sensitivity"], ["without sensitivity"]),
-    "no share": (["p", "--limit", "kl"], ["limit must be measure=share with a positive share, such as kl=0.5"]),
     "plan alone": (["p", "--plan", "x.json"], ["plan is for --diagnosis"]),
 }
 

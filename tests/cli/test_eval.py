@@ -24,7 +24,7 @@ from vmonarch.eval.compare import compare
 from vmonarch.eval.evaluate import EvalConfig, Evaluation, Item, evaluate, prompt_score
 from vmonarch.eval.report import quality_plot, report
 from vmonarch.eval.settings import CompareConfig
-from vmonarch.eval.similarity import PerceptualDistance, frames_of_file, similarity
+from vmonarch.eval.similarity import PerceptualDistance, similarity
 from vmonarch.eval.summary import MEASURES, TIMES, differences, interval, statistics
 from vmonarch.files import file_name
 from vmonarch.pipelines import embedded, loading, outputs, sampling
@@ -32,7 +32,7 @@ from vmonarch.pipelines.config import build_config, complete
 from vmonarch.pipelines.loading import load_model
 from vmonarch.pipelines.model_folder import find_model
 from vmonarch.pipelines.outputs import GenerationError
-from vmonarch.pipelines.video_io import read_video
+from vmonarch.pipelines.video_io import read_video, to_uint8
 from vmonarch.processors import VMonarchProcessor
 
 PROMPTS = ("a red circle moving right", "a blue </script><b>../../square\" & 'plain'")
@@ -91,24 +91,24 @@ def test_the_record_holds_what_the_definitions_give(whole: Evaluation, loaded: l
     assert record == json.loads((whole.folder / "evaluation.json").read_text(encoding="utf-8"))
     assert [(item["prompt"], item["seed"]) for item in record["items"]] == [(p, s) for p in PROMPTS for s in (1, 2)]
     settings = complete(config(loaded.folder.path, whole.folder), loaded.folder)
-    frames, decoded = {}, {}
+    frames = {}
     item = record["items"][3]
     for method, row in zip(settings.methods, item["results"], strict=True):
         method.install(loaded.pipe)
         frames[method.label] = sampling.sample(loaded, settings, [PROMPTS[1]] * 2, [1, 2]).frames[1]
-        decoded[method.label] = frames_of_file(read_video(whole.folder / item["folder"] / row["video"])[0])
+        decoded = read_video(whole.folder / item["folder"] / row["video"])[0]
+        assert np.abs(decoded.astype(int) - to_uint8(frames[method.label])).mean() < 10
         assert row["frames_sha256"] == outputs.frames_sha256(frames[method.label])
         assert 0 < row["transformer_seconds_per_step"] * 2 < row["seconds"]
         if method.label == "full":
             assert all(row[key] is None for key in MEASURES if key not in TIMES)
             continue
-        for prefix, of in (("", frames), ("mp4_", decoded)):
-            for key, value in vars(similarity(of[method.label], of["full"])).items():
-                assert row[prefix + key] == value
-        assert row["mp4_psnr"] != row["psnr"] and row["lpips"] is row["mp4_lpips"] is None
+        for key, value in vars(similarity(frames[method.label], frames["full"])).items():
+            assert row[key] == value
+        assert row["lpips"] is None
     for label in METHODS[1:]:
         rows = [row for item in record["items"] for row in item["results"] if row["method"] == label]
-        for key in ("psnr", "mp4_ssim", "seconds"):
+        for key in ("psnr", "first_frame_ssim", "seconds"):
             values = [row[key] for row in rows]
             found = record["statistics"][label][key]
             assert found["mean"] == pytest.approx(np.mean(values)) and found["items"] == 4
@@ -326,7 +326,7 @@ def test_what_cannot_be_measured_is_refused_at_once(cli, monkeypatch: pytest.Mon
     assert code == 2 and "--lpips needs torchvision" in err and not (cli.folder / "outputs").exists()
 
 
-def test_lpips_is_measured_on_float_and_on_decoded_frames(loaded, tmp_path: Path, monkeypatch) -> None:
+def test_lpips_is_measured_where_it_is_asked_for(loaded, tmp_path: Path, monkeypatch) -> None:
     distance = lambda a, b: PerceptualDistance(float((a - b).abs().mean()), float((a - b)[0].abs().mean()))
     monkeypatch.setattr("vmonarch.eval.similarity.lpips", distance)
     monkeypatch.setattr("vmonarch.eval.similarity.alexnet_weights", lambda: None)
@@ -334,8 +334,8 @@ def test_lpips_is_measured_on_float_and_on_decoded_frames(loaded, tmp_path: Path
     settings = config(loaded.folder.path, tmp_path / "eval", prompts=PROMPTS[:1], methods=methods, lpips=True)
     record = evaluate(settings, model=loaded).record
     row = record["items"][0]["results"][1]
-    assert 0 < row["lpips"] != row["mp4_lpips"] > 0 and row["first_frame_lpips"] != row["lpips"]
-    assert record["statistics"]["vmonarch-plain"]["mp4_first_frame_lpips"]["items"] == 2
+    assert 0 < row["lpips"] != row["first_frame_lpips"] > 0
+    assert record["statistics"]["vmonarch-plain"]["first_frame_lpips"]["items"] == 2
 
 
 # The commands
@@ -428,11 +428,8 @@ def test_nothing_is_overwritten_unasked_or_kept_of_the_comparison_before(loaded,
     assert len(folders) == 1 and {path.name for path in tmp_path.iterdir()} == {*names, *folders}
 
 
-def test_what_broke_or_found_no_room_is_kept_and_named(loaded, tmp_path: Path, monkeypatch) -> None:
-    from safetensors.torch import load_file
-
+def test_a_broken_video_and_a_full_disk_are_named_and_leave_what_was_done(loaded, tmp_path: Path, monkeypatch) -> None:
     sample = sampling.sample
-    monkeypatch.setattr(outputs.tempfile, "tempdir", str(tmp_path))
 
     def second_seed_fails(model, settings, prompts, seeds, **options):
         result = sample(model, settings, prompts, seeds, **options)
@@ -440,14 +437,9 @@ def test_what_broke_or_found_no_room_is_kept_and_named(loaded, tmp_path: Path, m
             result.frames.fill_(math.nan)
         return result
 
-    with (
-        monkeypatch.context() as patch,
-        pytest.raises(GenerationError, match="method vmonarch-plain.*seed 2.*NaN") as e,
-    ):
+    with monkeypatch.context() as patch, pytest.raises(GenerationError, match="method vmonarch-plain.*seed 2.*NaN"):
         patch.setattr(module, "sample", second_seed_fails)
         compare(comparison(loaded, tmp_path / "out", seeds=(1, 2)), model=loaded, progress=True)
-    (kept,) = tmp_path.glob("vmonarch-*/frames.raw.safetensors")
-    assert str(kept) in str(e.value) and load_file(kept)["frames"].shape == (9, 3, 32, 48)
     (made,) = (tmp_path / "out").iterdir()
     assert len(list(made.glob("items/*/item.json"))) == 1 and not (made / "evaluation.json").exists()
 
@@ -455,11 +447,9 @@ def test_what_broke_or_found_no_room_is_kept_and_named(loaded, tmp_path: Path, m
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(module, "write_pictures", no_room)
-    with pytest.raises(GenerationError, match=r"No space left.*item.json is kept at") as e:
-        compare(comparison(loaded, tmp_path / "out", steps=1), model=loaded)
-    (kept,) = tmp_path.glob("vmonarch-*/item.json")
-    record = json.loads(kept.read_text())
-    assert str(kept) in str(e.value) and record["prompt"] == PROMPTS[0] and record["results"][1]["psnr"] > 0
+    with pytest.raises(OSError, match=r"No space left"):
+        compare(comparison(loaded, tmp_path / "full"), model=loaded)
+    assert not any((tmp_path / "full").iterdir())
 
 
 def test_ctrl_c_keeps_complete_items_only(cli, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -512,10 +502,7 @@ def test_settings_are_checked_and_the_reference_comes_first() -> None:
     assert labels(methods=("vmonarch", "full")) == ["full", "vmonarch"]
     assert labels(methods=("vmonarch",), reference="vmonarch-t3") == ["vmonarch-t3", "vmonarch"]
     for values, message in (
-        ({"methods": ("vmonarch", "vmonarch")}, "methods must differ"),
         ({"methods": "vmonarch"}, "methods must be a list"),
-        ({"strip_frames": 0}, "strip_frames must be at least 1"),
-        ({"prompt_set": "vbench"}, "prompt_set must be one of embedded"),
         ({"baseline": "vmonarc"}, "baseline must be one of full, vmonarch, .*did you mean vmonarch"),
         ({"num_prompts": 3}, "num_prompts must be at most 2"),
     ):
@@ -552,7 +539,7 @@ def test_the_report_is_one_whole_file_with_the_numbers_of_the_record(whole: Eval
     cells = [attributes.get("data-value") for attributes in page.of("td")]
     for label in METHODS[1:]:
         assert str(whole.record["attention_flops"][label]) in cells
-        for key in ("psnr", "mp4_ssim", "first_frame_psnr"):
+        for key in ("psnr", "ssim", "first_frame_psnr"):
             assert str(whole.record["statistics"][label][key]["mean"]) in cells
         assert all(str(row["psnr"]) in cells for i in whole.record["items"] for row in i["results"][1:])
     # Wide tables show that they scroll, and keep their methods.

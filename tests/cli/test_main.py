@@ -82,7 +82,7 @@ COMPLETED = {
     "vmonarch bench k": "kernels",
     "vmonarch generate prompt --num": "--num-frames",
     "vmonarch bench kernels --ro": "--rounds",
-    "vmonarch vbench score list --vid": "--videos --videos-per-prompt",
+    "vmonarch vbench score list --w": "--weights --work-dir",
     "vmonarch export run --dtype b": "bfloat16",
 }
 

@@ -14,7 +14,7 @@ import torch
 
 from vmonarch.configs import InputError
 from vmonarch.eval import similarity as module
-from vmonarch.eval.similarity import ALEXNET_WEIGHTS, PerceptualDistance, frames_of_file, lpips, similarity
+from vmonarch.eval.similarity import ALEXNET_WEIGHTS, PerceptualDistance, lpips, similarity
 from vmonarch.eval.summary import paper_score
 
 SHAPES = {"square": (1, 3, 16, 16), "ragged": (3, 3, 13, 31), "more frames than a chunk": (11, 3, 12, 20)}
@@ -149,14 +149,6 @@ def test_lpips_says_what_is_missing_and_downloads_nothing(alexnet, monkeypatch, 
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(InputError, match=r"torchvision: pip install torchvision\."):
         lpips(*pair((2, 3, 32, 32)))
-
-
-def test_frames_of_a_file_are_those_that_were_written() -> None:
-    from vmonarch.pipelines.video_io import to_uint8
-
-    video, _ = pair((2, 3, 6, 8))
-    frames = frames_of_file(to_uint8(video))
-    assert frames.shape == video.shape and (frames - video).abs().max() <= 0.5 / 255 + 1e-6
 
 
 # Some rows of the paper's Table 5: its numbers and its score.

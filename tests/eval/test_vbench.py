@@ -5,6 +5,7 @@ The package is played by one of the same interface, in an environment of its own
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import os
@@ -30,8 +31,6 @@ from vmonarch.eval.vbench.scoring import (
     VBenchScore,
     read_videos,
     score_videos,
-    standard_prompts,
-    standard_videos,
     suite,
 )
 from vmonarch.files import write_json
@@ -229,8 +228,9 @@ def test_a_package_that_hangs_is_ended_with_its_children(bench: Bench, tmp_path:
     assert ended(int(child.read_text()))
     child.unlink()
     # And so it is when the command itself is terminated.
-    write_json(tmp_path / "videos.json", [{"file": str(bench.videos / "0.mp4"), "prompt": "a cat"}])
-    asked = [sys.executable, "-m", "vmonarch", "vbench", "score", str(tmp_path / "videos.json"), "--device", "cpu"]
+    listed = tmp_path / "videos.jsonl"
+    listed.write_text(json.dumps({"file": str(bench.videos / "0.mp4"), "prompt": "a cat"}))
+    asked = [sys.executable, "-m", "vmonarch", "vbench", "score", str(listed), "--device", "cpu"]
     asked += ["--dimensions", "temporal_flickering", "--environment", str(bench.environment)]
     asked += ["--weights", str(bench.weights), "--work-dir", str(bench.work_dir), "--output", str(tmp_path / "s.json")]
     with subprocess.Popen(asked) as running:
@@ -412,68 +412,62 @@ def test_an_environment_is_made_once_whole_or_not_at_all(tmp_path: Path) -> None
             install(**{"folder": folder, **changes})
 
 
-def test_a_suite_has_every_prompt_once_with_seeds_of_its_own(bench: Bench) -> None:
-    prompts = standard_prompts(["temporal_flickering", "overall_consistency"], bench.environment)
-    assert prompts == {
-        "a cat": [],
-        'still life / "quotes"': ["temporal_flickering"],
-        "a beach": ["overall_consistency", "temporal_flickering"],
-    }
-    seeds = [{(i["prompt"], i["index"]): i["seed"] for i in suite(prompts, number)} for number in (2, 25)]
-    assert len(seeds[0]) == 6 and len(set(seeds[1].values())) == 75 and seeds[0].items() <= seeds[1].items()
-    videos = [bench.video(0, "a beach"), bench.video(1, 'still life / "quotes"'), bench.video(2, "not asked for")]
-    assert [video.dimensions for video in standard_videos(videos, prompts, 1)] == [
-        ("overall_consistency", "temporal_flickering"),
-        ("temporal_flickering",),
-    ]
-    with pytest.raises(InputError, match="videos must be 1 of each prompt, got 2 of 'a beach'"):
-        standard_videos([*videos, bench.video(3, "a beach")], prompts, 1)
-    for unusable, number in (({}, 5), ({" ": []}, 5), ({"a": []}, 26)):
-        with pytest.raises(InputError):
-            suite(unusable, number)
-
-
 def test_lists_of_videos_are_read(tmp_path: Path) -> None:
     entries = [{"file": "a.mp4", "prompt": "a/b \u2028 c", "index": 3}, {"file": "/x/b.mp4", "prompt": "é"}]
-    wanted = [PromptedVideo(tmp_path / "a.mp4", "a/b \u2028 c"), PromptedVideo(Path("/x/b.mp4"), "é")]
-    path = tmp_path / "list.json"
-    path.write_text(json.dumps(entries))
-    lines = "".join(json.dumps(entry, ensure_ascii=False) + "\n" for entry in entries)
-    path.with_suffix(".jsonl").write_text(lines, encoding="utf-8")
-    assert read_videos(path) == read_videos(path.with_suffix(".jsonl")) == wanted
-    assert read_videos(path, Path("/videos"))[0].path == Path("/videos/a.mp4")
-    for text in ("", "{", "[1]", '[{"file": "a.mp4"}]', '[{"file": "a.mp4", "prompt": 3}]'):
+    entries[1]["dimensions"] = ["dynamic_degree"]
+    path = tmp_path / "list.jsonl"
+    path.write_text("\n\n".join(json.dumps(entry, ensure_ascii=False) for entry in entries), encoding="utf-8")
+    first, second = PromptedVideo(tmp_path / "a.mp4", "a/b \u2028 c"), PromptedVideo(Path("/x/b.mp4"), "é")
+    assert read_videos(path) == [first, dataclasses.replace(second, dimensions=("dynamic_degree",))]
+    for text in (
+        "{",
+        "[1]",
+        '[{"file": "a.mp4", "prompt": "b"}]',
+        '{"file": "a.mp4"}',
+        '{"file": "a.mp4", "prompt": 3}',
+        '{"file": "a.mp4", "prompt": "b", "dimensions": ["dynamic"]}',
+    ):
         path.write_text(text)
         with pytest.raises(InputError, match=r"videos must be .*"):
             read_videos(path)
 
 
 def test_the_command_scores_a_suite(bench: Bench, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    environment = ["--environment", str(bench.environment), "--videos-per-prompt", "2"]
+    environment = ["--environment", str(bench.environment)]
     dimensions = ["--dimensions", "temporal_flickering", "dynamic_degree"]
-    prompts = tmp_path / "prompts.jsonl"
-    assert main(["vbench", "prompts", *dimensions, *environment, "--output", str(prompts)]) == 0
+    prompts = bench.videos / "prompts.jsonl"
+    asked = ["vbench", "prompts", *dimensions, *environment, "--videos-per-prompt", "2"]
+    assert main([*asked, "--output", str(prompts)]) == 0
     items = [json.loads(line) for line in prompts.read_text(encoding="utf-8").splitlines()]
-    listed = [{"file": f"{n}.mp4", "prompt": i["prompt"], "index": i["index"]} for n, i in enumerate(items)]
-    write_json(tmp_path / "videos.json", listed)
+    judged = {item["prompt"]: item["dimensions"] for item in items}
+    flickering = {'still life / "quotes"': ["temporal_flickering"], "a beach": ["temporal_flickering"]}
+    assert judged == {"a cat": ["dynamic_degree"], **flickering} and len(items) == 6
+    # Seeds are those of any number of videos and of any dimensions.
+    all_of_them = suite(["overall_consistency"], 25, 0, bench.environment)
+    assert {item["prompt"] for item in all_of_them} == {"a beach"}
+    seeds = [
+        {(i["prompt"], i["index"]): i["seed"] for i in some if i["prompt"] == "a beach"}
+        for some in (items, all_of_them)
+    ]
+    assert seeds[0].items() <= seeds[1].items() and len({item["seed"] for item in [*items[:4], *all_of_them]}) == 29
+    with pytest.raises(InputError, match="videos_per_prompt must be 1 to 25, got 26"):
+        suite(["overall_consistency"], 26, 0, bench.environment)
+    listed = [json.dumps(item | {"file": f"{number}.mp4"}) for number, item in enumerate(items)]
+    prompts.write_text("\n".join(listed))
     output = tmp_path / "scores.json"
-    asked = ["vbench", "score", str(tmp_path / "videos.json"), *dimensions, *environment, "--standard"]
-    asked += ["--device", "cpu", "--videos", str(bench.videos), "--weights", str(bench.weights)]
-    asked += ["--work-dir", str(bench.work_dir), "--output", str(output)]
+    asked = ["vbench", "score", str(prompts), *dimensions, *environment, "--device", "cpu"]
+    asked += ["--weights", str(bench.weights), "--work-dir", str(bench.work_dir), "--output", str(output)]
     assert main(asked) == 0
     scores = json.loads(output.read_text())["dimensions"]
     assert {video["prompt"] for video in scores["dynamic_degree"]["videos"]} == {"a cat"}
-    flickering = scores["temporal_flickering"]["videos"]
-    assert {video["prompt"] for video in flickering} == {"a beach", 'still life / "quotes"'}
-    for video in flickering:
+    assert {video["prompt"] for video in scores["temporal_flickering"]["videos"]} == flickering.keys()
+    for video in scores["temporal_flickering"]["videos"]:
         assert video["score"] == pytest.approx(expected(PromptedVideo(Path(video["file"]), "a")))
+    capsys.readouterr()
     assert main(asked) == 2
     assert f"vmonarch vbench score: error: --output {output} exists and is not overwritten" in capsys.readouterr().err
     assert main([*asked, "--output", str(tmp_path / "b.json"), "--weights", str(tmp_path)]) == 1
     assert "raft-things.pth" in capsys.readouterr().err
-    write_json(tmp_path / "videos.json", listed[1:])
-    assert main([*asked, "--output", str(tmp_path / "b.json")]) == 2
-    assert "--videos must be 2 of each prompt, got 1 of 'a cat'" in capsys.readouterr().err
     # Prompts of one's own.
     (tmp_path / "own.txt").write_text("a cat\n\na dog, naïve\n", encoding="utf-8")
     output = tmp_path / "folder/prompts.jsonl"

@@ -2,11 +2,11 @@
 
 examples:
   vmonarch calibrate "a red circle moving right over a dark background"
-  vmonarch calibrate --prompt-file prompts.txt --flops 1.35 --limit kl=0.5
-  vmonarch calibrate --diagnosis outputs/calibrate/0001-…/diagnosis.json --budget 0.1 --plan plan.json
+  vmonarch calibrate --prompt-file prompts.txt --flops 1.35 --refine 4
+  vmonarch calibrate --diagnosis outputs/calibrate/0001-…/diagnosis.json --flops 0.7 --plan plan.json
   vmonarch compare "…" --methods full vmonarch vmonarch:plan=plan.json
 
-Without --budget, --flops and --time the plan does as much work as VMonarch with its defaults.
+Without --flops and --time the plan does as much work as VMonarch with its defaults.
 """
 
 from __future__ import annotations
@@ -23,14 +23,13 @@ from vmonarch.eval.calibrate.settings import Budget, CalibrateConfig
 if TYPE_CHECKING:
     from vmonarch.plan import AttentionPlan
 
-_BUDGET = ("budget", "flops", "time", "measure", "limit")
+_BUDGET = ("flops", "time", "measure")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of `vmonarch calibrate`."""
     add_sampling_arguments(parser, group="calibrate")
-    add_options(parser, CalibrateConfig, "candidates", "every", "maps", "sensitivity", "refine")
-    add_options(parser, CalibrateConfig, *_BUDGET)
+    add_options(parser, CalibrateConfig, "candidates", "every", "sensitivity", "refine", *_BUDGET)
     about = "make another plan from this one, of all its candidates or of --candidates; nothing is sampled"
     parser.add_argument("--diagnosis", metavar="FILE", help=about)
     about = "where the plan goes with --diagnosis (default: plan.json beside)"

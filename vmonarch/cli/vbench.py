@@ -20,7 +20,9 @@ examples:
   vmonarch vbench prompts --dimensions imaging_quality --output prompts.jsonl
   vmonarch vbench score videos.jsonl --dimensions imaging_quality --output scores.json
 
-videos.jsonl has a line like {"file": "a.mp4", "prompt": "a lighthouse in a storm"} for every video.
+videos.jsonl has a line like {"file": "a.mp4", "prompt": "a lighthouse in a storm"} for every video, whose path is
+relative to the list. With the lines of `prompts`, and a "file" added to each, a dimension sees the videos of its own
+prompts.
 """
 
 
@@ -51,12 +53,9 @@ def add_arguments(parser: Parser) -> None:
     prompts.add_argument("--prompt-file", type=Path, help="a prompt per line, instead of VBench's")
     prompts.add_argument("--seed", type=int, default=0, help="first seed; every video has its own (default 0)")
     prompts.add_argument("--output", type=Path, required=True, help="JSON Lines file to write")
-    score.add_argument("list", type=Path, help="JSON Lines file, or JSON list, of file and prompt")
-    score.add_argument("--videos", type=Path, metavar="FOLDER", help="of the files (default: that of the list)")
-    for command in (prompts, score):
-        command.add_argument("--videos-per-prompt", type=int, default=5, metavar="N", help="default 5, as VBench asks")
-    about = "the videos are of VBench's prompts: score each by the dimensions of its prompt, and miss none"
-    score.add_argument("--standard", action="store_true", help=about)
+    score.add_argument("list", type=Path, help="JSON Lines file of file and prompt, and of dimensions if not of all")
+    about = "default 5, as VBench asks"
+    prompts.add_argument("--videos-per-prompt", type=int, default=5, metavar="N", help=about)
     score.add_argument("--device", default="auto", help="auto (default: cuda where there is one), cpu, cuda, cuda:N")
     about = "that a dimension may take (default 7200)"
     score.add_argument("--timeout", type=float, default=7200, metavar="SECONDS", help=about)
@@ -94,23 +93,18 @@ def _weights(arguments: argparse.Namespace) -> None:
 def _prompts(arguments: argparse.Namespace) -> None:
     from vmonarch.pipelines.config import read_prompts
 
-    if arguments.prompt_file is None:
-        prompts = scoring.standard_prompts(arguments.dimensions, arguments.environment)
-    else:
-        prompts = dict.fromkeys(read_prompts(str(arguments.prompt_file)), arguments.dimensions)
-    items = scoring.suite(prompts, arguments.videos_per_prompt, arguments.seed)
-    lines = [json.dumps(item, ensure_ascii=False) + "\n" for item in items if item["dimensions"]]
+    own = None if arguments.prompt_file is None else read_prompts(str(arguments.prompt_file))
+    number, seed = arguments.videos_per_prompt, arguments.seed
+    items = scoring.suite(arguments.dimensions, number, seed, arguments.environment, own)
     with AtomicFiles() as files:
+        lines = [json.dumps(item, ensure_ascii=False) + "\n" for item in items]
         files.stage(arguments.output).write_text("".join(lines), encoding="utf-8")
-    print(f"{len(lines)} videos: {arguments.output}")
+    print(f"{len(items)} videos: {arguments.output}")
 
 
 def _score(arguments: argparse.Namespace) -> None:
     settings = {key: getattr(arguments, key) for key in ("work_dir", "timeout", "device", "environment", "weights")}
-    videos = scoring.read_videos(arguments.list, arguments.videos)
-    if arguments.standard:
-        prompts = scoring.standard_prompts(arguments.dimensions, arguments.environment)
-        videos = scoring.standard_videos(videos, prompts, arguments.videos_per_prompt)
+    videos = scoring.read_videos(arguments.list)
     results = {}
     for name, found in scoring.score_videos(videos, arguments.dimensions, **settings, report=print).items():
         rows = zip(found.videos, found.per_video, strict=True)

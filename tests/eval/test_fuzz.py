@@ -1,0 +1,91 @@
+"""The fuzzer finds planted bugs, and does not err by itself."""
+
+import json
+
+import pytest
+import torch
+
+from vmonarch.eval.studies import fuzz
+from vmonarch.kernels.common.launch import interpreted
+from vmonarch.kernels.flash_bias import api as flash_bias
+from vmonarch.kernels.flash_entropy import reference as flash_entropy
+
+PLAIN = {"device": "cpu", "configurations": None}
+
+
+def first_failure(numbers, ops=tuple(fuzz.OPS), implementation="torch"):
+    outcomes = (fuzz.outcome_of(number, implementation, ops=ops, **PLAIN) for number in numbers)
+    return next((outcome for outcome in outcomes if outcome["failure"]), None)
+
+
+def test_plain_torch_is_as_precise_as_its_dtype():
+    assert first_failure(range(37)) is None
+
+
+@pytest.mark.skipif(not interpreted(), reason="needs TRITON_INTERPRET=1 when triton is imported")
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("op", ["window_attention", "flash_entropy_attention"])
+def test_kernels_too(op):
+    assert first_failure(range(2), [op], "triton") is None
+
+
+def test_a_noisy_sum_errs_by_the_size_of_its_terms():
+    signs = torch.tensor([1.0, -1.0], dtype=torch.float64).repeat(48)
+    with fuzz.Noise(0.0, 0):
+        errors = torch.cat([(signs * 3).sum()[None], (3 * signs)[None] @ torch.ones(96, 1).double()[:, 0]]).abs()
+    assert (errors > 0).all() and (errors <= 288 * torch.finfo(torch.float32).eps).all()
+
+
+def test_a_case_is_a_function_of_its_number_and_configurations_decide_what_is_compiled():
+    for number in range(40):
+        one, two = (fuzz.make_case(number) for _ in range(2))
+        assert str(one) == str(two)
+        assert all(torch.equal(x.nan_to_num(), two.tensors[name].nan_to_num()) for name, x in one.tensors.items())
+    cases = [fuzz.make_case(number, configurations=7) for number in (3, 10, 17)]
+    assert len({(case.op, case.dtype, case.forward_only, case.tensors["query"].shape[3]) for case in cases}) == 1
+    assert len({case.tensors["query"].shape[1] for case in cases}) > 1
+
+
+def ignore_strides(right):
+    """Tensors are read as if they were contiguous."""
+    return lambda x: right(x.as_strided(x.shape, torch.empty(x.shape, device="meta").stride()))
+
+
+def round_products(right):
+    """Products of float32 tensors in bfloat16, as under autocast."""
+    return lambda x: right(x if x.dtype == torch.float64 else x.bfloat16())
+
+
+def leave_the_last_row(right):
+    """The last row of the result is never written; in most processes it would hold what was there before."""
+
+    def wrong(query, *args, **options):
+        out, lse = right(query, *args, **options)
+        unwritten = torch.empty_like(out)
+        unwritten[:, : max(1, out.shape[1] - 1)] = out[:, : max(1, out.shape[1] - 1)]
+        return (out if query.dtype == torch.float64 else unwritten), lse
+
+    return wrong
+
+
+def lose_the_gradient(right):
+    """No gradient reaches the key."""
+    kept = lambda query, key: key if query.dtype == torch.float64 else key.detach()
+    return lambda query, key, *args, **options: right(query, kept(query, key), *args, **options)
+
+
+@pytest.mark.parametrize("plant", [ignore_strides, round_products, leave_the_last_row, lose_the_gradient])
+def test_the_fuzzer_finds_a_planted_bug(monkeypatch, plant):
+    if plant in (ignore_strides, round_products):
+        monkeypatch.setattr("vmonarch.kernels.flash_bias.reference.to_groups", plant(flash_entropy.to_groups))
+    else:
+        name = "flash_bias_attention_reference"
+        monkeypatch.setattr(flash_bias, name, plant(getattr(flash_bias, name)))
+    assert first_failure(range(40), ["flash_bias_attention"]) is not None
+
+
+def test_a_run_is_recorded(tmp_path):
+    words = ["--ops", "window_attention", "--output", str(tmp_path / "fuzz.json")]
+    assert fuzz.main(["--cases", "4", *words]) == 0
+    record = json.loads((tmp_path / "fuzz.json").read_text())
+    assert record["cases"] == record["by_op"]["window_attention"]["cases"] == 4 and not record["failed"]
