@@ -13,7 +13,6 @@ import contextlib
 import dataclasses
 import importlib
 import re
-import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,7 +29,6 @@ from vmonarch.configs import (
     read_yaml,
     suggest,
 )
-from vmonarch.configs.stack import Stack
 from vmonarch.validation import plain
 
 if TYPE_CHECKING:
@@ -50,9 +48,11 @@ PROCESSORS = {
 # What methods have besides the options of their processor; the hashes are of the files that the others name.
 _OWN = ("adapter", "adapter_sha256", "plan_sha256")
 
-# Names that methods and recipes had until 2026-11-28, which the next release does not know any more.
-OLD_METHODS = {"vmonarch-refresh": "near-lossless", "vmonarch-refresh-fast": "fast"}
-OLD_RECIPES = {"near-lossless": "stack-near-lossless", "fast": "stack-fast"}
+_RENAMED = {"vmonarch-refresh": "near-lossless", "vmonarch-refresh-fast": "fast"}
+# Names of torchao's configurations: products in float8 with scales of rows, and weights alone in float8.
+LINEARS = ("float8", "float8-weights")
+# Of diffusers, by the name before `CacheConfig`.
+CACHES = {"first_block": "FirstBlock", "mag": "Mag", "sea": "Sea", "taylorseer": "TaylorSeer"}
 _ADVICE = (
     "Based has to be trained for a model: give adapter=FILE of vmonarch.save_adapter, or adapter=null for parameters"
     " that have learnt nothing"
@@ -63,6 +63,56 @@ _GONE = {
     "batch_guidance": (False, "guidance takes two forward calls a step; leave it out"),
     "save_videos": (True, "comparisons keep every method's video; leave it out"),
 }
+
+
+@dataclass(frozen=True)
+class Stack:
+    """What is switched on besides attention; `vmonarch.pipelines.recipes` does it.
+
+    Args:
+        compile: compile the transformer's blocks, and on a GPU let cuDNN compute exact attention.
+        linears: "float8" computes the blocks' linear layers in float8, which needs Ada, Hopper or newer;
+            "float8-weights" only keeps their weights so. Both need torchao. None: the model's own type.
+        cache: None, or a step cache of diffusers: a mapping with `kind`, one of `CACHES`, and arguments of that class
+            (`diffusers.TaylorSeerCacheConfig`, …). "taylorseer" predicts the transformer's output (its lite mode).
+
+    Raises:
+        InputError: an unknown kind of cache or of linear layers, or a cache without its kind.
+    """
+
+    compile: bool = False
+    linears: str | None = None
+    cache: Any = None
+
+    def __post_init__(self) -> None:
+        if self.linears not in (None, *LINEARS):
+            raise InputError("linears", f"must be null or one of {', '.join(LINEARS)}, got {self.linears!r}")
+        if self.cache is None:
+            return
+        known = ", ".join(CACHES)
+        if not isinstance(self.cache, Mapping) or "kind" not in self.cache:
+            raise InputError("cache", f"must be null or a mapping with a kind of {known}, got {self.cache!r}")
+        if (kind := self.cache["kind"]) not in CACHES:
+            raise InputError("cache.kind", f"must be one of {known}, got {kind!r}{suggest(str(kind), CACHES)}")
+
+    def __bool__(self) -> bool:
+        return self != Stack()
+
+    @property
+    def predictable(self) -> bool:
+        """Whether the steps that the cache skips depend on nothing but their number."""
+        return self.cache is None or self.cache["kind"] == "taylorseer"
+
+    def skips(self, call: int) -> bool:
+        """Whether the cache skips this call of a transformer, counted from a run's first; for `predictable` ones."""
+        if self.cache is None:
+            return False
+        from diffusers import TaylorSeerCacheConfig as Defaults
+
+        option = lambda name: self.cache.get(name, getattr(Defaults, name))
+        first, last = option("disable_cache_before_step"), option("disable_cache_after_step")
+        computed = call < first or (call - first - 1) % option("cache_interval") == 0
+        return not computed and (last is None or call < last)
 
 
 @dataclass(frozen=True)
@@ -204,17 +254,9 @@ def resolve_method(
     if not isinstance(spec, str | Mapping):
         raise InputError(argument, f"must be a method's name or a mapping with one, got {spec!r}")
     values = _entry(spec, f"{argument}.")
-    before, label = str(values.pop("name", None)), values.pop("label", "")
-    recorded = OLD_RECIPES if isinstance(values.get("attention"), Mapping) else {}
-    name = (OLD_METHODS | recorded).get(before, before)
-    if label.partition(":")[0] == before:
-        label = label.replace(before, name, 1)
-    note = f"{before!r} is called {name!r} now; the next release does not know the old name" if name != before else ""
-    if argument == "recipe" and name in OLD_RECIPES:
-        note = f"{name!r} is an attention method; the recipe that had this name is {OLD_RECIPES[name]!r}"
-    if note and values.keys().isdisjoint({"kind", "processor", "attention"}):
-        # Records are read without a word.
-        warnings.warn(note, FutureWarning, stacklevel=2)
+    name, label = str(values.pop("name", None)), values.pop("label", "")
+    if name in _RENAMED:
+        raise InputError(argument, f"{name!r} is called {_RENAMED[name]!r} now")
     if name in recipe_names() and not recipes:
         raise InputError(argument, f"must be an attention method, got the recipe {name!r}")
     known = method_names() + recipe_names() * recipes
@@ -224,8 +266,8 @@ def resolve_method(
         return _recipe(name, values, label, argument)
     for key in ("attention", *vars(Stack())):
         if key in values:
-            listed = ", ".join(map(repr, recipe_names()))
-            raise InputError(f"{argument}.{key}", f"is for recipes, and {name!r} is a method: recipes are {listed}")
+            problem = f"is for recipes, which are {', '.join(recipe_names())}; {name!r} is a method"
+            raise InputError(f"{argument}.{key}", problem)
     shipped = read_yaml(name, group="attention")
     processor = shipped.pop("processor")
     # Until 2026-11-28 records had `kind`, which told controls apart, too.

@@ -44,7 +44,7 @@ from vmonarch.pipelines.loading import LoadedModel, complete_and_load
 from vmonarch.pipelines.model_folder import PROXY_RECORD, ModelFolder, find_model
 from vmonarch.pipelines.outputs import GenerationError, frames_sha256, keep_elsewhere, lora_sha256, prepare_output_dir
 from vmonarch.pipelines.processes import Shard
-from vmonarch.pipelines.sampling import Batch, decode, denoise, sample
+from vmonarch.pipelines.sampling import Batch, denoise, sample
 
 if TYPE_CHECKING:
     import numpy as np
@@ -300,8 +300,8 @@ class _Run:
             # The only step may be a dense one, which would warm up nothing of the method.
             warmed = method.without_dense() if steps == 1 else method
             recipes.apply(self.model.pipe, warmed, steps=self.config.steps)
-            latents = denoise(self.model, self.config, prompts, seeds, steps=steps, progress=title).latents
-        decode(self.model.pipe, latents[:1])
+            last = method is self.config.methods[-1]
+            denoise(self.model, self.config, prompts, seeds, steps=steps, decode=last, progress=title)
 
     def _make(self, batch: Sequence[Item], total: int, pool: Executor) -> None:
         """Sample, measure and write what is missing of a batch."""
@@ -368,7 +368,7 @@ class _Run:
     ) -> None:
         """Write an item's videos, measure what is read back from them, and commit it with its JSON."""
         from vmonarch.eval.similarity import frames_of_file
-        from vmonarch.pipelines.video_io import VideoError, encode_video, to_uint8, verify_video
+        from vmonarch.pipelines.video_io import VideoError, encode_video, read_video, to_uint8
 
         folder = self.output / "items" / item.name
         folder.mkdir(parents=True, exist_ok=True)
@@ -378,7 +378,7 @@ class _Run:
             """Write a method's video; the frames that are read back from it."""
             assert self.config.fps is not None
             encode_video(paths[label], pictures[label], self.config.fps)
-            return frames_of_file(verify_video(paths[label], pictures[label]))
+            return frames_of_file(read_video(paths[label])[0])
 
         def finished(row: dict[str, Any]) -> dict[str, Any]:
             label = row["method"]
@@ -417,7 +417,7 @@ def write_pictures(
     rows: Sequence[Mapping[str, Any]],
 ) -> None:
     """Write the methods' videos of an item, [F, H, W, 3] by label, side by side, as mp4 and as strips."""
-    from vmonarch.pipelines.video_io import encode_video, side_by_side, strips, verify_video
+    from vmonarch.pipelines.video_io import encode_video, side_by_side, strips
 
     assert config.fps is not None
     notes = {}
@@ -425,9 +425,7 @@ def write_pictures(
         close = "reference" if row["psnr"] is None else f"PSNR {float(row['psnr']):.1f} dB · SSIM {row['ssim']:.3f}"
         notes[row["method"]] = f"{close} · {row['seconds']:.1f} s"
     video = side_by_side(pictures, notes=notes)
-    path = files.stage(target / f"{item.number:04d}-side-by-side.mp4")
-    encode_video(path, video, config.fps)
-    verify_video(path, video)
+    encode_video(files.stage(target / f"{item.number:04d}-side-by-side.mp4"), video, config.fps)
     picture = strips(pictures, notes=notes, title=f"{item.prompt} · seed {item.seed}", count=config.strip_frames)
     picture.save(files.stage(target / f"{item.number:04d}-strips.png"))
 

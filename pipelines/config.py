@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from vmonarch.configs import InputError, build, check_keys, check_types, read_yaml
-from vmonarch.configs.methods import AttentionMethod, merge_attention, options_now, resolve_method
-from vmonarch.configs.stack import Stack
+from vmonarch.configs.methods import AttentionMethod, Stack, merge_attention, options_now, resolve_method
 from vmonarch.pipelines.environment import DTYPES, choose_device, choose_dtype
 from vmonarch.pipelines.kinds import IMAGE_TO_VIDEO, KINDS
 from vmonarch.pipelines.lora import LORA, check_lora

@@ -6,21 +6,19 @@
     video = pipe("a lighthouse in a storm").frames[0]
     recipes.apply(pipe, "full")                       # stock again
 
-A recipe is a file of `configs/recipes/`: an attention method, and a `vmonarch.configs.stack.Stack` of compiled blocks,
-quantised linear layers and a step cache of diffusers.
+A recipe is a file of `configs/recipes/`: an attention method, and a `Stack` (`vmonarch.configs.methods`) of compiled
+blocks, quantised linear layers and a step cache of diffusers.
 """
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from vmonarch.configs import InputError
-from vmonarch.configs.methods import AttentionMethod, resolve_method
-from vmonarch.configs.stack import CACHES, Stack
+from vmonarch.configs import InputError, build
+from vmonarch.configs.methods import CACHES, AttentionMethod, Stack, resolve_method
 
 if TYPE_CHECKING:
     import torch
@@ -179,22 +177,16 @@ def cache_config(stack: Stack, steps: int | None) -> Any:
 
     arguments = dict(stack.cache)
     cls = getattr(diffusers, f"{CACHES[arguments.pop('kind')]}CacheConfig")
-    known = {option.name: getattr(option.type, "__name__", "") for option in dataclasses.fields(cls)}
-    numbers: dict[str, Any] = {"bool": bool, "int": int, "float": (int, float)}
-    for name, value in arguments.items():
-        if name not in known:
-            raise InputError(f"cache.{name}", f"is no argument of {cls.__name__}; known: {', '.join(known)}")
-        wanted = numbers.get(known[name], object)
-        if not isinstance(value, wanted) or (isinstance(value, bool) and known[name] in ("int", "float")):
-            raise InputError(f"cache.{name}", f"must be of type {known[name]}, got {value!r}")
     if cls is diffusers.TaylorSeerCacheConfig:
         # Of one output alone the factors are small, whatever their type.
         arguments = {"use_lite_mode": True, "taylor_factors_dtype": torch.float32} | arguments
     if cls is diffusers.MagCacheConfig and steps is not None:
         arguments.setdefault("num_inference_steps", steps)
     try:
-        return cls(**arguments)
-    except (TypeError, ValueError) as error:
+        return build(cls, arguments, prefix="cache.")
+    except ValueError as error:
+        if isinstance(error, InputError):
+            raise
         raise InputError("cache", f"cannot be used: {' '.join(str(error).split())}") from error
 
 

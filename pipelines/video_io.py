@@ -28,8 +28,6 @@ if TYPE_CHECKING:
 
 # A video whose values span less than two of 255 grey levels shows nothing.
 _CONSTANT = 2 / 255
-# Mean absolute error, as a share of the range, that encoding may cost. Pure noise in 4:2:0 chroma stays well below.
-_ENCODING_ERROR = 0.15
 # Pixels of a frame for each thread of x264; smaller frames are no faster with several.
 _PIXELS_PER_THREAD = 100_000
 
@@ -40,7 +38,7 @@ _Cell = tuple[str, str, NDArray[np.uint8] | None]
 
 
 class VideoError(RuntimeError):
-    """A video that is no video: wrong shape, NaN, constant, or not readable back from its file."""
+    """A video that is no video: wrong shape, NaN, constant, or not to be read from its file."""
 
 
 def check_frames(frames: torch.Tensor) -> None:
@@ -161,23 +159,6 @@ def _ffmpeg(*arguments: str, frames: Iterable[NDArray[np.uint8]] = ()) -> tuple[
 def _url(path: Path) -> str:
     """A path as ffmpeg takes it whatever is in it: a colon would end a protocol, and a dash begin an option."""
     return f"file:{path.absolute()}"
-
-
-def verify_video(path: Path, frames: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    """Decode a video file, check it against the frames [F, H, W, 3] that it was made of, and return what it decodes to.
-
-    Raises:
-        VideoError: it cannot be decoded, or differs in frame count or size, is constant, or is far from its source.
-    """
-    decoded, _ = read_video(path)
-    if decoded.shape != frames.shape:
-        raise VideoError(f"{path} decodes to shape {decoded.shape}, but {frames.shape} was written")
-    if int(decoded.max()) - int(decoded.min()) < 255 * _CONSTANT:
-        raise VideoError(f"{path} decodes to a constant video")
-    error = float(np.mean([np.abs(a.astype(np.int16) - b).mean() for a, b in zip(decoded, frames, strict=True)])) / 255
-    if error > _ENCODING_ERROR:
-        raise VideoError(f"{path} decodes to another video: mean absolute error {error:.3f} of the range")
-    return decoded
 
 
 def open_image(path: str, height: int, width: int) -> tuple[Image.Image, str]:

@@ -11,7 +11,6 @@ from comfy.patcher_extension import CallbacksMP, WrappersMP
 from comfy_api.latest import ComfyExtension, io, ui
 
 from vmonarch.configs import InputError
-from vmonarch.configs.methods import OLD_METHODS
 from vmonarch.pipelines.comfyui.seam import KEY, PRESETS, SeamAttention
 from vmonarch.plan import plan_names
 from vmonarch.requirements import check_versions
@@ -106,16 +105,6 @@ class VMonarch(io.ComfyNode):
             return float("nan")
         path = Path(_whole(plan))
         return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else None
-
-    @classmethod
-    def validate_inputs(cls, preset: str | None) -> bool | str:
-        """Whether there is such a preset, which ComfyUI then does not look up in the list, where old names are not.
-
-        Args:
-            preset: the input; None if it comes from another node.
-        """
-        known = preset is None or preset in (*PRESETS, *OLD_METHODS)
-        return known or f"preset must be one of {', '.join(PRESETS)}, got {preset!r}"
 
     @classmethod
     def execute(cls, model: Any, plan: str, **settings: Any) -> Any:

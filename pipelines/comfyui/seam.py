@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import torch
 
 from vmonarch.configs import InputError
-from vmonarch.configs.methods import OLD_METHODS, resolve_method
+from vmonarch.configs.methods import resolve_method
 from vmonarch.dense import DenseSet
 from vmonarch.forward_context import ForwardContext
 from vmonarch.grid import LatentGrid
@@ -286,10 +286,6 @@ class SeamAttention:
     offload_residuals: bool = False
 
     def __post_init__(self) -> None:
-        if self.preset in OLD_METHODS:
-            # A workflow that was saved before keeps the name.
-            _LOG.warning("The preset %s is called %s now: choose it", self.preset, OLD_METHODS[self.preset])
-            self.preset = OLD_METHODS[self.preset]
         if self.preset not in PRESETS:
             raise InputError("preset", f"must be one of {', '.join(PRESETS)}, got {self.preset!r}")
         if not 0 <= self.start_percent <= self.end_percent <= 1:

@@ -320,13 +320,6 @@ def test_steps_and_blocks_are_read(text, steps):
     assert parse_blocks(" 0, 3 - 5,7,") == (range(1), range(3, 6), range(7, 8))
 
 
-def test_a_workflow_with_an_old_name_of_a_preset_runs(nodes, caplog):
-    assert nodes.VMonarch.validate_inputs("vmonarch-refresh-fast") is True
-    assert SeamAttention(preset="vmonarch-refresh-fast").preset == "fast"
-    assert "The preset vmonarch-refresh-fast is called fast now" in caplog.text
-    assert nodes.VMonarch.validate_inputs("local").startswith("preset must be one of near-lossless, fast")
-
-
 @pytest.mark.parametrize(
     "argument, settings",
     [

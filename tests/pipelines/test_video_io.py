@@ -46,7 +46,6 @@ def test_mp4_round_trip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folder:
     # Chroma is stored at half resolution: edges blur, but no plane may be off as a whole.
     error = decoded.astype(float) - frames
     assert np.abs(error).mean() < 6 and np.abs(error.mean(axis=(0, 1, 2))).max() < 2.5
-    video_io.verify_video(path, frames)
     assert places(decoded) == sorted(places(decoded)), "the frames keep their order"
 
 
@@ -123,23 +122,15 @@ def test_refuses_what_cannot_be_encoded(tmp_path: Path) -> None:
 
 
 def test_damaged_files_are_found(tmp_path: Path) -> None:
-    frames = video_io.to_uint8(moving_square(17))
     path = tmp_path / "a.mp4"
-    video_io.encode_video(path, frames, 16)
+    video_io.encode_video(path, video_io.to_uint8(moving_square(17)), 16)
     whole = path.read_bytes()
-    with pytest.raises(video_io.VideoError, match="decodes to shape"):
-        video_io.verify_video(path, frames[:-1])
-    with pytest.raises(video_io.VideoError, match="another video"):
-        video_io.verify_video(path, 255 - frames)
     for damaged in (whole[: len(whole) // 2], b"", b"no video"):
         path.write_bytes(damaged)
         with pytest.raises(video_io.VideoError):
-            video_io.verify_video(path, frames)
+            video_io.read_video(path)
     with pytest.raises(FileNotFoundError):
-        video_io.verify_video(tmp_path / "missing.mp4", frames)
-    video_io.encode_video(path, np.full_like(frames, 7), 16)
-    with pytest.raises(video_io.VideoError, match="constant"):
-        video_io.verify_video(path, np.full_like(frames, 7))
+        video_io.read_video(tmp_path / "missing.mp4")
 
 
 @pytest.mark.parametrize(("frames", "count", "expected"), [(9, 3, [0, 4, 8]), (2, 6, [0, 1]), (1, 6, [0]), (5, 1, [0])])

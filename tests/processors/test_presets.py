@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
-
 import pytest
 import torch
 
@@ -29,20 +27,11 @@ def test_apply_is_near_lossless_and_takes_names(tiny):
     assert torch.equal(tiny.quickly(pipe, 4), by_name)
 
 
-def test_old_names_are_told_for_one_release(tiny):
-    for old, processor in (("vmonarch-refresh", NEAR_LOSSLESS), ("vmonarch-refresh-fast", FAST)):
-        with pytest.warns(FutureWarning, match=f"'{old}' is called '(near-lossless|fast)' now"):
-            assert vmonarch.apply(tiny.transformer(), old).processor.config == processor.config
-    record = resolve_method("fast:refresh=3").to_dict()
-    old = {**record, "name": "vmonarch-refresh-fast", "label": "vmonarch-refresh-fast:refresh=3"}
-    with warnings.catch_warnings(action="error"):
-        assert resolve_method(old).to_dict() == record, "as records and checkpoints have it"
-
-
 @pytest.mark.parametrize(
     ("name", "problem"),
     [
         ("near-lossles", "processor must be one of .*near-lossless.*got 'near-lossles' .did you mean near-lossless"),
+        ("vmonarch-refresh-fast:refresh=3", "processor 'vmonarch-refresh-fast' is called 'fast' now"),
         ("fast:refesh=3", "processor.refesh is no known key .did you mean refresh"),
         ("full", "processor cannot be 'full', the model's own attention, which vmonarch.restore puts back"),
         ("based", "processor cannot be 'based' with 'embedded': vmonarch.load_adapter applies adapters"),

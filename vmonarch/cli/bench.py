@@ -24,7 +24,6 @@ from pathlib import Path
 from typing import Any
 
 from vmonarch.cli.parser import Parser, given_options
-from vmonarch.cli.sampling import add_recipe_argument
 
 # What every benchmark times, for the help; rounds and seconds if nothing else is asked for, and with --quick.
 BENCHES: dict[str, tuple[str, tuple[int, float], tuple[int, float] | None]] = {
@@ -116,7 +115,7 @@ def add_arguments(parser: Parser) -> None:
         of = commands.add_parser(name, help=line, description=f"Time {line}.")
         options = [of.add_argument(option, **told).dest for option, told in _OPTIONS.get(name, _OPERATOR)]
         if name == "e2e":
-            add_recipe_argument(of, "methods", nargs="+")
+            of.add_argument("--recipe", dest="methods", nargs="+", metavar="RECIPE", help="as --methods")
         fast = ("", "") if quick is None else tuple(f", quick {value:g}" for value in quick)
         counted = f"measurements of each method (default {rounds}{fast[0]})"
         of.add_argument("--rounds", type=above_0(int), metavar="N", help=counted)

@@ -17,15 +17,14 @@ from __future__ import annotations
 import argparse
 
 from vmonarch.cli.parser import add_options
-from vmonarch.cli.sampling import add_recipe_argument, add_sampling_arguments, method_help, sampling_config
+from vmonarch.cli.sampling import add_sampling_arguments, method_help, sampling_config
 from vmonarch.pipelines.config import GenerateConfig
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of `vmonarch generate`."""
     add_sampling_arguments(parser, group="generate")
-    parser.add_argument("--attention", metavar="METHOD", help=f"{method_help()} (default vmonarch)")
-    add_recipe_argument(parser, "attention")
+    parser.add_argument("--attention", "--recipe", metavar="METHOD", help=f"{method_help()} (default vmonarch)")
     parser.add_argument("--from-json", metavar="FILE", help="make the video of this record again")
     add_options(parser, GenerateConfig, "contact_sheet")
 

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from vmonarch.cli.parser import add_options, given_options
 from vmonarch.configs import InputError, is_override, parse_overrides, preset_names, read_yaml
-from vmonarch.configs.methods import OLD_RECIPES, method_names, recipe_names
+from vmonarch.configs.methods import method_names, recipe_names
 from vmonarch.pipelines.config import SamplingConfig, build_config, read_prompts
 
 Config = TypeVar("Config", bound=SamplingConfig)
@@ -53,22 +53,10 @@ def method_help() -> str:
     return f"{', '.join(method_names())}, a recipe ({', '.join(recipe_names())}), or METHOD:key=value,…"
 
 
-def add_recipe_argument(parser: argparse.ArgumentParser, option: str, **several: Any) -> None:
-    """Declare `--recipe`, another name of an option that takes methods and recipes."""
-    parser.add_argument("--recipe", dest=option, type=_recipe, metavar="RECIPE", help=f"as --{option}", **several)
-
-
-def _recipe(text: str) -> str:
-    name = text.partition(":")[0]
-    if name in OLD_RECIPES:
-        raise argparse.ArgumentTypeError(f"{name!r} is an attention method; the recipe is {OLD_RECIPES[name]!r}")
-    return text
-
-
 def add_method_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare which methods sample, and which of them is the reference."""
-    parser.add_argument("--methods", nargs="+", metavar="METHOD", help=f"of {method_help()} (default full vmonarch)")
-    add_recipe_argument(parser, "methods", nargs="+")
+    about = f"of {method_help()} (default full vmonarch)"
+    parser.add_argument("--methods", "--recipe", nargs="+", metavar="METHOD", help=about)
     parser.add_argument("--reference", metavar="METHOD", help="what the others are measured against (default full)")
 
 
