@@ -61,6 +61,7 @@ _ADVICE = (
 _GONE = {
     "parallel_by": ("heads", "ranks always share heads; leave it out"),
     "batch_guidance": (False, "guidance takes two forward calls a step; leave it out"),
+    "overwrite": (False, "nothing is ever replaced; give another output_dir"),
     "save_videos": (True, "comparisons keep every method's video; leave it out"),
 }
 

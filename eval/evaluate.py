@@ -54,11 +54,11 @@ if TYPE_CHECKING:
 EVALUATION_FORMAT = "vmonarch-eval-1"
 # Settings that change no number of an item.
 _FREE = (
-    *("output_dir", "overwrite", "device", "offload", "prompt_set", "num_prompts", "baseline"),
+    *("output_dir", "device", "offload", "prompt_set", "num_prompts", "baseline"),
     *("vbench", "vbench_timeout", "report_items", "report_megabytes"),
 )
 # These say nothing of an evaluation on another machine.
-_LOCAL = ("output_dir", "overwrite", "device")
+_LOCAL = ("output_dir", "device")
 
 
 @dataclass(frozen=True)
@@ -120,8 +120,6 @@ def evaluate(
         GenerationError: a video came out constant or with NaN (its raw frames are kept, at the path in the message), is
             missing, damaged, or could not be written.
     """
-    if config.overwrite:
-        raise InputError("overwrite", "cannot be used: an evaluation goes on where it stopped; give another folder")
     check_measures(config)
     shard = shard or Shard.of_environment()
     if shard.size > 1 and config.device == "auto" and choose_device("auto").type == "cuda":

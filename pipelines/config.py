@@ -82,7 +82,6 @@ class SamplingConfig:
         offload: none (default), model (one component at a time on the GPU) or group (a few layers at a time).
         batch_size: videos sampled together (default 1).
         output_dir: created when missing.
-        overwrite: number from 0001 and replace files of the same name, instead of taking the next free number.
 
     Raises:
         InputError: a value that no pipeline supports; the error names the field.
@@ -115,7 +114,6 @@ class SamplingConfig:
     offload: str = "none"
     batch_size: int = 1
     output_dir: str = "outputs/generate"
-    overwrite: bool = False
 
     def __post_init__(self) -> None:
         check_types(self)

@@ -104,9 +104,8 @@ def _generate(config: GenerateConfig, model: LoadedModel, shard: Shard, progress
                 "frames_shape": list(frames.shape),
                 "frames_sha256": outputs.frames_sha256(frames),
             }
-            number = len(videos) + len(failures) + 1 if config.overwrite else None
             try:
-                videos.append(_write(number, config, record, frames))
+                videos.append(_write(config, record, frames))
             except GenerationError as error:
                 failures.append(error)
     if failures:
@@ -115,7 +114,7 @@ def _generate(config: GenerateConfig, model: LoadedModel, shard: Shard, progress
     return videos
 
 
-def _write(number: int | None, config: GenerateConfig, record: dict[str, Any], frames: torch.Tensor) -> GeneratedVideo:
+def _write(config: GenerateConfig, record: dict[str, Any], frames: torch.Tensor) -> GeneratedVideo:
     """Write one video with its sheet and record."""
     from safetensors.torch import save_file
 
@@ -123,21 +122,20 @@ def _write(number: int | None, config: GenerateConfig, record: dict[str, Any], f
 
     assert config.fps is not None
     output = Path(config.output_dir).expanduser()
-    settings = {key: value for key, value in record["config"].items() if key not in ("output_dir", "overwrite")}
+    settings = {key: value for key, value in record["config"].items() if key != "output_dir"}
     try:
-        with outputs.reserve_number(output, number) as digits:
-            stem = f"{digits}-{short_hash(settings)}"
-            video, sheet, text = (output / f"{stem}.{suffix}" for suffix in ("mp4", "png", "json"))
-            record |= {"video": video.name, "contact_sheet": sheet.name if config.contact_sheet else None}
-            video_io.check_frames(frames)
-            pictures = video_io.to_uint8(frames)
-            with AtomicFiles(overwrite=config.overwrite) as files:
-                video_io.encode_video(files.stage(video), pictures, config.fps)
-                if config.contact_sheet:
-                    title = f"{record['prompt']} · seed {record['seed']} · {config.attention.label}"
-                    video_io.contact_sheet(pictures, title=title).save(files.stage(sheet))
-                contents = json.dumps(record, indent=2, ensure_ascii=False) + "\n"
-                files.stage(text).write_text(contents, encoding="utf-8")
+        stem = f"{outputs.next_number(output)}-{short_hash(settings)}"
+        video, sheet, text = (output / f"{stem}.{suffix}" for suffix in ("mp4", "png", "json"))
+        record |= {"video": video.name, "contact_sheet": sheet.name if config.contact_sheet else None}
+        video_io.check_frames(frames)
+        pictures = video_io.to_uint8(frames)
+        with AtomicFiles() as files:
+            video_io.encode_video(files.stage(video), pictures, config.fps)
+            if config.contact_sheet:
+                title = f"{record['prompt']} · seed {record['seed']} · {config.attention.label}"
+                video_io.contact_sheet(pictures, title=title).save(files.stage(sheet))
+            contents = json.dumps(record, indent=2, ensure_ascii=False) + "\n"
+            files.stage(text).write_text(contents, encoding="utf-8")
     except (OSError, video_io.VideoError) as error:
         save = lambda path: save_file({"frames": frames.contiguous()}, path)
         what = f"prompt {shorten(record['prompt'])!r}, seed {record['seed']}"

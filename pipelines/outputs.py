@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import re
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -64,7 +63,7 @@ def load_record(path: str) -> Recorded:
     values, model = record.get("config"), record.get("model")
     if not (isinstance(values, dict) and isinstance(model, dict)):
         raise InputError("from_json", f"{path!r} is an incomplete record")
-    # What was replaced when it was made is not to be replaced again.
+    # An option of before, which says nothing of the video.
     return Recorded({key: value for key, value in values.items() if key != "overwrite"}, model)
 
 
@@ -148,29 +147,10 @@ def prepare_output_dir(output_dir: str) -> Path:
     return folder
 
 
-@contextlib.contextmanager
-def reserve_number(folder: Path, number: int | None = None) -> Iterator[str]:
-    """A four-digit output number that nothing else in `folder` has, held against other processes while in use.
-
-    Args:
-        number: take this one, whatever has it.
-    """
-    if number is not None:
-        yield f"{number:04d}"
-        return
+def next_number(folder: Path) -> str:
+    """The four-digit output number after the last in `folder`."""
     taken = [int(found.group(1)) for path in folder.iterdir() if (found := re.match(r"\.?(\d{4,})[-.]", path.name))]
-    number = max(taken, default=0) + 1
-    while True:
-        mark = folder / f".{number:04d}.reserved"
-        try:
-            mark.touch(exist_ok=False)
-            break
-        except FileExistsError:
-            number += 1
-    try:
-        yield f"{number:04d}"
-    finally:
-        mark.unlink(missing_ok=True)
+    return f"{max(taken, default=0) + 1:04d}"
 
 
 def keep_elsewhere(name: str, write: Callable[[Path], object]) -> str:

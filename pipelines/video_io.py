@@ -164,28 +164,22 @@ def _url(path: Path) -> str:
 def open_image(path: str, height: int, width: int) -> tuple[Image.Image, str]:
     """The first frame that a picture file gives, RGB of this size, and in words what of the picture it does not show.
 
-    The picture stands as its EXIF tag says, has its colour profile converted to sRGB, its 16 bits scaled to 8 and
-    transparent pixels laid over black, and is cropped to the frame's shape, at its centre, and scaled. Clips for
-    training are cropped alike.
+    The picture stands as its EXIF tag says, has its colour profile converted to sRGB and transparent pixels laid over
+    black, and is cropped to the frame's shape, at its centre, and scaled. Clips for training are cropped alike.
 
     Raises:
-        InputError: it or its colour profile cannot be read, or it has 32 bits a channel, whose white nobody knows.
+        InputError: it or its colour profile cannot be read, or it has greys of more than 8 bits.
     """
     from PIL import Image, ImageCms, ImageOps, UnidentifiedImageError
 
     try:
         with Image.open(path) as image:
-            picture, form = ImageOps.exif_transpose(image), image.format
+            picture = ImageOps.exif_transpose(image)
     except (OSError, UnidentifiedImageError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
         raise InputError("image", f"must be a picture file, {path!r} cannot be read: {error}") from error
-    # Pillow holds 16 bits in 32 for some formats, which have no more.
-    if picture.mode.startswith("I;16") or (picture.mode == "I" and form in ("PNG", "PPM")):
-        levels, transparent = np.asarray(picture), picture.info.get("transparency")
-        picture = Image.fromarray((levels / 257).round().astype(np.uint8))
-        if transparent is not None:
-            picture.putalpha(Image.fromarray(((levels != transparent) * 255).astype(np.uint8)))
-    elif picture.mode in ("I", "F"):
-        raise InputError("image", f"must have 8 or 16 bits a channel, {path!r} has 32")
+    # Pillow reads colours of 16 bits as 8, but greys as they are.
+    if picture.mode[0] in "IF":
+        raise InputError("image", f"must have 8 bits a channel, {path!r} has more: save it as RGB")
     if (profile := picture.info.get("icc_profile")) and picture.mode in ("RGB", "RGBA", "CMYK"):
         try:
             srgb, mode = ImageCms.createProfile("sRGB"), "RGBA" if picture.mode == "RGBA" else "RGB"

@@ -48,22 +48,25 @@ def test_a_model_is_diagnosed_planned_and_reported_and_other_plans_need_no_sampl
             code, out, _ = cli(*again, "--budget", 0, "--plan", "exact.json", tiny=False)
         assert code == 0 and out.splitlines()[-1] == "exact.json"
         assert {name for row in AttentionPlan.parse("exact.json").layers["transformer"] for name in row} == {"full"}
-        some = [*again, "--budget", 9, "--plan", "p.json", "--overwrite"]
+        some = [*again, "--budget", 9, "--plan"]
         for left, cheapest in (["vmonarch-t1"], "vmonarch-t1"), (["vmonarch-t1", SPARSE], SPARSE):
-            assert cli(*some, "--candidates", *left, tiny=False)[0] == 0
-            assert list(AttentionPlan.parse("p.json").methods) == [cheapest]
+            assert cli(*some, f"{len(left)}.json", "--candidates", *left, tiny=False)[0] == 0
+            assert list(AttentionPlan.parse(f"{len(left)}.json").methods) == [cheapest]
         for words, message in (
-            ([*some, "--candidates", "vmonarch-t2"], f"--candidates must be of vmonarch-t1, {SPARSE}, got 'vmonarch-"),
-            (again, "exists; give another --plan, or --overwrite"),
+            (
+                [*some, "p.json", "--candidates", "vmonarch-t2"],
+                f"must be of vmonarch-t1, {SPARSE}, got 'vmonarch-",
+            ),
+            (again, "exists; give another --plan"),
             ([*again, "a prompt"], "prompt must not be given with --diagnosis"),
             ([*again, "--refine", 2], "--refine must not be given with --diagnosis"),
             ([*again[:2], folder / "plan.json"], "is no diagnosis"),
         ):
             code, _, err = cli(*words, tiny=False)
             assert code == 2 and message in err, err
-    (options,) = AttentionPlan.parse("p.json").methods.values()
+    (options,) = AttentionPlan.parse("2.json").methods.values()
     assert options == TwoResolutionOptions(share=0.2, tile=(1, 2, 2))
-    assert cli("compare", "a red circle", "--methods", "full", "vmonarch:plan=p.json")[0] == 0
+    assert cli("compare", "a red circle", "--methods", "full", "vmonarch:plan=2.json")[0] == 0
 
 
 def test_a_plan_for_a_time_needs_a_gpu_and_is_reported(cli, monkeypatch):

@@ -242,29 +242,16 @@ def test_a_hub_model_is_recorded_with_its_commit(cli, monkeypatch: pytest.Monkey
     assert asked == [("owner/name", "main"), ("owner/name", "0123abcd")]
 
 
-def test_nothing_is_overwritten_unless_asked(cli) -> None:
+def test_nothing_is_overwritten(cli) -> None:
     assert cli("generate", PROMPT)[0] == 0
     folder = cli.folder / "outputs/generate"
     before = {name: (folder / name).read_bytes() for name in cli.outputs()}
     assert cli("generate", PROMPT)[0] == 0
     assert len(cli.outputs()) == 6 and [name[:4] for name in cli.outputs()] == ["0001"] * 3 + ["0002"] * 3
     assert all((folder / name).read_bytes() == data for name, data in before.items())
-    created = cli.records()[0]["created"]
-    time.sleep(1.1)
-    assert cli("generate", PROMPT, "--overwrite")[0] == 0
-    assert len(cli.outputs()) == 6 and cli.records()[0]["created"] > created
-    path = folder / cli.records()[0]["video"].replace(".mp4", ".json")
-    assert cli("generate", "--from-json", path, tiny=False)[0] == 0
-    assert len(cli.outputs()) == 9, "a record does not hand its permission to overwrite on"
-
-
-def test_numbers_held_by_others_are_left_alone(tmp_path: Path) -> None:
-    with outputs.reserve_number(tmp_path) as first, outputs.reserve_number(tmp_path) as second:
-        assert (first, second) == ("0001", "0002")
-        (tmp_path / "0007-abc.mp4").touch()
-        with outputs.reserve_number(tmp_path) as third:
-            assert third == "0008"
-    assert os.listdir(tmp_path) == ["0007-abc.mp4"]
+    assert cli("generate", "a blue square", "overwrite=true")[0] == 2
+    (folder / "0007-abc.mp4").touch()
+    assert cli("generate", PROMPT)[0] == 0 and cli.outputs()[-1].startswith("0008-")
 
 
 def test_a_broken_video_is_an_error_and_its_frames_are_kept(cli, monkeypatch: pytest.MonkeyPatch) -> None:

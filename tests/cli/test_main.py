@@ -154,13 +154,3 @@ def test_info(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatc
     assert "missing no-such-package" in text
     for word in (__version__, version("torch"), "embedded model", "cpu", "vmonarch-t1", "near-lossless"):
         assert word in text
-
-
-def test_info_computes_the_memory_of_residuals(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["info", "--json", "--residuals", "wan2.1-14b", "93x704x1280"]) == 0
-    found = json.loads(capsys.readouterr().out)["residuals"]
-    # 24 × 44 × 80 tokens, 40 layers, two branches, 40 heads of 128 numbers, and a scale of 4 bytes for each in int8.
-    numbers = 24 * 44 * 80 * 40 * 2 * 40
-    assert found["bytes"] == {"int8": numbers * (128 + 4), "bfloat16": numbers * 256}
-    assert main(["info", "--residuals", "wan2.1-14b", "93x704x1280"]) == 0
-    assert "33.2 GiB in int8, 64.5 GiB in bfloat16, with guidance (84480 tokens, 40 layers)" in capsys.readouterr().out

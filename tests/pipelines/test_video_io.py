@@ -216,17 +216,10 @@ def test_a_colour_profile_is_converted_to_srgb(tmp_path: Path) -> None:
         video_io.open_image(str(tmp_path / "a.png"), 16, 32)
 
 
-def test_sixteen_bits_of_grey_become_eight(tmp_path: Path) -> None:
+def test_greys_of_more_than_eight_bits_are_refused(tmp_path: Path) -> None:
     from PIL import Image
 
-    levels = np.arange(256, dtype=np.uint16).repeat(2).reshape(16, 32) * 257
-    for name in ("grey.png", "grey.tiff"):
-        Image.fromarray(levels).save(tmp_path / name)
-        frame, _ = video_io.open_image(str(tmp_path / name), 16, 32)
-        assert (np.asarray(frame) == (levels // 257)[..., None]).all()
-    Image.fromarray(levels).save(tmp_path / "clear.png", transparency=65535)
-    frame, changes = video_io.open_image(str(tmp_path / "clear.png"), 16, 32)
-    assert (np.asarray(frame) == (levels // 257 % 255)[..., None]).all() and "transparent" in changes
-    Image.fromarray(levels.astype(np.float32)).save(tmp_path / "grey.tiff")
-    with pytest.raises(InputError, match="must have 8 or 16 bits a channel"):
-        video_io.open_image(str(tmp_path / "grey.tiff"), 16, 32)
+    for dtype, name in ((np.uint16, "grey.png"), (np.uint16, "grey.tiff"), (np.float32, "grey.tiff")):
+        Image.fromarray(np.full((16, 32), 300, dtype)).save(tmp_path / name)
+        with pytest.raises(InputError, match="image must have 8 bits a channel"):
+            video_io.open_image(str(tmp_path / name), 16, 32)

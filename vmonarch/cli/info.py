@@ -10,18 +10,11 @@ from typing import Any
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of `vmonarch info`."""
     parser.add_argument("--json", action="store_true", help="as JSON")
-    about = (
-        "also the memory that refresh takes, for a model as in `vmonarch bench e2e` and frames x height x width:"
-        " wan2.1-14b 93x704x1280"
-    )
-    parser.add_argument("--residuals", nargs=2, metavar=("MODEL", "SIZE"), help=about)
 
 
 def run(arguments: argparse.Namespace) -> None:
     """Print what is installed and what would be used."""
     facts = collect()
-    if arguments.residuals is not None:
-        facts["residuals"] = _residuals(*arguments.residuals)
     if arguments.json:
         print(json.dumps(facts, indent=2))
         return
@@ -37,9 +30,6 @@ def run(arguments: argparse.Namespace) -> None:
     for extra, packages in facts["extras"].items():
         missing = [name for name, version in packages.items() if version is None]
         rows[f"extra {extra}"] = f"missing {', '.join(missing)}" if missing else "installed"
-    if found := facts.get("residuals"):
-        sizes = ", ".join(f"{size / 2**30:.1f} GiB in {dtype}" for dtype, size in found["bytes"].items())
-        rows["residuals"] = f"{sizes}, with guidance ({found['tokens']} tokens, {found['layers']} layers)"
     for name, value in rows.items():
         print(f"{name:<{max(map(len, rows))}}  {value}")
 
@@ -82,18 +72,3 @@ def collect() -> dict[str, Any]:
         "recipes": recipe_names(),
         "extras": {extra: package_versions(names) for extra, names in EXTRAS.items()},
     }
-
-
-def _residuals(model_name: str, size: str) -> dict[str, Any]:
-    """Bytes of the residuals of all layers and both guidance branches, by `vmonarch.Refresh.dtype`."""
-    from vmonarch.eval.bench.e2e import choose_settings
-    from vmonarch.eval.wan_models import read_model
-    from vmonarch.kernels.residual.api import DTYPES, residual_bytes
-
-    (setting,) = choose_settings([size], model_name)
-    model = read_model(model_name)
-    shape = model.transformer
-    tokens = model.grid(setting.size, argument="residuals").tokens
-    heads, head_dim, layers = (shape[name] for name in ("num_attention_heads", "attention_head_dim", "num_layers"))
-    sizes = {dtype: 2 * layers * residual_bytes(1, tokens, heads, head_dim, dtype) for dtype in DTYPES}
-    return {"tokens": tokens, "layers": layers, "bytes": sizes}
