@@ -9,7 +9,7 @@ import functools
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from vmonarch.configs import InputError
 
@@ -17,22 +17,9 @@ if TYPE_CHECKING:
     from vmonarch.pipelines.config import SamplingConfig
 
 TEXT_TO_VIDEO, IMAGE_TO_VIDEO = "WanPipeline", "WanImageToVideoPipeline"
+TextLength = tuple[int, int, str]
 # Contents of the config.json of a component, by the component's name.
 Configs = Mapping[str, Mapping[str, Any]]
-
-
-class TextLength(NamedTuple):
-    """How long a prompt is for a text encoder.
-
-    Args:
-        tokens: how many the prompt has.
-        limit: how many the encoder sees; the pipeline cuts off the others.
-        which: for errors, which of the prompt's words are counted; nothing for all.
-    """
-
-    tokens: int
-    limit: int
-    which: str = ""
 
 
 @dataclass(frozen=True)
@@ -44,8 +31,9 @@ class Kind:
         sizes: `spatial`, `temporal`, `patch` and `axis_tokens` of `ModelFolder`, of the components' configs.
         layers: entries of the transformer's config that add up to its number of layers.
         arguments: what the pipeline's call names the settings that not every pipeline has, by their own names.
-        lengths: how long a prompt is for each text encoder, of the tokenizers by their components' names, the prompt,
-            and the setting `max_sequence_length`.
+        lengths: for each text encoder how many tokens a prompt has, how many the encoder sees, after which the pipeline
+            cuts it off, and which of its words are counted ("" for all); of the tokenizers by their components' names,
+            the prompt, and the setting `max_sequence_length`.
         recommended: defaults that the model's configs tell, over those of the class; an InputError that names the
             model where these configs are not supported.
         prepare: sets on a pipeline what its call has no argument for.
@@ -83,7 +71,7 @@ def _lengths(tokenizers: Mapping[str, Any], text: str, most: int | None) -> list
     """Of pipelines with one text encoder, which cut its text at `max_sequence_length`."""
     assert most is not None
     tokenizer = tokenizers["tokenizer"]
-    return [TextLength(_count(tokenizer, text), min(most, tokenizer.model_max_length))]
+    return [(_count(tokenizer, text), min(most, tokenizer.model_max_length), "")]
 
 
 _GUIDED = {"guidance": "guidance_scale", "max_sequence_length": "max_sequence_length"}
@@ -120,7 +108,7 @@ def _hunyuan_lengths(tokenizers: Mapping[str, Any], text: str, most: int | None)
     assert most is not None
     # The second text encoder sums up the first 77 tokens in one vector, whatever comes after them.
     whole = _count(tokenizers["tokenizer"], DEFAULT_PROMPT_TEMPLATE["template"].format(text))
-    return [TextLength(whole - DEFAULT_PROMPT_TEMPLATE["crop_start"], most)]
+    return [(whole - DEFAULT_PROMPT_TEMPLATE["crop_start"], most, "")]
 
 
 def _hunyuan_recommended(configs: Configs) -> dict[str, Any]:
@@ -157,11 +145,11 @@ def _hunyuan15_lengths(tokenizers: Mapping[str, Any], text: str, most: int | Non
     options = {"add_generation_prompt": True, "tokenize": True, "return_dict": True}
     chat = tokenizers["tokenizer"].apply_chat_template(messages, **options)
     tokens = len(chat["input_ids"][0]) - _default(embed, "crop_start")
-    found = [TextLength(tokens, _default(embed, "tokenizer_max_length"))]
+    found = [(tokens, _default(embed, "tokenizer_max_length"), "")]
     written = extract_glyph_texts(text)
     if written is not None:
         limit = _default(glyphs, "tokenizer_max_length")
-        found.append(TextLength(_count(tokenizers["tokenizer_2"], written), limit, " in quotation marks"))
+        found.append((_count(tokenizers["tokenizer_2"], written), limit, " in quotation marks"))
     return found
 
 
