@@ -13,6 +13,7 @@ decoder shows banding below that. Noise is drawn on the CPU, so a seed means the
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -22,7 +23,7 @@ from vmonarch.files import AtomicFiles, short_hash
 from vmonarch.pipelines import outputs, recipes
 from vmonarch.pipelines.config import GenerateConfig
 from vmonarch.pipelines.loading import LoadedModel, complete_and_load, shorten
-from vmonarch.pipelines.outputs import GeneratedVideo, GenerationError, Recorded, load_record
+from vmonarch.pipelines.outputs import GeneratedVideo, GenerationError, load_record
 from vmonarch.pipelines.processes import Shard, check_sharing, shared_videos
 from vmonarch.pipelines.sampling import denoise, sample
 
@@ -35,7 +36,7 @@ __all__ = ["GenerateConfig", "GeneratedVideo", "GenerationError", "generate", "l
 def generate(
     config: GenerateConfig,
     *,
-    recorded: Recorded | None = None,
+    recorded: Mapping[str, Any] | None = None,
     progress: bool = False,
     model: LoadedModel | None = None,
     shard: Shard | None = None,

@@ -14,7 +14,7 @@ from vmonarch.pipelines.environment import choose_device, choose_dtype
 from vmonarch.pipelines.kinds import IMAGE_TO_VIDEO, Kind
 from vmonarch.pipelines.lora import LORA, fuse_loras, in_words
 from vmonarch.pipelines.model_folder import MODELS, ModelError, ModelFolder, find_model
-from vmonarch.pipelines.outputs import Recorded, check_sources, prepare_output_dir
+from vmonarch.pipelines.outputs import check_sources, prepare_output_dir
 from vmonarch.pipelines.processes import Shard
 from vmonarch.pipelines.recipes import quantize_for_good
 
@@ -47,7 +47,11 @@ class LoadedModel:
 
 
 def complete_and_load(
-    config: Config, model: LoadedModel | None, *, shard: Shard | None = None, recorded: Recorded | None = None
+    config: Config,
+    model: LoadedModel | None,
+    *,
+    shard: Shard | None = None,
+    recorded: Mapping[str, Any] | None = None,
 ) -> tuple[Config, LoadedModel]:
     """The completed config and a pipeline that it can be run on; its output folder is there and can be written to.
 

@@ -416,7 +416,7 @@ def test_library_use(tiny_model: Path, tmp_path: Path, loaded: loading.LoadedMod
     assert [video.record["seed"] for video in videos] == [1, 2]
     assert all(video.video.is_file() and video.contact_sheet and video.contact_sheet.is_file() for video in videos)
     recorded = load_record(str(videos[1].record_path))
-    again = generate(build_config(GenerateConfig, recorded.values), recorded=recorded)
+    again = generate(build_config(GenerateConfig, recorded["config"]), recorded=recorded)
     assert again[0].record["frames_sha256"] == videos[1].record["frames_sha256"]
     for change in ({"flow_shift": 9.0}, {"dtype": "bfloat16"}, {"device": "auto"}):
         (name,) = change

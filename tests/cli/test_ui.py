@@ -115,7 +115,7 @@ def test_a_request_gives_a_video_with_its_record_and_the_page_tells_what_is_done
             200,
             (studio.output / name).read_bytes(),
         )
-    values = load_record(str(studio.output / new[0])).values
+    values = load_record(str(studio.output / new[0]))["config"]
     assert (values["attention"]["label"], values["seeds"], values["width"]) == ("near-lossless", [3], 48)
     # A server that starts later shows it, too.
     assert new[1] in ui.Studio(studio.models, str(studio.output), device="cpu").gallery()
