@@ -185,13 +185,13 @@ def _as(hint: Any, value: Any) -> Any:
     Raises:
         TypeError, ValueError: it is of another type.
     """
-    parts = typing.get_args(hint)
-    if isinstance(hint, types.UnionType):
+    parts, origin = typing.get_args(hint), typing.get_origin(hint)
+    if origin in (types.UnionType, typing.Union):
         # What is of one of the types already is not converted to another.
         for part in sorted(parts, key=lambda part: type(value) is not part):
             with contextlib.suppress(TypeError, ValueError):
                 return _as(part, value)
-    elif typing.get_origin(hint) is tuple:
+    elif origin is tuple:
         if isinstance(value, (list, tuple)):
             items = parts[:1] * len(value) if Ellipsis in parts else parts
             return tuple(_as(item, entry) for item, entry in zip(items, value, strict=True))
@@ -199,7 +199,7 @@ def _as(hint: Any, value: Any) -> Any:
         whole = hint is not int or not isinstance(value, float)
         if whole and isinstance(value, (int, float, str)) and not isinstance(value, bool):
             return hint(value)
-    elif hint is Any or isinstance(value, hint):
+    elif hint is Any or isinstance(value, origin or hint):
         return value
     raise TypeError
 

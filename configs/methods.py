@@ -31,7 +31,6 @@ from vmonarch.configs import (
     read_yaml,
     suggest,
 )
-from vmonarch.configs.stack import Stack
 from vmonarch.validation import plain
 
 if TYPE_CHECKING:
@@ -54,6 +53,10 @@ _OWN = ("adapter", "adapter_sha256", "plan_sha256")
 # Names that methods and recipes had until 2026-11-28, which the next release does not know any more.
 OLD_METHODS = {"vmonarch-refresh": "near-lossless", "vmonarch-refresh-fast": "fast"}
 OLD_RECIPES = {"near-lossless": "stack-near-lossless", "fast": "stack-fast"}
+# Names of torchao's configurations: products in float8 with scales of rows, and weights alone in float8.
+LINEARS = ("float8", "float8-weights")
+# Of diffusers, by the name before `CacheConfig`.
+CACHES = {"first_block": "FirstBlock", "mag": "Mag", "sea": "Sea", "taylorseer": "TaylorSeer"}
 _ADVICE = (
     "Based has to be trained for a model: give adapter=FILE of vmonarch.save_adapter, or adapter=null for parameters"
     " that have learnt nothing"
@@ -62,11 +65,62 @@ _ADVICE = (
 _GONE = {
     "parallel_by": ("heads", "ranks always share heads; leave it out"),
     "batch_guidance": (False, "guidance takes two forward calls a step; leave it out"),
+    "overwrite": (False, "nothing is ever replaced; give another output_dir"),
     "save_videos": (True, "comparisons keep every method's video; leave it out"),
     "budget": (None, "plans are for work or time; give flops or time"),
     "limit": (None, "plans go by one measure; give more flops, or measure"),
     "maps": ([], "reports have no maps of attention; leave it out"),
 }
+
+
+@dataclass(frozen=True)
+class Stack:
+    """What is switched on besides attention; `vmonarch.pipelines.recipes` does it.
+
+    Args:
+        compile: compile the transformer's blocks, and on a GPU let cuDNN compute exact attention.
+        linears: "float8" computes the blocks' linear layers in float8, which needs Ada, Hopper or newer;
+            "float8-weights" only keeps their weights so. Both need torchao. None: the model's own type.
+        cache: None, or a step cache of diffusers: a mapping with `kind`, one of `CACHES`, and arguments of that class
+            (`diffusers.TaylorSeerCacheConfig`, …). "taylorseer" predicts the transformer's output (its lite mode).
+
+    Raises:
+        InputError: an unknown kind of cache or of linear layers, or a cache without its kind.
+    """
+
+    compile: bool = False
+    linears: str | None = None
+    cache: Any = None
+
+    def __post_init__(self) -> None:
+        if self.linears not in (None, *LINEARS):
+            raise InputError("linears", f"must be null or one of {', '.join(LINEARS)}, got {self.linears!r}")
+        if self.cache is None:
+            return
+        known = ", ".join(CACHES)
+        if not isinstance(self.cache, Mapping) or "kind" not in self.cache:
+            raise InputError("cache", f"must be null or a mapping with a kind of {known}, got {self.cache!r}")
+        if (kind := self.cache["kind"]) not in CACHES:
+            raise InputError("cache.kind", f"must be one of {known}, got {kind!r}{suggest(str(kind), CACHES)}")
+
+    def __bool__(self) -> bool:
+        return self != Stack()
+
+    @property
+    def predictable(self) -> bool:
+        """Whether the steps that the cache skips depend on nothing but their number."""
+        return self.cache is None or self.cache["kind"] == "taylorseer"
+
+    def skips(self, call: int) -> bool:
+        """Whether the cache skips this call of a transformer, counted from a run's first; for `predictable` ones."""
+        if self.cache is None:
+            return False
+        from diffusers import TaylorSeerCacheConfig as Defaults
+
+        option = lambda name: self.cache.get(name, getattr(Defaults, name))
+        first, last = option("disable_cache_before_step"), option("disable_cache_after_step")
+        computed = call < first or (call - first - 1) % option("cache_interval") == 0
+        return not computed and (last is None or call < last)
 
 
 @dataclass(frozen=True)
@@ -238,8 +292,8 @@ def resolve_method(
         return _recipe(name, values, label, argument)
     for key in ("attention", *vars(Stack())):
         if key in values:
-            listed = ", ".join(map(repr, recipe_names()))
-            raise InputError(f"{argument}.{key}", f"is for recipes, and {name!r} is a method: recipes are {listed}")
+            problem = f"is for recipes, which are {', '.join(recipe_names())}; {name!r} is a method"
+            raise InputError(f"{argument}.{key}", problem)
     shipped = dict(_shipped("attention")[name])
     processor = shipped.pop("processor")
     # Until 2026-11-28 records had `kind`, which told controls apart, too.

@@ -16,7 +16,7 @@ from vmonarch.files import short_hash
 from vmonarch.pipelines.config import complete
 from vmonarch.pipelines.loading import LoadedModel
 from vmonarch.pipelines.model_folder import find_model
-from vmonarch.pipelines.outputs import prepare_output_dir, reserve_number
+from vmonarch.pipelines.outputs import next_number, prepare_output_dir
 
 
 def compare(
@@ -39,17 +39,13 @@ def compare(
     folder = model.folder if model else find_model(config.model, config.revision)
     config = complete(config, folder)
     output = prepare_output_dir(config.output_dir)
-    with reserve_number(output, 1 if config.overwrite else None) as number:
-        target = output / f"{number}-{short_hash(config.to_dict())}"
-        new = not target.exists()
-        target.mkdir(exist_ok=config.overwrite)
-        for record in (target / "flops.json", *target.glob("items/*/item.json")):
-            record.unlink(missing_ok=True)
-        try:
-            made = run_items(config, folder, target, progress=progress, model=model, command=command)
-            # The record has what is in it.
-            (target / "flops.json").unlink()
-            return made
-        finally:
-            if new and not any(target.glob("items/*/item.json")):
-                shutil.rmtree(target)
+    target = output / f"{next_number(output)}-{short_hash(config.to_dict())}"
+    target.mkdir()
+    try:
+        made = run_items(config, folder, target, progress=progress, model=model, command=command)
+        # The record has what is in it.
+        (target / "flops.json").unlink()
+        return made
+    finally:
+        if not any(target.glob("items/*/item.json")):
+            shutil.rmtree(target)

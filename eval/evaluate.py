@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -44,7 +45,7 @@ from vmonarch.pipelines.loading import LoadedModel, complete_and_load
 from vmonarch.pipelines.model_folder import PROXY_RECORD, ModelFolder, find_model
 from vmonarch.pipelines.outputs import GenerationError, frames_sha256, lora_sha256, prepare_output_dir
 from vmonarch.pipelines.processes import Shard
-from vmonarch.pipelines.sampling import Batch, decode, denoise, sample
+from vmonarch.pipelines.sampling import Batch, denoise, sample
 
 if TYPE_CHECKING:
     import numpy as np
@@ -54,11 +55,11 @@ if TYPE_CHECKING:
 EVALUATION_FORMAT = "vmonarch-eval-1"
 # Settings that change no number of an item.
 _FREE = (
-    *("output_dir", "overwrite", "device", "offload", "prompt_set", "num_prompts", "baseline"),
+    *("output_dir", "device", "offload", "prompt_set", "num_prompts", "baseline"),
     *("vbench", "vbench_timeout", "report_items", "report_megabytes"),
 )
 # These say nothing of an evaluation on another machine.
-_LOCAL = ("output_dir", "overwrite", "device")
+_LOCAL = ("output_dir", "device")
 
 
 @dataclass(frozen=True)
@@ -119,8 +120,6 @@ def evaluate(
         GenerationError: a video came out constant or with NaN, is missing or damaged.
         OSError: an item could not be written.
     """
-    if config.overwrite:
-        raise InputError("overwrite", "cannot be used: an evaluation goes on where it stopped; give another folder")
     check_measures(config)
     shard = shard or Shard.of_environment()
     if shard.size > 1 and config.device == "auto" and choose_device("auto").type == "cuda":
@@ -198,8 +197,8 @@ def _changes(before: Any, now: Any, place: str = "") -> Iterator[str]:
             # The same file, wherever it lies.
             if hashes[0] is None or hashes[0] != hashes[1]:
                 yield from _changes(before.get(key), now.get(key), f"{place}.{key}".lstrip("."))
-    elif isinstance(before, list) and isinstance(now, list) and len(before) == len(now):
-        for i, (old, new) in enumerate(zip(before, now, strict=True)):
+    elif isinstance(before, list) and isinstance(now, list):
+        for i, (old, new) in enumerate(itertools.zip_longest(before, now)):
             yield from _changes(old, new, f"{place}[{i}]")
     elif before != now:
         texts = [json.dumps(value, ensure_ascii=False) for value in (before, now)]
@@ -299,8 +298,8 @@ class _Run:
             # The only step may be a dense one, which would warm up nothing of the method.
             warmed = method.without_dense() if steps == 1 else method
             recipes.apply(self.model.pipe, warmed, steps=self.config.steps)
-            latents = denoise(self.model, self.config, prompts, seeds, steps=steps, progress=title).latents
-        decode(self.model.pipe, latents[:1])
+            last = method is self.config.methods[-1]
+            denoise(self.model, self.config, prompts, seeds, steps=steps, decode=last, progress=title)
 
     def _make(self, batch: Sequence[Item], total: int, pool: Executor) -> None:
         """Sample, measure and write what is missing of a batch."""
@@ -351,7 +350,7 @@ class _Run:
         self, item: Item, frames: Mapping[str, torch.Tensor], rows: Sequence[dict[str, Any]], pool: Executor
     ) -> None:
         """Write an item's videos, and commit it with its JSON."""
-        from vmonarch.pipelines.video_io import VideoError, encode_video, to_uint8, verify_video
+        from vmonarch.pipelines.video_io import VideoError, encode_video, to_uint8
 
         folder = self.output / "items" / item.name
         folder.mkdir(parents=True, exist_ok=True)
@@ -360,9 +359,8 @@ class _Run:
         def encode(row: dict[str, Any]) -> dict[str, Any]:
             """Write a method's video; its row with that."""
             assert self.config.fps is not None
-            path, video = paths[row["method"]], pictures[row["method"]]
-            encode_video(path, video, self.config.fps)
-            verify_video(path, video)
+            path = paths[row["method"]]
+            encode_video(path, pictures[row["method"]], self.config.fps)
             return row | {"video": f"{file_name(row['method'])}.mp4", "video_sha256": file_sha256(path)}
 
         # An item without its JSON was left by a process that was killed: its videos are replaced.
@@ -396,7 +394,7 @@ def write_pictures(
     rows: Sequence[Mapping[str, Any]],
 ) -> None:
     """Write the methods' videos of an item, [F, H, W, 3] by label, side by side, as mp4 and as strips."""
-    from vmonarch.pipelines.video_io import encode_video, side_by_side, strips, verify_video
+    from vmonarch.pipelines.video_io import encode_video, side_by_side, strips
 
     assert config.fps is not None
     notes = {}
@@ -404,9 +402,7 @@ def write_pictures(
         close = "reference" if row["psnr"] is None else f"PSNR {float(row['psnr']):.1f} dB · SSIM {row['ssim']:.3f}"
         notes[row["method"]] = f"{close} · {row['seconds']:.1f} s"
     video = side_by_side(pictures, notes=notes)
-    path = files.stage(target / f"{item.number:04d}-side-by-side.mp4")
-    encode_video(path, video, config.fps)
-    verify_video(path, video)
+    encode_video(files.stage(target / f"{item.number:04d}-side-by-side.mp4"), video, config.fps)
     picture = strips(pictures, notes=notes, title=f"{item.prompt} · seed {item.seed}", count=config.strip_frames)
     picture.save(files.stage(target / f"{item.number:04d}-strips.png"))
 

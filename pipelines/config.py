@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from vmonarch.configs import InputError, build, check_keys, check_types, read_yaml
-from vmonarch.configs.methods import AttentionMethod, merge_attention, options_now, resolve_method
-from vmonarch.configs.stack import Stack
+from vmonarch.configs.methods import AttentionMethod, Stack, merge_attention, options_now, resolve_method
 from vmonarch.pipelines.environment import DTYPES, choose_device, choose_dtype
 from vmonarch.pipelines.kinds import IMAGE_TO_VIDEO, KINDS
 from vmonarch.pipelines.lora import LORA, check_lora
@@ -83,7 +82,6 @@ class SamplingConfig:
         offload: none (default), model (one component at a time on the GPU) or group (a few layers at a time).
         batch_size: videos sampled together (default 1).
         output_dir: created when missing.
-        overwrite: number from 0001 and replace files of the same name, instead of taking the next free number.
 
     Raises:
         InputError: a value that no pipeline supports; the error names the field.
@@ -116,7 +114,6 @@ class SamplingConfig:
     offload: str = "none"
     batch_size: int = 1
     output_dir: str = "outputs/generate"
-    overwrite: bool = False
 
     def __post_init__(self) -> None:
         check_types(self)

@@ -150,16 +150,6 @@ def environment(device: Any) -> dict[str, Any]:
     }
 
 
-def memory_bytes() -> int:
-    """Main memory that this process may use: the machine's, or what its control group is limited to."""
-    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    try:
-        return min(total, int(Path("/sys/fs/cgroup/memory.max").read_text(encoding="ascii")))
-    except (OSError, ValueError):
-        # No control groups here, or "max".
-        return total
-
-
 def peak_memory_bytes(device: Any) -> dict[str, int]:
     """Peak so far of the process's resident memory, and of the CUDA device's allocations since they were last reset."""
     import torch

@@ -8,14 +8,12 @@
 Beside each mp4 lie a contact sheet (PNG) and a record (JSON), from which `load_record` and `generate` make the video
 again. Precision: `dtype="auto"` is float32 on the CPU and bfloat16 on CUDA; the VAE always runs in float32, because its
 decoder shows banding below that. Noise is drawn on the CPU, so a seed means the same noise on every device.
-
-Legend: B videos of a batch, F frames, H and W pixels, C latent channels, T latent frames, h and w latent pixels.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
+from collections.abc import Mapping
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -25,7 +23,7 @@ from vmonarch.files import AtomicFiles, short_hash
 from vmonarch.pipelines import outputs, recipes
 from vmonarch.pipelines.config import GenerateConfig
 from vmonarch.pipelines.loading import LoadedModel, complete_and_load, shorten
-from vmonarch.pipelines.outputs import GeneratedVideo, GenerationError, Recorded, load_record
+from vmonarch.pipelines.outputs import GeneratedVideo, GenerationError, load_record
 from vmonarch.pipelines.processes import Shard, check_sharing, shared_videos
 from vmonarch.pipelines.sampling import denoise, sample
 
@@ -38,7 +36,7 @@ __all__ = ["GenerateConfig", "GeneratedVideo", "GenerationError", "generate", "l
 def generate(
     config: GenerateConfig,
     *,
-    recorded: Recorded | None = None,
+    recorded: Mapping[str, Any] | None = None,
     progress: bool = False,
     model: LoadedModel | None = None,
     shard: Shard | None = None,
@@ -59,7 +57,7 @@ def generate(
         InputError: an argument that cannot be used, found before anything is loaded where possible.
         ModelError: the model folder is missing something, damaged or unsupported.
         GenerationError: a video came out constant or with NaN, or could not be written. The others are on disk all
-            the same, and of the broken one the raw tensors, at the path in the message.
+            the same, and of the broken one the raw frames, at the path in the message.
     """
     shard = shard or Shard()
     check_sharing(config, shard)
@@ -96,7 +94,7 @@ def _generate(config: GenerateConfig, model: LoadedModel, shard: Shard, progress
             "transformer_calls": result.transformer_calls,
             "peak_memory_bytes": peak_memory_bytes(model.device),
         }
-        for (prompt, seed), frames, latents in zip(jobs, result.frames, result.latents, strict=True):
+        for (prompt, seed), frames in zip(jobs, result.frames, strict=True):
             record = {
                 "format": outputs.RECORD_FORMAT,
                 "created": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -107,9 +105,8 @@ def _generate(config: GenerateConfig, model: LoadedModel, shard: Shard, progress
                 "frames_shape": list(frames.shape),
                 "frames_sha256": outputs.frames_sha256(frames),
             }
-            number = len(videos) + len(failures) + 1 if config.overwrite else None
             try:
-                videos.append(_write(number, config, record, frames, latents))
+                videos.append(_write(config, record, frames))
             except GenerationError as error:
                 failures.append(error)
     if failures:
@@ -118,51 +115,31 @@ def _generate(config: GenerateConfig, model: LoadedModel, shard: Shard, progress
     return videos
 
 
-def _write(
-    number: int | None, config: GenerateConfig, record: dict[str, Any], frames: torch.Tensor, latents: torch.Tensor
-) -> GeneratedVideo:
-    """Write one video with its sheet and record, checked before it gets its name."""
+def _write(config: GenerateConfig, record: dict[str, Any], frames: torch.Tensor) -> GeneratedVideo:
+    """Write one video with its sheet and record."""
+    from safetensors.torch import save_file
+
     from vmonarch.pipelines import video_io
 
     assert config.fps is not None
     output = Path(config.output_dir).expanduser()
-    settings = {key: value for key, value in record["config"].items() if key not in ("output_dir", "overwrite")}
-    with contextlib.ExitStack() as stack:
-        stem = "video"
-        try:
-            digits = stack.enter_context(outputs.reserve_number(output, number))
-            stem = f"{digits}-{short_hash(settings)}"
-            video, sheet, text = (output / f"{stem}.{suffix}" for suffix in ("mp4", "png", "json"))
-            record |= {"video": video.name, "contact_sheet": sheet.name if config.contact_sheet else None}
-            video_io.check_frames(frames)
-            pictures = video_io.to_uint8(frames)
-            with AtomicFiles(overwrite=config.overwrite) as files:
-                staged = files.stage(video)
-                video_io.encode_video(staged, pictures, config.fps)
-                video_io.verify_video(staged, pictures)
-                if config.contact_sheet:
-                    title = f"{record['prompt']} · seed {record['seed']} · {config.attention.label}"
-                    video_io.contact_sheet(pictures, title=title).save(files.stage(sheet))
-                contents = json.dumps(record, indent=2, ensure_ascii=False) + "\n"
-                files.stage(text).write_text(contents, encoding="utf-8")
-        except (OSError, video_io.VideoError) as error:
-            what = f"prompt {shorten(record['prompt'])!r}, seed {record['seed']}"
-            raise GenerationError(f"{what}: {error}; {_keep_raw(output, stem, frames, latents)}") from error
-    return GeneratedVideo(video, sheet if config.contact_sheet else None, text, record)
-
-
-def _keep_raw(output: Path, stem: str, frames: torch.Tensor, latents: torch.Tensor) -> str:
-    """Save what could not become a video where there is room for it, and say where."""
-    from safetensors.torch import save_file
-
-    def write(path: Path) -> str:
-        with AtomicFiles(overwrite=True) as files:
-            save_file({"frames": frames.contiguous(), "latents": latents.contiguous()}, files.stage(path))
-        return f"raw frames and latents are kept in {path}"
-
-    name = f"{stem}.raw.safetensors"
+    settings = {key: value for key, value in record["config"].items() if key != "output_dir"}
     try:
-        return write(output / name)
-    except Exception:
-        # safetensors reports a full disk by an exception of its own; whatever it is, another folder may do.
-        return outputs.keep_elsewhere(name, write)
+        stem = f"{outputs.next_number(output)}-{short_hash(settings)}"
+        video, sheet, text = (output / f"{stem}.{suffix}" for suffix in ("mp4", "png", "json"))
+        record |= {"video": video.name, "contact_sheet": sheet.name if config.contact_sheet else None}
+        video_io.check_frames(frames)
+        pictures = video_io.to_uint8(frames)
+        with AtomicFiles() as files:
+            video_io.encode_video(files.stage(video), pictures, config.fps)
+            if config.contact_sheet:
+                title = f"{record['prompt']} · seed {record['seed']} · {config.attention.label}"
+                video_io.contact_sheet(pictures, title=title).save(files.stage(sheet))
+            contents = json.dumps(record, indent=2, ensure_ascii=False) + "\n"
+            files.stage(text).write_text(contents, encoding="utf-8")
+    except (OSError, video_io.VideoError) as error:
+        save = lambda path: save_file({"frames": frames.contiguous()}, path)
+        what = f"prompt {shorten(record['prompt'])!r}, seed {record['seed']}"
+        kept = outputs.keep_elsewhere("frames.raw.safetensors", save)
+        raise GenerationError(f"{what}: {error}; {kept}") from error
+    return GeneratedVideo(video, sheet if config.contact_sheet else None, text, record)

@@ -1,8 +1,6 @@
 """The pipelines that videos are sampled from: all that differs between their classes in diffusers.
 
 To add one: a record in `KINDS`, a file in `configs/defaults/`, and a tiny pipeline in `tests/support/tiny_folders.py`.
-
-Legend: B videos of a batch, F frames, H and W pixels, C latent channels, T latent frames, h and w latent pixels.
 """
 
 from __future__ import annotations
@@ -11,34 +9,17 @@ import functools
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from vmonarch.configs import InputError
 
 if TYPE_CHECKING:
-    import torch
-
     from vmonarch.pipelines.config import SamplingConfig
 
 TEXT_TO_VIDEO, IMAGE_TO_VIDEO = "WanPipeline", "WanImageToVideoPipeline"
+TextLength = tuple[int, int, str]
 # Contents of the config.json of a component, by the component's name.
 Configs = Mapping[str, Mapping[str, Any]]
-
-
-class TextLength(NamedTuple):
-    """How long a prompt is for a text encoder.
-
-    Args:
-        tokens: how many the prompt has.
-        limit: how many the encoder sees; the pipeline cuts off the others.
-        which: for errors, which of the prompt's words are counted; nothing for all.
-        summary: whether the encoder makes one vector of the prompt, and another one sees all of it.
-    """
-
-    tokens: int
-    limit: int
-    which: str = ""
-    summary: bool = False
 
 
 @dataclass(frozen=True)
@@ -50,10 +31,9 @@ class Kind:
         sizes: `spatial`, `temporal`, `patch` and `axis_tokens` of `ModelFolder`, of the components' configs.
         layers: entries of the transformer's config that add up to its number of layers.
         arguments: what the pipeline's call names the settings that not every pipeline has, by their own names.
-        lengths: how long a prompt is for each text encoder, of the tokenizers by their components' names, the prompt,
-            and the setting `max_sequence_length`.
-        decode: the VAE's video [1, 3, F, H, W] in [-1, 1] of latents [1, C, T, h, w], as the pipeline itself makes it.
-        latents: latents [B, C, T, h, w] of those that the pipeline returns, and their size (T, h, w).
+        lengths: for each text encoder how many tokens a prompt has, how many the encoder sees, after which the pipeline
+            cuts it off, and which of its words are counted ("" for all); of the tokenizers by their components' names,
+            the prompt, and the setting `max_sequence_length`.
         recommended: defaults that the model's configs tell, over those of the class; an InputError that names the
             model where these configs are not supported.
         prepare: sets on a pipeline what its call has no argument for.
@@ -65,9 +45,7 @@ class Kind:
     sizes: Callable[[Configs], dict[str, Any]]
     arguments: Mapping[str, str]
     lengths: Callable[[Mapping[str, Any], str, int | None], list[TextLength]]
-    decode: Callable[[Any, torch.Tensor], torch.Tensor]
     layers: tuple[str, ...] = ("num_layers",)
-    latents: Callable[[Any, torch.Tensor, tuple[int, int, int]], torch.Tensor] = lambda pipe, found, size: found
     recommended: Callable[[Configs], dict[str, Any]] = lambda configs: {}
     prepare: Callable[[Any, SamplingConfig], None] = lambda pipe, config: None
     tiled: bool = False
@@ -93,7 +71,7 @@ def _lengths(tokenizers: Mapping[str, Any], text: str, most: int | None) -> list
     """Of pipelines with one text encoder, which cut its text at `max_sequence_length`."""
     assert most is not None
     tokenizer = tokenizers["tokenizer"]
-    return [TextLength(_count(tokenizer, text), min(most, tokenizer.model_max_length))]
+    return [(_count(tokenizer, text), min(most, tokenizer.model_max_length), "")]
 
 
 _GUIDED = {"guidance": "guidance_scale", "max_sequence_length": "max_sequence_length"}
@@ -113,18 +91,6 @@ def _wan_lengths(tokenizers: Mapping[str, Any], text: str, most: int | None) -> 
     return _lengths(tokenizers, prompt_clean(text), most)
 
 
-def _wan_decode(pipe: Any, latents: torch.Tensor) -> torch.Tensor:
-    import torch
-
-    vae = pipe.vae
-    shape = (1, vae.config.z_dim, 1, 1, 1)
-    mean = torch.tensor(vae.config.latents_mean).view(shape).to(latents.device, vae.dtype)
-    # Divided by the inverse, as diffusers does it, to keep its bits.
-    inverse_std = (1.0 / torch.tensor(vae.config.latents_std).view(shape)).to(latents.device, vae.dtype)
-    video: torch.Tensor = vae.decode(latents.to(vae.dtype) / inverse_std + mean, return_dict=False)[0]
-    return video
-
-
 def _hunyuan_sizes(configs: Configs, *, spatial: int = 8, patch: int = 2) -> dict[str, Any]:
     """The defaults of the VAE and the transformer are those of HunyuanVideo."""
     vae, transformer = configs["vae"], configs["transformer"]
@@ -137,16 +103,12 @@ def _hunyuan_sizes(configs: Configs, *, spatial: int = 8, patch: int = 2) -> dic
 
 
 def _hunyuan_lengths(tokenizers: Mapping[str, Any], text: str, most: int | None) -> list[TextLength]:
-    from diffusers import HunyuanVideoPipeline
     from diffusers.pipelines.hunyuan_video.pipeline_hunyuan_video import DEFAULT_PROMPT_TEMPLATE
 
     assert most is not None
+    # The second text encoder sums up the first 77 tokens in one vector, whatever comes after them.
     whole = _count(tokenizers["tokenizer"], DEFAULT_PROMPT_TEMPLATE["template"].format(text))
-    seen = _default(HunyuanVideoPipeline._get_clip_prompt_embeds, "max_sequence_length")
-    return [
-        TextLength(whole - DEFAULT_PROMPT_TEMPLATE["crop_start"], most),
-        TextLength(_count(tokenizers["tokenizer_2"], text), seen, summary=True),
-    ]
+    return [(whole - DEFAULT_PROMPT_TEMPLATE["crop_start"], most, "")]
 
 
 def _hunyuan_recommended(configs: Configs) -> dict[str, Any]:
@@ -156,12 +118,6 @@ def _hunyuan_recommended(configs: Configs) -> dict[str, Any]:
         )
         raise InputError("model", problem)
     return {}
-
-
-def _scaled_decode(pipe: Any, latents: torch.Tensor) -> torch.Tensor:
-    vae = pipe.vae
-    video: torch.Tensor = vae.decode(latents.to(vae.dtype) / vae.config.scaling_factor, return_dict=False)[0]
-    return video
 
 
 _hunyuan15_sizes = functools.partial(_hunyuan_sizes, spatial=16, patch=1)
@@ -189,11 +145,11 @@ def _hunyuan15_lengths(tokenizers: Mapping[str, Any], text: str, most: int | Non
     options = {"add_generation_prompt": True, "tokenize": True, "return_dict": True}
     chat = tokenizers["tokenizer"].apply_chat_template(messages, **options)
     tokens = len(chat["input_ids"][0]) - _default(embed, "crop_start")
-    found = [TextLength(tokens, _default(embed, "tokenizer_max_length"))]
+    found = [(tokens, _default(embed, "tokenizer_max_length"), "")]
     written = extract_glyph_texts(text)
     if written is not None:
         limit = _default(glyphs, "tokenizer_max_length")
-        found.append(TextLength(_count(tokenizers["tokenizer_2"], written), limit, " in quotation marks"))
+        found.append((_count(tokenizers["tokenizer_2"], written), limit, " in quotation marks"))
     return found
 
 
@@ -215,22 +171,6 @@ def _ltx_sizes(configs: Configs) -> dict[str, Any]:
         vae.get("temporal_compression_ratio") or vae.get("patch_size_t", 1) * factor,
         (transformer.get("patch_size_t", 1), size, size),
     )
-
-
-def _ltx_latents(pipe: Any, found: torch.Tensor, size: tuple[int, int, int]) -> torch.Tensor:
-    config = pipe.transformer.config
-    latents: torch.Tensor = pipe._unpack_latents(found, *size, config.patch_size, config.patch_size_t)
-    return latents
-
-
-def _ltx_decode(pipe: Any, latents: torch.Tensor) -> torch.Tensor:
-    vae = pipe.vae
-    latents = pipe._denormalize_latents(latents, vae.latents_mean, vae.latents_std, vae.config.scaling_factor)
-    latents = latents.to(vae.dtype)
-    # The default of the pipeline's `decode_timestep`: no noise is left for the decoder.
-    timestep = latents.new_zeros(len(latents)) if vae.config.timestep_conditioning else None
-    video: torch.Tensor = vae.decode(latents, timestep, return_dict=False)[0]
-    return video
 
 
 def _cogvideox_sizes(configs: Configs) -> dict[str, Any]:
@@ -260,22 +200,11 @@ def _cogvideox_lengths(tokenizers: Mapping[str, Any], text: str, most: int | Non
     return _lengths(tokenizers, text, _default(CogVideoXPipeline.__call__, "max_sequence_length"))
 
 
-def _cogvideox_latents(pipe: Any, found: torch.Tensor, size: tuple[int, int, int]) -> torch.Tensor:
-    # Frames first, and those before the video are filled in to make whole tokens.
-    return found[:, -size[0] :].transpose(1, 2)
-
-
-def _cogvideox_decode(pipe: Any, latents: torch.Tensor) -> torch.Tensor:
-    video: torch.Tensor = pipe.decode_latents(latents.to(pipe.vae.dtype).transpose(1, 2))
-    return video
-
-
 _WAN = Kind(
     defaults="wan",
     sizes=_wan_sizes,
     arguments=_GUIDED | {"guidance_2": "guidance_scale_2"},
     lengths=_wan_lengths,
-    decode=_wan_decode,
     wan=True,
 )
 
@@ -288,7 +217,6 @@ KINDS = {
         sizes=_hunyuan_sizes,
         arguments=_GUIDED | {"true_guidance": "true_cfg_scale"},
         lengths=_hunyuan_lengths,
-        decode=_scaled_decode,
         layers=("num_layers", "num_single_layers"),
         recommended=_hunyuan_recommended,
         tiled=True,
@@ -298,7 +226,6 @@ KINDS = {
         sizes=_hunyuan15_sizes,
         arguments={},
         lengths=_hunyuan15_lengths,
-        decode=_scaled_decode,
         recommended=_hunyuan15_recommended,
         prepare=_hunyuan15_prepare,
         tiled=True,
@@ -308,22 +235,13 @@ KINDS = {
         sizes=_ltx_sizes,
         arguments=_GUIDED | {"fps": "frame_rate"},
         lengths=_lengths,
-        decode=_ltx_decode,
-        latents=_ltx_latents,
     ),
     "CogVideoXPipeline": Kind(
         defaults="cogvideox",
         sizes=_cogvideox_sizes,
         arguments={"guidance": "guidance_scale"},
         lengths=_cogvideox_lengths,
-        decode=_cogvideox_decode,
-        latents=_cogvideox_latents,
         recommended=_cogvideox_recommended,
         tiled=True,
     ),
 }
-
-
-def kind_of(pipe: Any) -> Kind:
-    """The kind of a pipeline."""
-    return KINDS[type(pipe).__name__]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -15,7 +14,7 @@ from vmonarch.pipelines.environment import choose_device, choose_dtype
 from vmonarch.pipelines.kinds import IMAGE_TO_VIDEO, Kind
 from vmonarch.pipelines.lora import LORA, fuse_loras, in_words
 from vmonarch.pipelines.model_folder import MODELS, ModelError, ModelFolder, find_model
-from vmonarch.pipelines.outputs import Recorded, check_sources, prepare_output_dir
+from vmonarch.pipelines.outputs import check_sources, prepare_output_dir
 from vmonarch.pipelines.processes import Shard
 from vmonarch.pipelines.recipes import quantize_for_good
 
@@ -48,7 +47,11 @@ class LoadedModel:
 
 
 def complete_and_load(
-    config: Config, model: LoadedModel | None, *, shard: Shard | None = None, recorded: Recorded | None = None
+    config: Config,
+    model: LoadedModel | None,
+    *,
+    shard: Shard | None = None,
+    recorded: Mapping[str, Any] | None = None,
 ) -> tuple[Config, LoadedModel]:
     """The completed config and a pipeline that it can be run on; its output folder is there and can be written to.
 
@@ -101,6 +104,10 @@ def load_model(config: SamplingConfig, folder: ModelFolder, shard: Shard | None 
     cls = getattr(diffusers, IMAGE_TO_VIDEO if config.image is not None else folder.pipeline)
     pipe = read_pipeline(cls, folder, dtype, **parts)
     fuse_loras(pipe, config)
+    # A video at a time: its bits do not depend on those that are made with it. Some pipelines hand over latents in the
+    # transformer's type.
+    pipe.vae.enable_slicing()
+    pipe.vae.decoder.register_forward_pre_hook(lambda _, inputs: (inputs[0].float(), *inputs[1:]))
     if folder.kind.tiled:
         pipe.vae.enable_tiling()
     if linears := config.stack.linears:
@@ -178,8 +185,6 @@ def check_loaded(config: SamplingConfig, model: LoadedModel) -> None:
 def check_prompt_lengths(config: SamplingConfig, kind: Kind, tokenizers: Mapping[str, Any]) -> None:
     """Check that no prompt is longer than the text encoders may see: nothing is cut off silently.
 
-    Where an encoder only sums the prompt up in one vector, a prompt that it does not see all of is warned of.
-
     Args:
         tokenizers: by the names of the pipeline's components.
 
@@ -190,13 +195,10 @@ def check_prompt_lengths(config: SamplingConfig, kind: Kind, tokenizers: Mapping
     if config.negative_prompt:
         texts.append(("negative_prompt", config.negative_prompt))
     for name, text in texts:
-        for tokens, limit, which, summary in kind.lengths(tokenizers, text, config.max_sequence_length):
-            has = f"{shorten(text)!r} has {tokens}"
-            if tokens > limit and not summary:
-                raise InputError(name, f"must have at most {limit} tokens{which} for this model's text encoder; {has}")
+        for tokens, limit, which in kind.lengths(tokenizers, text, config.max_sequence_length):
             if tokens > limit:
-                what = f"the encoder that makes one vector of a prompt sees {limit} tokens; {has}"
-                warnings.warn(f"{name}: {what}", stacklevel=2)
+                problem = f"must have at most {limit} tokens{which} for this model's text encoder"
+                raise InputError(name, f"{problem}; {shorten(text)!r} has {tokens}")
 
 
 def shorten(text: str, length: int = 40) -> str:

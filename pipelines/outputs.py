@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import re
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from vmonarch.configs import InputError, file_sha256, read_document
 from vmonarch.pipelines.lora import LORA, find_lora
@@ -47,28 +46,21 @@ class GenerationError(RuntimeError):
         self.videos = tuple(videos)
 
 
-class Recorded(NamedTuple):
-    """A record read back: the settings of its video, and the hashes of what it was made with."""
-
-    values: dict[str, Any]
-    model: dict[str, Any]
-
-
-def load_record(path: str) -> Recorded:
-    """Read the JSON beside a generated video.
+def load_record(path: str) -> dict[str, Any]:
+    """The JSON beside a generated video; `config` in it are the settings, and `model` what it was made with.
 
     Raises:
         InputError: no such file, no JSON, or no record of ours.
     """
     record = read_document("from_json", path, RECORD_FORMAT, "record of a generated video")
-    values, model = record.get("config"), record.get("model")
-    if not (isinstance(values, dict) and isinstance(model, dict)):
+    if not all(isinstance(record.get(part), dict) for part in ("config", "model")):
         raise InputError("from_json", f"{path!r} is an incomplete record")
-    # What was replaced when it was made is not to be replaced again.
-    return Recorded({key: value for key, value in values.items() if key != "overwrite"}, model)
+    # An option of before, which says nothing of the video.
+    record["config"].pop("overwrite", None)
+    return record
 
 
-def check_sources(recorded: Recorded, config: SamplingConfig, folder: ModelFolder) -> None:
+def check_sources(recorded: Mapping[str, Any], config: SamplingConfig, folder: ModelFolder) -> None:
     """Check that what a completed config still takes from a record is what it was: model, picture and LoRA files.
 
     Raises:
@@ -82,8 +74,8 @@ def check_sources(recorded: Recorded, config: SamplingConfig, folder: ModelFolde
         (("image",), "image_sha256", "an image that has"),
         (tuple(LORA), "lora_sha256", "a LoRA file that has"),
     ):
-        same = all(settings[name] == recorded.values.get(name) for name in names)
-        if same and recorded.model.get(key, now[key]) != now[key]:
+        same = all(settings[name] == recorded["config"].get(name) for name in names)
+        if same and recorded["model"].get(key, now[key]) != now[key]:
             raise InputError("from_json", f"names {what} changed since: {settings[names[0]]}")
 
 
@@ -148,29 +140,10 @@ def prepare_output_dir(output_dir: str) -> Path:
     return folder
 
 
-@contextlib.contextmanager
-def reserve_number(folder: Path, number: int | None = None) -> Iterator[str]:
-    """A four-digit output number that nothing else in `folder` has, held against other processes while in use.
-
-    Args:
-        number: take this one, whatever has it.
-    """
-    if number is not None:
-        yield f"{number:04d}"
-        return
+def next_number(folder: Path) -> str:
+    """The four-digit output number after the last in `folder`."""
     taken = [int(found.group(1)) for path in folder.iterdir() if (found := re.match(r"\.?(\d{4,})[-.]", path.name))]
-    number = max(taken, default=0) + 1
-    while True:
-        mark = folder / f".{number:04d}.reserved"
-        try:
-            mark.touch(exist_ok=False)
-            break
-        except FileExistsError:
-            number += 1
-    try:
-        yield f"{number:04d}"
-    finally:
-        mark.unlink(missing_ok=True)
+    return f"{max(taken, default=0) + 1:04d}"
 
 
 def keep_elsewhere(name: str, write: Callable[[Path], object]) -> str:

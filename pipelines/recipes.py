@@ -6,52 +6,31 @@
     video = pipe("a lighthouse in a storm").frames[0]
     recipes.apply(pipe, "full")                       # stock again
 
-A recipe is an entry of `configs/recipes.yaml`: an attention method, and a `vmonarch.configs.stack.Stack` of compiled
-blocks, quantised linear layers and a step cache of diffusers.
+A recipe is an entry of `configs/recipes.yaml`: an attention method, and a `Stack` (`vmonarch.configs.methods`) of
+compiled blocks, quantised linear layers and a step cache of diffusers.
 """
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from vmonarch.configs import InputError
-from vmonarch.configs.methods import AttentionMethod, resolve_method
-from vmonarch.configs.stack import CACHES, Stack
+from vmonarch.configs import InputError, build
+from vmonarch.configs.methods import CACHES, AttentionMethod, Stack, resolve_method
 
 if TYPE_CHECKING:
     import torch
 
-_ATTRIBUTE = "_vmonarch_stack"
+# What a transformer carries of a stack: functions that take it off again, and how its weights were quantised for good.
+_UNDO, _FOR_GOOD = "_vmonarch_undo", "_vmonarch_linears"
 # A block of a model is one function to torch.compile; every method, and every kind of step, makes a version of it.
 RECOMPILE_LIMIT = 64
 # Linear layers of other sizes have no products in float8.
 _FLOAT8_MULTIPLE = 16
 # The first GPUs with products in float8: Ada.
 _FLOAT8_CAPABILITY = (8, 9)
-
-
-@dataclass
-class _Installed:
-    """What a transformer carries of a stack.
-
-    Args:
-        blocks: whose forward is compiled, each with the forward that was set on it before, if any.
-        cache: whether a step cache is enabled.
-        backend: whether the attention backend was chosen.
-        linears: how weights are quantised.
-        own: the linear layers' weights in the model's own type, while they are quantised; None if they are not, or were
-            for good.
-    """
-
-    blocks: list[tuple[Any, Any]] = field(default_factory=list)
-    cache: bool = False
-    backend: bool = False
-    linears: str | None = None
-    own: list[Any] | None = None
 
 
 def apply(
@@ -110,7 +89,7 @@ def quantize_for_good(transformer: torch.nn.Module, linears: str, device: torch.
         block.to(home)
     if device.type == "cuda":
         torch.cuda.empty_cache()
-    setattr(transformer, _ATTRIBUTE, _Installed(linears=linears))
+    setattr(transformer, _FOR_GOOD, linears)
 
 
 def check_linears(linears: str, device: torch.device) -> None:
@@ -180,22 +159,16 @@ def cache_config(stack: Stack, steps: int | None) -> Any:
 
     arguments = dict(stack.cache)
     cls = getattr(diffusers, f"{CACHES[arguments.pop('kind')]}CacheConfig")
-    known = {option.name: getattr(option.type, "__name__", "") for option in dataclasses.fields(cls)}
-    numbers: dict[str, Any] = {"bool": bool, "int": int, "float": (int, float)}
-    for name, value in arguments.items():
-        if name not in known:
-            raise InputError(f"cache.{name}", f"is no argument of {cls.__name__}; known: {', '.join(known)}")
-        wanted = numbers.get(known[name], object)
-        if not isinstance(value, wanted) or (isinstance(value, bool) and known[name] in ("int", "float")):
-            raise InputError(f"cache.{name}", f"must be of type {known[name]}, got {value!r}")
     if cls is diffusers.TaylorSeerCacheConfig:
         # Of one output alone the factors are small, whatever their type.
         arguments = {"use_lite_mode": True, "taylor_factors_dtype": torch.float32} | arguments
     if cls is diffusers.MagCacheConfig and steps is not None:
         arguments.setdefault("num_inference_steps", steps)
     try:
-        return cls(**arguments)
-    except (TypeError, ValueError) as error:
+        return build(cls, arguments, prefix="cache.")
+    except ValueError as error:
+        if isinstance(error, InputError):
+            raise
         raise InputError("cache", f"cannot be used: {' '.join(str(error).split())}") from error
 
 
@@ -205,8 +178,7 @@ def _take_off(transformer: Any, stack: Stack, device: torch.device) -> None:
     Raises:
         InputError: it cannot; what it carries stays.
     """
-    installed: _Installed = getattr(transformer, _ATTRIBUTE, None) or _Installed()
-    for_good = installed.linears if installed.own is None else None
+    for_good = getattr(transformer, _FOR_GOOD, None)
     if for_good and stack.linears != for_good:
         raise InputError("linears", f"must be {for_good!r}, got {stack.linears!r}: the model was quantised for good")
     if stack.linears:
@@ -214,41 +186,36 @@ def _take_off(transformer: Any, stack: Stack, device: torch.device) -> None:
     if stack.compile and not repeated_blocks(transformer):
         name = type(transformer).__name__
         raise InputError("compile", f"cannot be used: diffusers names no repeated blocks of {name}")
-    if installed.cache:
-        transformer.disable_cache()
-    for block, before in installed.blocks:
-        del block.forward
-        if before is not None:
-            block.forward = before
-    if installed.backend:
-        transformer.reset_attention_backend()
-    if installed.own is not None:
-        for module, weight in zip(_linears(transformer), installed.own, strict=True):
-            module.weight = weight
-    setattr(transformer, _ATTRIBUTE, _Installed(linears=for_good))
+    for undo in reversed(vars(transformer).pop(_UNDO, [])):
+        undo()
 
 
 def _put_on(transformer: Any, stack: Stack, cache: Any, device: torch.device, backend: str) -> None:
     import torch
 
-    installed: _Installed = getattr(transformer, _ATTRIBUTE)
-    if stack.linears and stack.linears != installed.linears:
-        installed.linears, installed.own = stack.linears, [module.weight for module in _linears(transformer)]
-        for block in repeated_blocks(transformer):
+    undo: list[Callable[[], object]] = []
+    setattr(transformer, _UNDO, undo)
+    blocks = repeated_blocks(transformer)
+    if stack.linears and not hasattr(transformer, _FOR_GOOD):
+        linears = (module for block in blocks for module in block.modules() if _quantisable(module))
+        undo += [functools.partial(setattr, module, "weight", module.weight) for module in linears]
+        for block in blocks:
             _quantise(block, stack.linears)
     if stack.compile:
         if device.type == "cuda":
             transformer.set_attention_backend("_native_cudnn")
-            installed.backend = True
-        for block in repeated_blocks(transformer):
-            installed.blocks.append((block, vars(block).get("forward")))
+            undo.append(transformer.reset_attention_backend)
+        for block in blocks:
             # Not block.compile(), which would compile the cache's hooks too, and these are no graph.
+            undo.append(functools.partial(_put_back, block, vars(block).get("forward")))
             block.forward = torch.compile(block.forward, fullgraph=True, dynamic=False, backend=backend)
     if cache is not None:
         transformer.enable_cache(cache)
-        installed.cache = True
+        undo.append(transformer.disable_cache)
 
 
-def _linears(transformer: Any) -> list[Any]:
-    """The linear layers that can be quantised."""
-    return [module for block in repeated_blocks(transformer) for module in block.modules() if _quantisable(module)]
+def _put_back(block: Any, forward: Any) -> None:
+    """The forward that was set on a block before, or its class's."""
+    del block.forward
+    if forward is not None:
+        block.forward = forward

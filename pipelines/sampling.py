@@ -1,6 +1,6 @@
 """From prompts to latents to frames, with a clock.
 
-Legend: B videos of a batch, F frames, H and W pixels, C latent channels, T latent frames, h and w latent pixels.
+Legend: B videos of a batch, F frames, H and W pixels.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from vmonarch.pipelines.config import SamplingConfig
-from vmonarch.pipelines.kinds import kind_of
 from vmonarch.pipelines.loading import LoadedModel
 from vmonarch.pipelines.outputs import GenerationError
 
@@ -21,30 +20,21 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Latents:
-    """What the denoising loop made.
+class Batch:
+    """Videos that were sampled together.
 
     Args:
-        latents: [B, C, T, h, w], normalised, on the model's device; of a `Batch` on the CPU.
-        seconds: of the text encoders' forward calls, of all else (denoise), and of the transformers' forward calls
-            within that, for the whole batch.
+        frames: float32 [B, F, 3, H, W] in [0, 1] on the CPU, before any encoding; None if they were not decoded.
+        latents: as the pipeline returns them where they were not; None if they were.
+        seconds: of the whole batch: in the text encoders' forward calls (text), in the decoder's (decode), in all else
+            (denoise), in the transformers' forward calls within that (transformer), and total.
         transformer_calls: how many of these there were.
     """
 
-    latents: torch.Tensor
+    frames: Any
+    latents: Any
     seconds: dict[str, float]
     transformer_calls: int
-
-
-@dataclass(frozen=True)
-class Batch(Latents):
-    """Sampled videos, with what the denoising loop made; `seconds` also has the stages decode and total.
-
-    Args:
-        frames: float32 [B, F, 3, H, W] in [0, 1] on the CPU, before any encoding.
-    """
-
-    frames: torch.Tensor
 
 
 def sample(
@@ -55,13 +45,8 @@ def sample(
     *,
     progress: str | None = None,
 ) -> Batch:
-    """One video for each pair of `prompts[i]` and `seeds[i]`: `denoise`, then `decode`."""
-    result = denoise(model, config, prompts, seeds, progress=progress)
-    start = _now(model.device)
-    frames = decode(model.pipe, result.latents)
-    seconds = result.seconds | {"decode": _now(model.device) - start}
-    seconds["total"] = seconds["text"] + seconds["denoise"] + seconds["decode"]
-    return Batch(result.latents.cpu(), seconds, result.transformer_calls, frames)
+    """One video for each pair of `prompts[i]` and `seeds[i]`: `denoise`, decoded by the pipeline."""
+    return denoise(model, config, prompts, seeds, decode=True, progress=progress)
 
 
 def denoise(
@@ -71,13 +56,15 @@ def denoise(
     seeds: Sequence[int],
     *,
     steps: int | None = None,
+    decode: bool = False,
     progress: str | None = None,
-) -> Latents:
+) -> Batch:
     """Latents for each pair of `prompts[i]` and `seeds[i]`, with the attention that the pipeline carries.
 
     Args:
         config: a completed config.
         steps: instead of `config.steps`.
+        decode: whether to make frames of the latents.
         progress: title of a progress bar; None for none.
 
     Raises:
@@ -101,7 +88,7 @@ def denoise(
         "negative_prompt": [config.negative_prompt or ""] * len(prompts),
         "num_inference_steps": steps or config.steps,
         "generator": generators,
-        "output_type": "latent",
+        "output_type": "pt" if decode else "latent",
     }
     pipe.set_progress_bar_config(disable=progress is None, desc=progress, leave=False)
     kind.prepare(pipe, config)
@@ -112,34 +99,17 @@ def denoise(
     with (
         torch.no_grad(),
         deterministic_convolutions(),
-        _marks(pipe, ("text_encoder", "text_encoder_2"), device) as text,
-        _marks(pipe, ("transformer", "transformer_2"), device) as forward,
+        _marks([getattr(pipe, name, None) for name in ("text_encoder", "text_encoder_2")], device) as text,
+        _marks([getattr(pipe, name, None) for name in ("transformer", "transformer_2")], device) as forward,
+        _marks([pipe.vae.decoder], device) as decoding,
     ):
         found = pipe(**{name: value for name, value in arguments.items() if value is not None}).frames
-    spent = _now(device) - start
     if len(found) != len(prompts):
         raise GenerationError(f"the pipeline returned {len(found)} videos for {len(prompts)} prompts")
-    encoding = _between(text)
-    seconds = {"text": encoding, "denoise": spent - encoding, "transformer": _between(forward)}
-    size = model.folder.latents(arguments["num_frames"], arguments["height"], arguments["width"])
-    return Latents(kind.latents(pipe, found, size), seconds, len(forward) // 2)
-
-
-def decode(pipe: Any, latents: torch.Tensor) -> torch.Tensor:
-    """Frames [B, F, 3, H, W], float32 in [0, 1] on the CPU, of latents [B, C, T, h, w]; NaN stays NaN.
-
-    In float32 with one video they are those of the pipeline itself, bit for bit; in bfloat16 the VAE stays in float32.
-    One video at a time: memory does not grow with the batch, nor do a video's bits depend on its neighbours here.
-    """
-    import torch
-
-    kind, videos = kind_of(pipe), []
-    with torch.no_grad(), deterministic_convolutions():
-        for latent in latents.split(1):
-            decoded = kind.decode(pipe, latent)
-            videos.append((decoded[0].float() / 2 + 0.5).clamp(0, 1).transpose(0, 1).cpu())
-    pipe.maybe_free_model_hooks()
-    return torch.stack(videos)
+    seconds = {"total": _now(device) - start}
+    seconds |= {"text": _between(text), "transformer": _between(forward), "decode": _between(decoding)}
+    seconds["denoise"] = seconds["total"] - seconds["text"] - seconds["decode"]
+    return Batch(found.float().cpu() if decode else None, None if decode else found, seconds, len(forward) // 2)
 
 
 @contextlib.contextmanager
@@ -162,8 +132,8 @@ def _now(device: torch.device) -> float:
 
 
 @contextlib.contextmanager
-def _marks(pipe: Any, components: Sequence[str], device: torch.device) -> Iterator[list[Any]]:
-    """When forward calls of some of a pipeline's components begin and end while the block runs, one after the other.
+def _marks(components: Sequence[Any], device: torch.device) -> Iterator[list[Any]]:
+    """When forward calls of some modules (None: none) begin and end while the block runs, one after the other.
 
     On a GPU these are events, not synchronisations: measuring must not stall its queue.
     """
@@ -178,7 +148,7 @@ def _marks(pipe: Any, components: Sequence[str], device: torch.device) -> Iterat
         else:
             marks.append(time.perf_counter())
 
-    modules = [module for name in components if (module := getattr(pipe, name, None)) is not None]
+    modules = [module for module in components if module is not None]
     hooks = [module.register_forward_pre_hook(mark, prepend=True) for module in modules]
     hooks += [module.register_forward_hook(mark) for module in modules]
     try:

@@ -19,7 +19,7 @@ from vmonarch.eval.calibrate.refining import refine
 from vmonarch.eval.calibrate.settings import CalibrateConfig
 from vmonarch.files import AtomicFiles, short_hash
 from vmonarch.pipelines.loading import LoadedModel, complete_and_load
-from vmonarch.pipelines.outputs import GenerationError, facts, keep_elsewhere, prepare_output_dir, reserve_number
+from vmonarch.pipelines.outputs import GenerationError, facts, keep_elsewhere, next_number, prepare_output_dir
 from vmonarch.pipelines.sampling import denoise
 from vmonarch.plan import AttentionPlan
 
@@ -73,21 +73,19 @@ def calibrate(config: CalibrateConfig, *, progress: bool = False, model: LoadedM
     times = head_times(recorder.inputs, recorder.grid, recorder.candidates)
     about = {"created": datetime.now(UTC).isoformat(timespec="seconds"), "config": config.to_dict()}
     diagnosis = {**document(recorder, times), "about": about | facts(config, model)}
-    with reserve_number(output, 1 if config.overwrite else None) as number_text:
-        target = output / f"{number_text}-{short_hash(config.to_dict())}"
-        save = functools.partial(_save, overwrite=config.overwrite)
-        save(target / "diagnosis.json", json.dumps(diagnosis, ensure_ascii=False, allow_nan=False) + "\n")
-        # What was sampled is on disk by now: a plan that cannot be made costs no more than another --diagnosis.
-        try:
-            make = functools.partial(planning.plan, diagnosis, config)
-            plan = refine(model.pipe, calls, make, config.refine) if config.refine else make()
-        except InputError as error:
-            kept = f"the diagnosis is {target / 'diagnosis.json'}, from which --diagnosis makes other plans"
-            raise InputError(error.argument, f"{error.problem}; {kept}") from error
-        # Refining may take longer than sampling: the plan is on disk before the report is made.
-        save(target / "plan.json", json.dumps(plan.to_dict(), indent=1, ensure_ascii=False) + "\n")
-        warn_if_full(plan)
-        save(target / "report.html", report(diagnosis, plan))
+    target = output / f"{next_number(output)}-{short_hash(config.to_dict())}"
+    _save(target / "diagnosis.json", json.dumps(diagnosis, ensure_ascii=False, allow_nan=False) + "\n")
+    # What was sampled is on disk by now: a plan that cannot be made costs no more than another --diagnosis.
+    try:
+        make = functools.partial(planning.plan, diagnosis, config)
+        plan = refine(model.pipe, calls, make, config.refine) if config.refine else make()
+    except InputError as error:
+        kept = f"the diagnosis is {target / 'diagnosis.json'}, from which --diagnosis makes other plans"
+        raise InputError(error.argument, f"{error.problem}; {kept}") from error
+    # Refining may take longer than sampling: the plan is on disk before the report is made.
+    _save(target / "plan.json", json.dumps(plan.to_dict(), indent=1, ensure_ascii=False) + "\n")
+    warn_if_full(plan)
+    _save(target / "report.html", report(diagnosis, plan))
     return Calibration(target, diagnosis, plan)
 
 
@@ -101,7 +99,7 @@ def warn_if_full(plan: AttentionPlan) -> None:
         )
 
 
-def _save(path: Path, text: str, *, overwrite: bool) -> None:
+def _save(path: Path, text: str) -> None:
     """Write a file of a calibration, or keep it where there is room for it.
 
     Raises:
@@ -109,7 +107,7 @@ def _save(path: Path, text: str, *, overwrite: bool) -> None:
     """
     try:
         path.parent.mkdir(exist_ok=True)
-        with AtomicFiles(overwrite=overwrite) as files:
+        with AtomicFiles() as files:
             files.stage(path).write_text(text, encoding="utf-8")
     except OSError as error:
         kept = keep_elsewhere(path.name, lambda elsewhere: elsewhere.write_text(text, encoding="utf-8"))

@@ -78,7 +78,7 @@ def read_videos(path: Path) -> list[PromptedVideo]:
         ]
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         form = 'a line of {"file": text, "prompt": text} for every video'
-        raise InputError("videos", f"must be {form}; {path} has another: {error!r}") from error
+        raise InputError("list", f"must be {form}; {path} has another: {error!r}") from error
 
 
 def suite(

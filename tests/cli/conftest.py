@@ -11,85 +11,39 @@ from typing import Any
 import pytest
 import torch
 
-WORDS = "a an the red green blue circle square moving left right up down over on plain background slowly".split()
 SIZE = ["--height", "32", "--width", "48", "--num-frames", "9", "--steps", "2"]
 
 
-def build_pipeline(folder: Path, *, image_to_video: bool = False, **options: Any) -> Path:
-    """Save a random two-layer Wan pipeline with an 8×/4× VAE into `folder`; `options` go to its class."""
-    from diffusers import (
-        AutoencoderKLWan,
-        UniPCMultistepScheduler,
-        WanImageToVideoPipeline,
-        WanPipeline,
-        WanTransformer3DModel,
-    )
-    from tokenizers import Tokenizer, models, pre_tokenizers, processors
-    from transformers import PreTrainedTokenizerFast, UMT5Config, UMT5EncoderModel
+def build_pipeline(kind: str, folder: Path) -> Path:
+    """Save a tiny random pipeline of Wan into `folder`."""
+    import tiny_wan
 
-    torch.manual_seed(0)
-    vocabulary = {word: i for i, word in enumerate(["<pad>", "</s>", "<unk>", *WORDS])}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    tokenizer.post_processor = processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", 1)])
-    fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="</s>", unk_token="<unk>", model_max_length=512
-    )
-    encoder = UMT5EncoderModel(
-        UMT5Config(vocab_size=len(vocabulary), d_model=16, d_kv=8, d_ff=32, num_layers=1, num_heads=2)
-    )
-    vae = AutoencoderKLWan(
-        base_dim=4,
-        z_dim=4,
-        dim_mult=[1, 1, 1, 1],
-        num_res_blocks=1,
-        latents_mean=[0.3, -0.2, 0.1, 0.0],
-        latents_std=[1.3, 0.7, 1.1, 0.9],
-    )
-    transformers = {
-        name: WanTransformer3DModel(
-            patch_size=(1, 2, 2),
-            num_attention_heads=2,
-            attention_head_dim=12,
-            in_channels=12 if image_to_video else 4,
-            out_channels=4,
-            text_dim=16,
-            freq_dim=16,
-            ffn_dim=32,
-            num_layers=2,
-            rope_max_seq_len=64,
-        )
-        for name in (["transformer", "transformer_2"] if "boundary_ratio" in options else ["transformer"])
-    }
-    scheduler = UniPCMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0)
-    cls = WanImageToVideoPipeline if image_to_video else WanPipeline
-    pipe = cls(tokenizer=fast, text_encoder=encoder, vae=vae, scheduler=scheduler, **transformers, **options)
-    pipe.save_pretrained(folder)
+    tiny_wan.pipeline(kind).save_pretrained(folder)
     return folder
 
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder of a text-to-video pipeline; not to be changed."""
-    return build_pipeline(tmp_path_factory.mktemp("tiny") / "model")
+    return build_pipeline("t2v", tmp_path_factory.mktemp("tiny") / "model")
 
 
 @pytest.fixture(scope="session")
 def tiny_image_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder of an image-to-video pipeline; not to be changed."""
-    return build_pipeline(tmp_path_factory.mktemp("tiny-i2v") / "model", image_to_video=True)
+    return build_pipeline("i2v-2.1", tmp_path_factory.mktemp("tiny-i2v") / "model")
 
 
 @pytest.fixture(scope="session")
 def tiny_two_stage_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder of a pipeline with a second transformer for the lower noise levels, as Wan 2.2 A14B."""
-    return build_pipeline(tmp_path_factory.mktemp("tiny-a14b") / "model", boundary_ratio=0.8)
+    return build_pipeline("t2v-2.2", tmp_path_factory.mktemp("tiny-a14b") / "model")
 
 
 @pytest.fixture(scope="session")
 def tiny_token_timestep_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder of a pipeline with a timestep for each token, which takes text or image, as Wan 2.2 5B."""
-    return build_pipeline(tmp_path_factory.mktemp("tiny-5b") / "model", expand_timesteps=True)
+    return build_pipeline("t2v-5b", tmp_path_factory.mktemp("tiny-5b") / "model")
 
 
 @pytest.fixture

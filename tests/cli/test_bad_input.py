@@ -94,7 +94,6 @@ EVAL = {
     "baseline": (["a red", "--baseline", "vmonarch-t9"], ["--baseline must be one of full, vmonarch"]),
     "prompt set": (["--prompt-set", "movies"], ["--prompt-set must be one of embedded"]),
     "more prompts than there are": (["--prompt-set", "embedded", "--num-prompts", "1000"], ["at most 64"]),
-    "overwrite": (["a red", "--overwrite"], ["unrecognized arguments: --overwrite"]),
     "vbench": (["a red", "--vbench", "imaging"], ["did you mean imaging_quality?"]),
     "report": (["a red", "--report-items", "-1"], ["--report-items must be", "at least 0"]),
 }

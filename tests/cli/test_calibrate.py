@@ -49,26 +49,26 @@ def test_a_model_is_diagnosed_planned_and_reported_and_other_plans_need_no_sampl
         assert code == 0 and out.splitlines()[-1] == "exact.json"
         assert {name for row in AttentionPlan.parse("exact.json").layers["transformer"] for name in row} == {"full"}
         least = diagnosis["candidates"][SPARSE]["flops"] / default_flops(LatentGrid(*diagnosis["grid"])) + 1e-9
-        some = [*again, "--measure", "kl", "--plan", "p.json", "--overwrite", "--flops"]
-        assert cli(*some, 99, "--candidates", "vmonarch-t1", tiny=False)[0] == 0
-        assert not {SPARSE} & AttentionPlan.parse("p.json").methods.keys()
-        assert cli(*some, least, "--candidates", "vmonarch-t1", SPARSE, tiny=False)[0] == 0
-        assert list(AttentionPlan.parse("p.json").methods) == [SPARSE]
+        some = [*again, "--measure", "kl", "--candidates", "vmonarch-t1"]
+        assert cli(*some, "--flops", 99, "--plan", "1.json", tiny=False)[0] == 0
+        assert not {SPARSE} & AttentionPlan.parse("1.json").methods.keys()
+        assert cli(*some, SPARSE, "--flops", least, "--plan", "2.json", tiny=False)[0] == 0
+        assert list(AttentionPlan.parse("2.json").methods) == [SPARSE]
         for words, message in (
             (
-                [*some, 1, "--candidates", "vmonarch-t2"],
+                [*again, "--candidates", "vmonarch-t2", "--plan", "p.json"],
                 f"--candidates must be of vmonarch-t1, {SPARSE}, got 'vmonarch-",
             ),
-            (again, "exists; give another --plan, or --overwrite"),
+            (again, "exists; give another --plan"),
             ([*again, "a prompt"], "prompt must not be given with --diagnosis"),
             ([*again, "--refine", 2], "--refine must not be given with --diagnosis"),
             ([*again[:2], folder / "plan.json"], "is no diagnosis"),
         ):
             code, _, err = cli(*words, tiny=False)
             assert code == 2 and message in err, err
-    (options,) = AttentionPlan.parse("p.json").methods.values()
+    (options,) = AttentionPlan.parse("2.json").methods.values()
     assert options == TwoResolutionOptions(share=0.2, tile=(1, 2, 2))
-    assert cli("compare", "a red circle", "--methods", "full", "vmonarch:plan=p.json")[0] == 0
+    assert cli("compare", "a red circle", "--methods", "full", "vmonarch:plan=2.json")[0] == 0
 
 
 def test_a_plan_for_a_time_needs_a_gpu_and_is_reported(cli, monkeypatch):

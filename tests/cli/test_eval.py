@@ -190,7 +190,6 @@ def test_processes_and_calls_share_the_items_out(
             r"settings: methods\[2\].dense_layers was 1, is 2$",
         ),
         ({"lpips": True}, "lpips was false, is true"),
-        ({"overwrite": True}, "overwrite cannot be used"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
@@ -418,14 +417,12 @@ def test_every_method_is_warmed_up_with_itself(loaded, tmp_path: Path, monkeypat
                      (None, "full"), (None, (1, 0)), (None, (2, 1))]  # fmt: skip
 
 
-def test_nothing_is_overwritten_unasked_or_kept_of_the_comparison_before(loaded, tmp_path: Path) -> None:
+def test_nothing_is_overwritten(loaded, tmp_path: Path) -> None:
     made = [compare(comparison(loaded, tmp_path), model=loaded) for _ in range(2)]
     names = [comparison.folder.name for comparison in made]
     assert names[0][:5] == "0001-" and names[1][:5] == "0002-"
     first, second = ([row["frames_sha256"] for row in c.record["items"][0]["results"]] for c in made)
     assert first == second
-    folders = {compare(comparison(loaded, tmp_path, overwrite=True), model=loaded).folder.name for _ in range(2)}
-    assert len(folders) == 1 and {path.name for path in tmp_path.iterdir()} == {*names, *folders}
 
 
 def test_a_broken_video_and_a_full_disk_are_named_and_leave_what_was_done(loaded, tmp_path: Path, monkeypatch) -> None:

@@ -114,7 +114,7 @@ def test_a_request_gives_a_video_with_its_record_and_the_page_tells_what_is_done
             200,
             (studio.output / name).read_bytes(),
         )
-    values = load_record(str(studio.output / new[0])).values
+    values = load_record(str(studio.output / new[0]))["config"]
     assert (values["attention"]["label"], values["seeds"], values["width"]) == ("near-lossless", [3], 48)
     # A server that starts later shows it, too.
     assert new[1] in ui.Studio(studio.models, str(studio.output), device="cpu").gallery()
@@ -227,6 +227,7 @@ def test_what_cannot_run_here_is_not_offered(monkeypatch):
         (["--output-dir", "."], "--output-dir must not hold"),
         (["--port", "70000"], "--port 70000 of 127.0.0.1 cannot be had"),
         (["--host", "192.0.2.1"], "cannot be had"),
+        (["--host", "no.such.host.invalid"], "--host 'no.such.host.invalid' is not known"),
         (["--device", "gpu"], "--device must be auto, cpu, cuda or cuda:N"),
     ],
 )

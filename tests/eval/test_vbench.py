@@ -428,7 +428,7 @@ def test_lists_of_videos_are_read(tmp_path: Path) -> None:
         '{"file": "a.mp4", "prompt": "b", "dimensions": ["dynamic"]}',
     ):
         path.write_text(text)
-        with pytest.raises(InputError, match=r"videos must be .*"):
+        with pytest.raises(InputError, match=r"list must be .*"):
             read_videos(path)
 
 

@@ -46,7 +46,6 @@ def test_mp4_round_trip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folder:
     # Chroma is stored at half resolution: edges blur, but no plane may be off as a whole.
     error = decoded.astype(float) - frames
     assert np.abs(error).mean() < 6 and np.abs(error.mean(axis=(0, 1, 2))).max() < 2.5
-    video_io.verify_video(path, frames)
     assert places(decoded) == sorted(places(decoded)), "the frames keep their order"
 
 
@@ -89,9 +88,6 @@ NO_VIDEOS = {
     "flat frames": (torch.rand(5, 3, 1, 1).expand(5, 3, 16, 16), "flat colour"),
     "nan": (moving_square().index_fill(0, torch.tensor(3), float("nan")), "9216 NaN"),
     "infinite": (moving_square() / 0, "infinite"),
-    "out of range": (moving_square() * 2, r"outside \[0, 1\]"),
-    "no frames": (torch.zeros(0, 3, 16, 16), "empty"),
-    "four channels": (torch.rand(5, 4, 16, 16), r"\[F, 3, H, W\]"),
 }
 
 
@@ -108,38 +104,25 @@ def test_accepts_videos() -> None:
 
 def test_refuses_what_cannot_be_encoded(tmp_path: Path) -> None:
     good = video_io.to_uint8(moving_square())
-    for frames, fps, message in (
-        (good[:, :47], 16, "even"),
-        (good[..., :1], 16, "uint8"),
-        (good.astype(np.float32), 16, "uint8"),
-        (good[:0], 16, "not empty"),
-        (good, 0, "fps"),
-        (good, float("nan"), "fps"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            video_io.encode_video(tmp_path / "a.mp4", frames, fps)
+    for frames in (good[..., :1], good.astype(np.float32), good[:0]):
+        with pytest.raises(ValueError, match="frames must be uint8"):
+            video_io.encode_video(tmp_path / "a.mp4", frames, 16)
+    with pytest.raises(OSError, match="ffmpeg could not write the video"):
+        video_io.encode_video(tmp_path / "a.mp4", good[:, :47], 16)
     with pytest.raises(OSError, match="ffmpeg could not write the video: .*No such file"):
         video_io.encode_video(tmp_path / "missing" / "a.mp4", good, 16)
 
 
 def test_damaged_files_are_found(tmp_path: Path) -> None:
-    frames = video_io.to_uint8(moving_square(17))
     path = tmp_path / "a.mp4"
-    video_io.encode_video(path, frames, 16)
+    video_io.encode_video(path, video_io.to_uint8(moving_square(17)), 16)
     whole = path.read_bytes()
-    with pytest.raises(video_io.VideoError, match="decodes to shape"):
-        video_io.verify_video(path, frames[:-1])
-    with pytest.raises(video_io.VideoError, match="another video"):
-        video_io.verify_video(path, 255 - frames)
     for damaged in (whole[: len(whole) // 2], b"", b"no video"):
         path.write_bytes(damaged)
         with pytest.raises(video_io.VideoError):
-            video_io.verify_video(path, frames)
+            video_io.read_video(path)
     with pytest.raises(FileNotFoundError):
-        video_io.verify_video(tmp_path / "missing.mp4", frames)
-    video_io.encode_video(path, np.full_like(frames, 7), 16)
-    with pytest.raises(video_io.VideoError, match="constant"):
-        video_io.verify_video(path, np.full_like(frames, 7))
+        video_io.read_video(tmp_path / "missing.mp4")
 
 
 @pytest.mark.parametrize(("frames", "count", "expected"), [(9, 3, [0, 4, 8]), (2, 6, [0, 1]), (1, 6, [0]), (5, 1, [0])])
@@ -176,11 +159,6 @@ def test_side_by_side_plays_all_at_once_in_rows() -> None:
     joined = video_io.side_by_side({f"method {i}": frames for i in range(5)}, columns=3)
     top, bottom = np.array_split(where_red(joined[0]), 2)
     assert bottom.sum() == pytest.approx(top.sum() * 2 / 3, rel=0.02)
-    for layout in (video_io.strips, video_io.side_by_side):
-        with pytest.raises(ValueError, match="one shape"):
-            layout({"full": frames, "short": frames[:-1]})
-        with pytest.raises(ValueError, match="at least one"):
-            layout({})
 
 
 def test_pictures_are_shown_as_they_are_meant(tmp_path: Path) -> None:
@@ -225,17 +203,10 @@ def test_a_colour_profile_is_converted_to_srgb(tmp_path: Path) -> None:
         video_io.open_image(str(tmp_path / "a.png"), 16, 32)
 
 
-def test_sixteen_bits_of_grey_become_eight(tmp_path: Path) -> None:
+def test_greys_of_more_than_eight_bits_are_refused(tmp_path: Path) -> None:
     from PIL import Image
 
-    levels = np.arange(256, dtype=np.uint16).repeat(2).reshape(16, 32) * 257
-    for name in ("grey.png", "grey.tiff"):
-        Image.fromarray(levels).save(tmp_path / name)
-        frame, _ = video_io.open_image(str(tmp_path / name), 16, 32)
-        assert (np.asarray(frame) == (levels // 257)[..., None]).all()
-    Image.fromarray(levels).save(tmp_path / "clear.png", transparency=65535)
-    frame, changes = video_io.open_image(str(tmp_path / "clear.png"), 16, 32)
-    assert (np.asarray(frame) == (levels // 257 % 255)[..., None]).all() and "transparent" in changes
-    Image.fromarray(levels.astype(np.float32)).save(tmp_path / "grey.tiff")
-    with pytest.raises(InputError, match="must have 8 or 16 bits a channel"):
-        video_io.open_image(str(tmp_path / "grey.tiff"), 16, 32)
+    for dtype, name in ((np.uint16, "grey.png"), (np.uint16, "grey.tiff"), (np.float32, "grey.tiff")):
+        Image.fromarray(np.full((16, 32), 300, dtype)).save(tmp_path / name)
+        with pytest.raises(InputError, match="image must have 8 bits a channel"):
+            video_io.open_image(str(tmp_path / name), 16, 32)

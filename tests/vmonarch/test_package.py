@@ -110,9 +110,9 @@ def test_importing_the_package_is_enough_to_name_its_parts():
         import vmonarch
         vmonarch.bias.alibi_slopes, vmonarch.configs.InputError, vmonarch.finetune.export.export
         vmonarch.eval.compare.compare, vmonarch.eval.evaluate.evaluate, vmonarch.eval.similarity.similarity
-        vmonarch.pipelines.WanPipeline, vmonarch.pipelines.generation.generate
+        vmonarch.pipelines.embedded, vmonarch.pipelines.generation.generate
         assert {"pipelines", "VMonarchProcessor"} <= set(dir(vmonarch)) and "lpips" in dir(vmonarch.eval.similarity)
-        assert "similarity" in dir(vmonarch.eval) and "WanPipeline" in dir(vmonarch.pipelines)
+        assert "similarity" in dir(vmonarch.eval) and "generation" in dir(vmonarch.pipelines)
         """,
         cwd=ROOT,
     )

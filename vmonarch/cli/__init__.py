@@ -28,7 +28,7 @@ from vmonarch.requirements import check_versions
 COMMANDS = {
     "generate": "make videos from prompts",
     "compare": "the same videos through full attention and other methods, with the numbers",
-    "ui": "a web page: prompts to videos, beside those of full attention",
+    "ui": "a web page: from prompts to videos",
     "eval": "methods × prompts × seeds: quality against full attention, statistics, a report",
     "vbench": "VBench's scores of videos, by the official package",
     "calibrate": "what every head loses, and a plan of what every head computes",
@@ -42,12 +42,6 @@ COMMANDS = {
 }
 # They serve whatever versions of torch and diffusers are installed.
 _WITHOUT_VERSIONS = ("info", "completion")
-# By logger, what the import of torchao says, which diffusers imports wherever it is installed: nothing here uses what
-# it could not load. --debug shows it.
-_NOTICES = {
-    "torchao": ("Failed to load", "Skipping import of cpp extensions"),
-    "torch.utils._pytree": ("Calling register_constant() on Enum subclasses",),
-}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -85,11 +79,12 @@ def _run(parser: Parser, arguments: argparse.Namespace) -> int:
     # Read when these libraries are first imported: their notices on missing extras are not about what was asked for.
     for library in ("DIFFUSERS", "TRANSFORMERS"):
         os.environ.setdefault(f"{library}_VERBOSITY", "error")
-    for name in _NOTICES:
-        change = logging.getLogger(name).removeFilter if arguments.debug else logging.getLogger(name).addFilter
-        change(_is_no_notice)
     form = warnings.formatwarning
     if not arguments.debug:
+        # What the import of torchao says, which diffusers imports wherever it is installed: nothing here uses what it
+        # could not load.
+        for name in ("torchao", "torch.utils._pytree"):
+            logging.getLogger(name).setLevel(logging.ERROR)
         warnings.formatwarning = lambda message, *_, **__: f"{parser.prog}: warning: {' '.join(str(message).split())}\n"
     # Only the main thread may set handlers. SIGTERM unwinds the stack as Ctrl-C does, so that temporary files go.
     previous = signal.getsignal(signal.SIGTERM)
@@ -117,10 +112,6 @@ def _run(parser: Parser, arguments: argparse.Namespace) -> int:
         warnings.formatwarning = form
         with contextlib.suppress(ValueError):
             signal.signal(signal.SIGTERM, previous)
-
-
-def _is_no_notice(record: logging.LogRecord) -> bool:
-    return not any(notice in record.getMessage() for notice in _NOTICES[record.name])
 
 
 def is_explained(error: Exception) -> bool:

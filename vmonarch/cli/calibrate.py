@@ -70,8 +70,8 @@ def _plan_again(arguments: argparse.Namespace) -> None:
     budget = build(Budget, {name: getattr(arguments, name) for name in _BUDGET})
     made = plan(read_diagnosis(arguments.diagnosis, arguments.candidates), budget)
     path = Path(arguments.plan or Path(arguments.diagnosis).with_name("plan.json")).expanduser()
-    if path.exists() and not arguments.overwrite:
-        raise InputError("plan", f"{str(path)!r} exists; give another --plan, or --overwrite")
+    if path.exists():
+        raise InputError("plan", f"{str(path)!r} exists; give another --plan")
     made.save(path)
     warn_if_full(made)
     if not arguments.quiet:

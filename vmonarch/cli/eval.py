@@ -25,7 +25,7 @@ from vmonarch.eval.settings import EvalConfig
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of `vmonarch eval`."""
-    add_sampling_arguments(parser, group="eval", overwrite=False)
+    add_sampling_arguments(parser, group="eval")
     add_method_arguments(parser)
     add_options(parser, EvalConfig, "baseline", "prompt_set", "num_prompts", "lpips", "vbench", "report_items")
 

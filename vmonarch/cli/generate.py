@@ -42,7 +42,7 @@ def run(arguments: argparse.Namespace) -> None:
     from vmonarch.pipelines.processes import Shard
 
     recorded = None if arguments.from_json is None else load_record(arguments.from_json)
-    config = sampling_config(GenerateConfig, arguments, recorded.values if recorded else {})
+    config = sampling_config(GenerateConfig, arguments, recorded["config"] if recorded else {})
     shard = Shard.of_environment()
     failure = None
     try:

@@ -86,11 +86,15 @@ def collect() -> dict[str, Any]:
 
 def _residuals(model_name: str, size: str) -> dict[str, Any]:
     """Bytes of the residuals of all layers and both guidance branches, by `vmonarch.Refresh.dtype`."""
+    from vmonarch.configs import InputError
     from vmonarch.eval.bench.e2e import choose_settings
     from vmonarch.eval.wan_models import read_model
     from vmonarch.kernels.residual.api import DTYPES, residual_bytes
 
-    (setting,) = choose_settings([size], model_name)
+    try:
+        (setting,) = choose_settings([size], model_name)
+    except InputError as error:
+        raise InputError("residuals", f"must be a model and frames x height x width, got {size!r}") from error
     model = read_model(model_name)
     shape = model.transformer
     tokens = model.grid(setting.size, argument="residuals").tokens

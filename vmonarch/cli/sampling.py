@@ -27,12 +27,11 @@ _SIZES = (
 MACHINE = ("dtype", "device", "offload")
 
 
-def add_sampling_arguments(parser: argparse.ArgumentParser, *, group: str, overwrite: bool = True) -> None:
+def add_sampling_arguments(parser: argparse.ArgumentParser, *, group: str) -> None:
     """Declare prompts, seeds, sizes, devices and outputs.
 
     Args:
         group: the folder of YAML files that --config knows.
-        overwrite: whether the command can replace what it wrote before.
     """
     about = "what the video shows; key=value overrides may stand here too"
     parser.add_argument("prompts", nargs="*", metavar="prompt", help=about)
@@ -43,8 +42,6 @@ def add_sampling_arguments(parser: argparse.ArgumentParser, *, group: str, overw
     output = parser.add_argument_group("configuration and output")
     output.add_argument("--config", metavar="FILE", help=f"YAML file, or one of {', '.join(preset_names(group))}")
     output.add_argument("--output-dir", metavar="FOLDER", help=f"created when missing (default: outputs/{group})")
-    if overwrite:
-        add_options(output, SamplingConfig, "overwrite")
     output.add_argument("--quiet", action="store_true", help="no progress bars; print paths only")
 
 
