@@ -8,6 +8,7 @@ only then is the oldest removed. Reading one never runs code that it brings: all
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import re
@@ -15,15 +16,16 @@ import shutil
 import time
 import warnings
 from collections.abc import Callable, Mapping
+from multiprocessing.util import register_after_fork
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 from accelerate import PartialState
 from accelerate.utils import broadcast_object_list
 from safetensors.torch import load_file
 
-from vmonarch.configs import file_sha256
+from vmonarch.configs import InputError, file_sha256
 from vmonarch.files import flush
 
 # 1 was written until 2026-11-28; its weights can be exported.
@@ -190,6 +192,30 @@ def manifest_text(body: Mapping[str, Any]) -> bytes:
     """The manifest with a hash of itself: a wrong step or world size is otherwise believed."""
     sha256 = hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
     return (json.dumps({**body, "sha256": sha256}, indent=2) + "\n").encode()
+
+
+def hold(folder: Path, argument: str) -> IO[str]:
+    """Hold an output folder against other processes until what is returned is closed, or the process ends.
+
+    Args:
+        argument: that names the folder.
+
+    Raises:
+        InputError: another process holds it.
+    """
+    # Network file systems lock files that are open for writing, and no folders.
+    file = (folder / ".lock").open("a")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        file.close()
+        problem = f"{str(folder)!r} is in use by another run; wait for its end or give another"
+        raise InputError(argument, problem) from error
+    except OSError as error:
+        warnings.warn(f"{folder} cannot be locked ({error.strerror}): start no second run in it", stacklevel=2)
+    # A loader's workers outlive a killed run for a moment, in which it may be started anew.
+    register_after_fork(file, lambda inherited: inherited.close())
+    return file
 
 
 def _flush_all(folder: Path) -> None:

@@ -9,18 +9,15 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import fcntl
 import json
 import math
 import sys
 import time
-import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from datetime import timedelta
 from functools import partial
-from multiprocessing.util import register_after_fork
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -125,7 +122,7 @@ class Trainer:
         prepare_output_dir(config.output_dir)
         with contextlib.ExitStack() as held:
             if self.rank == 0:
-                held.enter_context(_hold(self.output))
+                held.enter_context(checkpoints.hold(self.output, "output_dir"))
             self._load()
             self._resume()
             self._held = held.pop_all()
@@ -559,27 +556,6 @@ def _open_clips(name: str, path: str) -> ParquetFolder:
     except (DataError, OSError) as error:
         problem = f"must be a folder of parquet files, as `vmonarch preprocess` makes them: {error}"
         raise InputError(name, problem) from error
-
-
-def _hold(folder: Path) -> IO[str]:
-    """Hold a run's folder against other runs until what is returned is closed, or the process ends.
-
-    Raises:
-        InputError: another run holds it.
-    """
-    # Network file systems lock files that are open for writing, and no folders.
-    file = (folder / ".lock").open("a")
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        file.close()
-        problem = f"{str(folder)!r} is in use by another run; wait for its end or give another"
-        raise InputError("output_dir", problem) from error
-    except OSError as error:
-        warnings.warn(f"{folder} cannot be locked ({error.strerror}): start no second run in it", stacklevel=2)
-    # A loader's workers outlive a killed run for a moment, in which it may be started anew.
-    register_after_fork(file, lambda inherited: inherited.close())
-    return file
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -17,13 +17,13 @@ from safetensors.torch import load_file
 import vmonarch
 from vmonarch.configs import InputError
 from vmonarch.configs.methods import resolve_method
-from vmonarch.finetune.checkpoints import CheckpointError, manifest_text, newest, read_json, steps_in
+from vmonarch.finetune.checkpoints import CheckpointError, hold, manifest_text, newest, read_json, steps_in
 from vmonarch.finetune.config import OptimizerConfig, finetune_config
 from vmonarch.finetune.data.parquet import Sample, write_shard
 from vmonarch.finetune.export import comfyui_name, export
 from vmonarch.finetune.models import Experts, compile_blocks, load_experts, lora_layers, model_facts, share_clips
 from vmonarch.finetune.objective import NoiseLevels
-from vmonarch.finetune.trainer import Trainer, TrainingError, _flat, _hold
+from vmonarch.finetune.trainer import Trainer, TrainingError, _flat
 from vmonarch.pipelines.config import recommended_settings
 from vmonarch.pipelines.model_folder import find_model, find_wan_model
 from vmonarch.plan import AttentionPlan
@@ -436,11 +436,11 @@ def test_a_second_run_in_a_folder_is_refused_until_the_first_has_ended(place, tm
 def test_a_worker_that_outlives_a_killed_run_does_not_hold_its_folder(tmp_path):
     context = multiprocessing.get_context("fork")
     begun, end = context.Event(), context.Event()
-    with _hold(tmp_path):
+    with hold(tmp_path, "output_dir"):
         worker = context.Process(target=lambda: begun.set() or end.wait(60))
         worker.start()
         assert begun.wait(60)
-    _hold(tmp_path).close()
+    hold(tmp_path, "output_dir").close()
     end.set()
     worker.join()
 
