@@ -96,26 +96,26 @@ class PreprocessConfig:
 
     videos: str | None = None
     captions: str | None = None
-    procedural: int | None = number(None, least=1)
+    procedural: int | None = number(None, "[1, inf)")
     model: str = "embedded"
     revision: str | None = None
     output: str = "outputs/preprocess"
-    height: int | None = number(None, least=1, most=8192)
-    width: int | None = number(None, least=1, most=8192)
-    num_frames: int | None = number(None, least=1)
+    height: int | None = number(None, "[1, 8192]")
+    width: int | None = number(None, "[1, 8192]")
+    num_frames: int | None = number(None, "[1, inf)")
     buckets: tuple[str, ...] = ()
-    fps: float | None = number(None, least=0.001, most=1000)
+    fps: float | None = number(None, "[0.001, 1000]")
     start: str = choice("begin", "begin", "middle")
-    clips_per_video: int = number(1, least=1, most=10_000)
-    max_sequence_length: int | None = number(None, least=1, most=TEXT_LENGTH)
+    clips_per_video: int = number(1, "[1, 10000]")
+    max_sequence_length: int | None = number(None, f"[1, {TEXT_LENGTH}]")
     image_to_video: bool | None = None
     dtype: str = choice("auto", *DTYPES)
     store_dtype: str = choice("float32", "float32", "float16")
     device: str = "auto"
-    rows_per_shard: int = number(32, least=1)
-    workers: int = number(4, least=1)
+    rows_per_shard: int = number(32, "[1, inf)")
+    workers: int = number(4, "[1, inf)")
     seed: int = 0
-    timeout: float = number(120.0, above=0)
+    timeout: float = number(120.0, "(0, inf)")
 
     def __post_init__(self) -> None:
         check_values(self)
