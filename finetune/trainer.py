@@ -448,8 +448,8 @@ class Trainer:
     def sample(self) -> None:
         """Make a video of each validation prompt on the first rank (seed 0); the others wait.
 
-        Beside each mp4 are a contact sheet (PNG), which trackers show, and a JSON. Those of this step that a run has
-        left which ended before its next checkpoint are replaced.
+        Beside each mp4 is a contact sheet (PNG), which trackers show. Those of this step that a run has left which
+        ended before its next checkpoint are replaced.
         """
         if self.rank == 0:
             import diffusers
@@ -476,12 +476,9 @@ class Trainer:
                     frames = to_uint8(sample(model, settings, [prompt], [0]).frames[0])
                 path = videos / f"step-{self.step:08d}-{number:02d}.mp4"
                 sheet = contact_sheet(frames, title=prompt)
-                record = {"step": self.step, "prompt": prompt, "seed": 0, "settings": settings.to_dict()}
                 with AtomicFiles(overwrite=True) as files:
                     encode_video(files.stage(path), frames, settings.fps or 16.0)
                     sheet.save(files.stage(path.with_suffix(".png")))
-                    text = json.dumps(record, indent=1) + "\n"
-                    files.stage(path.with_suffix(".json")).write_text(text, encoding="utf-8")
                 for tracker in self.accelerator.trackers:
                     if hasattr(tracker, "log_images"):
                         layout = {"dataformats": "NHWC"} if tracker.name == "tensorboard" else {}

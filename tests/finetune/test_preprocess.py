@@ -338,7 +338,6 @@ BAD_WORDS = {
     "no videos": ([], "videos must be given, or procedural=N"),
     "both": ([*VIDEOS, "--procedural", "3"], "not both"),
     "no captions": (["videos"], "must be given, or lie in a UTF-8 text file beside each video; that of 'a.mp4'"),
-    "two folders": (["videos", "more", "--captions", "captions.jsonl"], "videos must be one folder"),
     "no folder": (["nowhere", "--captions", "captions.jsonl"], "videos must be a folder; there is none at 'nowhere'"),
     "no file": (["videos", "--captions", "nothing.jsonl"], "--captions must be UTF-8 JSON lines, or CSV"),
     "frames": ([*VIDEOS, "num_frames=60"], "num_frames must be 4·k + 1 for this model, got 60; nearest: 57 or 61"),
@@ -346,15 +345,12 @@ BAD_WORDS = {
     "bucket's form": ([*VIDEOS, "buckets=[32x48]"], "buckets must be written as 480x832x81 (height, width, frames)"),
     "bucket and size": ([*VIDEOS, "buckets=[32x48x5]", "height=32"], "buckets is for videos, and in place of height"),
     "key": ([*VIDEOS, "heigth=96"], "heigth is no known key (did you mean height?)"),
-    "type": ([*VIDEOS, "height=tall"], "height must be an integer or null, got 'tall'"),
-    "choice": ([*VIDEOS, "start=end"], "start must be one of begin, middle, got 'end'"),
     "range": (["--procedural", "2", "max_sequence_length=513"], "max_sequence_length must be in [1, 512], got 513"),
     "procedural size": (["--procedural", "2", "height=48"], "height must be 96 for procedural clips, got 48"),
     "device": (["--procedural", "2", "device=tpu"], "device must be auto, cpu, cuda or cuda:N, got 'tpu'"),
     "model": (["--procedural", "2", "--model", "nowhere"], "--model must be 'embedded', a folder"),
     "output": (["--procedural", "2", "output=null"], "--output is missing: name a folder"),
     "output's kind": (["--procedural", "2", "output=captions.jsonl"], "--output must be a folder"),
-    "config": (["--procedural", "2", "--config", "nothing"], "--config must be a YAML file or one of wan-480p, wan"),
 }
 
 
