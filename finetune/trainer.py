@@ -29,7 +29,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from tqdm import tqdm
 
 from vmonarch.configs import InputError
-from vmonarch.files import AtomicFiles, write_json
+from vmonarch.files import AtomicFiles
 from vmonarch.finetune import checkpoints
 from vmonarch.finetune.checkpoints import CheckpointError
 from vmonarch.finetune.config import FinetuneConfig, OptimizerConfig, require
@@ -262,16 +262,6 @@ class Trainer:
             held.enter_context(self._held)
             if config.compile:
                 self._check_compiled()
-            if self.rank == 0:
-                # What is run, and on what: one file for each time that the run goes on.
-                record = {
-                    "from_step": self.step,
-                    "processes": self.world,
-                    "engine": accelerator.distributed_type.value,
-                    "parameters": sum(parameter.numel() for parameter in self.trained.values()),
-                    **self.about,
-                }
-                write_json(self.output / f"run-{self.step:08d}.json", record)
             if config.trackers:
                 accelerator.init_trackers("vmonarch", {k: str(v) for k, v in _flat(self.about["config"]).items()})
                 held.callback(accelerator.end_training)

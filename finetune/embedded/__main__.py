@@ -73,10 +73,6 @@ PROXY = Settings(
     clips=8192, steps=4000, batch=24, learning_rate=1e-3, seed=104_728, scale=2, flow_shift=5.0,
     transformer={"num_attention_heads": 8, "ffn_dim": 2048, "num_layers": 8},
 )  # fmt: skip
-QUICK: dict[str, Any] = {
-    "clips": 2, "steps": 2, "batch": 2, "vae_steps": 2, "vae_batch": 1, "statistics_clips": 1, "scale": 1,
-    "transformer": {"num_attention_heads": 1, "ffn_dim": 64, "num_layers": 1},
-}  # fmt: skip
 
 
 def fit(
@@ -279,7 +275,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--output", type=Path, required=True, help="folder of the pipeline to write; must not exist")
     parser.add_argument("--continue-from", type=Path, help="folder of an embedded model to train on from")
     parser.add_argument("--proxy", action="store_true", help="train the larger model")
-    parser.add_argument("--quick", action="store_true", help="a few steps of everything, to see that it runs")
     sizes = ("clips", "steps", "batch", "learning_rate", "seed")
     for name in sizes:
         value, proxy = getattr(Settings(), name), getattr(PROXY, name)
@@ -296,7 +291,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.continue_from and not (options.continue_from / "model_index.json").is_file():
         parser.error(f"--continue-from must be the folder of a pipeline, got {options.continue_from}")
     settings = dataclasses.replace(PROXY if options.proxy else Settings(), **chosen)
-    settings = dataclasses.replace(settings, **QUICK if options.quick else {})
     command = shown_command(("python", "-m", "vmonarch.finetune.embedded"), arguments)
     run(settings, options.output, options.continue_from, options.proxy, command)
     return 0
