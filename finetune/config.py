@@ -40,10 +40,10 @@ def check_values(config: Any) -> None:
         InputError: one is not; the error names it.
     """
     for entry in dataclasses.fields(config):
-        value, choices, interval = getattr(config, entry.name), *map(entry.metadata.get, ("choices", "interval"))
+        value, choices = getattr(config, entry.name), entry.metadata.get("choices", ())
         for one in (value if isinstance(value, tuple) else (value,)) if choices else ():
             require(one in choices, entry.name, f"must be one of {', '.join(choices)}, got {one!r}")
-        if interval and value is not None:
+        if (interval := entry.metadata.get("interval")) and value is not None:
             low, high = map(float, interval[1:-1].split(","))
             fits = low < value < high or value == {"[": low}.get(interval[0]) or value == {"]": high}.get(interval[-1])
             require(fits, entry.name, f"must be in {interval}, got {value}")

@@ -73,13 +73,12 @@ def _in_file(path: str) -> Iterator[tuple[str, str]]:
             if (row := next(rows, None)) is None:
                 return
             row = json.loads(row) if isinstance(row, str) else row
-            found = (
-                next((row[key] for key in keys if row.get(key) is not None), None) for keys in (FILE_KEYS, TEXT_KEYS)
-            )
+            pair = [[row[key] for key in keys if row.get(key) is not None][:1] for keys in (FILE_KEYS, TEXT_KEYS)]
             # Half a pair of UTF-16 cannot be stored. CSV has what is beyond its header under None.
-            file, caption = (text.encode().decode() for text in found)
-            if PurePosixPath(file).is_absolute() or ".." in PurePosixPath(file).parts or None in row:
+            texts = [text.encode().decode() for one in pair for text in one if isinstance(text, str)]
+            file = PurePosixPath(texts[0] if len(texts) == 2 and None not in row else "/")
+            if file.is_absolute() or ".." in file.parts:
                 raise ValueError(f"it has {row!r}")
-            yield str(PurePosixPath(file)), caption
+            yield str(file), texts[1]
     except (OSError, ValueError, AttributeError, RecursionError, csv.Error) as error:
         raise InputError("captions", f"{_FORM}; {path!r} is not, in row {number}: {error}") from error

@@ -120,12 +120,13 @@ def decode_row(row: Mapping[str, Any]) -> Sample:
             raise BadRow(f"column {name} must be a string, got {type(row.get(name)).__name__}")
     tensors = {}
     for name, dims in (TENSORS | EXTRA_TENSORS).items():
-        data, shape, dtype = (row.get(column) for column in _columns([name]))
+        parts: list[Any] = [row.get(column) for column in _columns([name])]
+        data, shape, dtype = parts
         # FastVideo leaves the columns of a tensor empty that a clip does not have.
         if name in EXTRA_TENSORS and not data:
             continue
         try:
-            array = np.frombuffer(data, str(dtype).removeprefix("torch.")).reshape([*shape])  # type: ignore[arg-type]
+            array = np.frombuffer(data, str(dtype).removeprefix("torch.")).reshape([*shape])
         except (TypeError, ValueError) as error:
             raise BadRow(f"{name} is no tensor of dtype {dtype} and shape {shape}: {error}") from error
         if array.dtype.kind != "f" or array.shape != tuple(shape) or array.ndim != dims:
