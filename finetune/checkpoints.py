@@ -8,22 +8,23 @@ only then is the oldest removed. Reading one never runs code that it brings: all
 
 from __future__ import annotations
 
-import hashlib
+import fcntl
 import json
 import re
 import shutil
 import time
 import warnings
 from collections.abc import Callable, Mapping
+from multiprocessing.util import register_after_fork
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 from accelerate import PartialState
 from accelerate.utils import broadcast_object_list
 from safetensors.torch import load_file
 
-from vmonarch.configs import file_sha256
+from vmonarch.configs import InputError, file_sha256
 from vmonarch.files import flush
 
 # 1 was written until 2026-11-28; its weights can be exported.
@@ -86,7 +87,7 @@ def save(folder: Path, step: int, write: Callable[[Path], object], run: Mapping[
                 if path.is_file()
             }
             body = {"format": FORMAT, "step": step, "world_size": state.num_processes, "files": entries}
-            (partial / MANIFEST).write_bytes(manifest_text(body))
+            (partial / MANIFEST).write_bytes(json.dumps(body, indent=1).encode())
             _flush_all(partial)
             partial.rename(target)
             flush(folder)
@@ -148,12 +149,9 @@ def check(folder: Path) -> dict[str, Any]:
     """
     path = folder / MANIFEST
     try:
-        text = path.read_bytes()
-        manifest: dict[str, Any] = json.loads(text)
+        manifest = read_json(path)
         if manifest["format"] not in FORMATS:
             raise CheckpointError(f"{path} has format {manifest['format']}; this version reads {FORMATS}")
-        if manifest_text({key: item for key, item in manifest.items() if key != "sha256"}) != text:
-            raise CheckpointError(f"{path} does not fit its own SHA-256")
         if folder.name != path_of(folder, manifest["step"]).name:
             raise CheckpointError(f"{path} is of step {manifest['step']}, not of {folder.name}")
         for name, entry in manifest["files"].items():
@@ -186,10 +184,28 @@ def load_weights(path: Path, weights: Mapping[str, torch.Tensor]) -> None:
             tensor.copy_(found[name])
 
 
-def manifest_text(body: Mapping[str, Any]) -> bytes:
-    """The manifest with a hash of itself: a wrong step or world size is otherwise believed."""
-    sha256 = hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
-    return (json.dumps({**body, "sha256": sha256}, indent=2) + "\n").encode()
+def hold(folder: Path, argument: str) -> IO[str]:
+    """Hold an output folder against other processes until what is returned is closed, or the process ends.
+
+    Args:
+        argument: that names the folder.
+
+    Raises:
+        InputError: another process holds it.
+    """
+    # Network file systems lock files that are open for writing, and no folders.
+    file = (folder / ".lock").open("a")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        file.close()
+        problem = f"{str(folder)!r} is in use by another run; wait for its end or give another"
+        raise InputError(argument, problem) from error
+    except OSError as error:
+        warnings.warn(f"{folder} cannot be locked ({error.strerror}): start no second run in it", stacklevel=2)
+    # A loader's workers outlive a killed run for a moment, in which it may be started anew.
+    register_after_fork(file, lambda inherited: inherited.close())
+    return file
 
 
 def _flush_all(folder: Path) -> None:

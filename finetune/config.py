@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import operator
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,12 +15,6 @@ from vmonarch.finetune.objective import DISTRIBUTIONS
 
 # Parts of a checkpoint that a run can start anew.
 WAIVABLE = ("ema", "loader", "random")
-_BOUNDS = {
-    "least": (operator.ge, "at least"),
-    "above": (operator.gt, "above"),
-    "most": (operator.le, "at most"),
-    "below": (operator.lt, "below"),
-}
 
 
 def require(fits: object, argument: str, problem: str) -> None:
@@ -30,9 +23,9 @@ def require(fits: object, argument: str, problem: str) -> None:
         raise InputError(argument, problem)
 
 
-def number(default: Any, **bounds: float) -> Any:
-    """A field with a finite value within `bounds`, by the names of _BOUNDS."""
-    return field(default=default, metadata={"bounds": bounds})
+def number(default: Any, interval: str = "(-inf, inf)") -> Any:
+    """A field with a number in an interval, such as "[0, 1)"."""
+    return field(default=default, metadata={"interval": interval})
 
 
 def choice(default: Any, *choices: str) -> Any:
@@ -41,25 +34,19 @@ def choice(default: Any, *choices: str) -> Any:
 
 
 def check_values(config: Any) -> None:
-    """Check that the values of a dataclass are of the choices and within the bounds of their fields.
+    """Check that the values of a dataclass are of the choices and in the intervals of their fields.
 
     Raises:
         InputError: one is not; the error names it.
     """
     for entry in dataclasses.fields(config):
-        value, bounds, choices = (
-            getattr(config, entry.name),
-            entry.metadata.get("bounds"),
-            entry.metadata.get("choices"),
-        )
-        for one in value if isinstance(value, tuple) else (value,):
-            if choices:
-                require(one in choices, entry.name, f"must be one of {', '.join(choices)}, got {one!r}")
-        if bounds is not None and value is not None:
-            require(math.isfinite(value), entry.name, f"must be finite, got {value}")
-            fits = all(_BOUNDS[bound][0](value, end) for bound, end in bounds.items())
-            wanted = " and ".join(f"{_BOUNDS[bound][1]} {end}" for bound, end in bounds.items())
-            require(fits, entry.name, f"must be {wanted}, got {value}")
+        value, choices = getattr(config, entry.name), entry.metadata.get("choices", ())
+        for one in (value if isinstance(value, tuple) else (value,)) if choices else ():
+            require(one in choices, entry.name, f"must be one of {', '.join(choices)}, got {one!r}")
+        if (interval := entry.metadata.get("interval")) and value is not None:
+            low, high = map(float, interval[1:-1].split(","))
+            fits = low < value < high or value == {"[": low}.get(interval[0]) or value == {"]": high}.get(interval[-1])
+            require(fits, entry.name, f"must be in {interval}, got {value}")
 
 
 class _Checked:
@@ -82,9 +69,9 @@ class DataConfig(_Checked):
 
     path: str = ""
     validation: str | None = None
-    workers: int = number(2, least=0)
-    caption_dropout: float = number(0.1, least=0, most=1)
-    bad_fraction: float = number(0.01, least=0, most=1)
+    workers: int = number(2, "[0, inf)")
+    caption_dropout: float = number(0.1, "[0, 1]")
+    bad_fraction: float = number(0.01, "[0, 1]")
 
 
 @dataclass(frozen=True)
@@ -101,10 +88,10 @@ class ObjectiveConfig(_Checked):
 
     sigma: str = choice("logit_normal", *DISTRIBUTIONS)
     mean: float = number(0.0)
-    std: float = number(1.0, above=0)
-    flow_shift: float | None = number(None, above=0)
-    image_share: float = number(0.0, least=0, most=1)
-    distillation: float = number(0.0, least=0, most=1)
+    std: float = number(1.0, "(0, inf)")
+    flow_shift: float | None = number(None, "(0, inf)")
+    image_share: float = number(0.0, "[0, 1]")
+    distillation: float = number(0.0, "[0, 1]")
 
 
 @dataclass(frozen=True)
@@ -117,16 +104,16 @@ class OptimizerConfig(_Checked):
         clip: largest norm of all gradients together.
     """
 
-    learning_rate: float = number(1e-6, above=0)
-    transfer_learning_rate: float = number(1e-2, above=0)
-    beta1: float = number(0.9, least=0, below=1)
-    beta2: float = number(0.999, least=0, below=1)
-    eps: float = number(1e-8, above=0)
-    weight_decay: float = number(0.01, least=0)
-    clip: float = number(1.0, above=0)
+    learning_rate: float = number(1e-6, "(0, inf)")
+    transfer_learning_rate: float = number(1e-2, "(0, inf)")
+    beta1: float = number(0.9, "[0, 1)")
+    beta2: float = number(0.999, "[0, 1)")
+    eps: float = number(1e-8, "(0, inf)")
+    weight_decay: float = number(0.01, "[0, inf)")
+    clip: float = number(1.0, "(0, inf)")
     schedule: str = choice("constant", "constant", "cosine", "linear")
-    warmup: int = number(0, least=0)
-    final: float = number(0.0, least=0, most=1)
+    warmup: int = number(0, "[0, inf)")
+    final: float = number(0.0, "[0, 1]")
 
 
 @dataclass(frozen=True)
@@ -137,8 +124,8 @@ class LoraConfig(_Checked):
         alpha: null for the rank. targets: endings of the names of the layers.
     """
 
-    rank: int = number(0, least=0)
-    alpha: float | None = number(None, above=0)
+    rank: int = number(0, "[0, inf)")
+    alpha: float | None = number(None, "(0, inf)")
     targets: tuple[str, ...] = ("to_q", "to_k", "to_v", "to_out.0")
 
 
@@ -151,12 +138,12 @@ class ValidationConfig(_Checked):
         prompts: of videos that are sampled every `videos_every` steps, with so many sampling steps (null: the model's).
     """
 
-    every: int = number(100, least=0)
-    clips: int = number(16, least=1)
-    levels: int = number(8, least=1)
+    every: int = number(100, "[0, inf)")
+    clips: int = number(16, "[1, inf)")
+    levels: int = number(8, "[1, inf)")
     prompts: tuple[str, ...] = ()
-    videos_every: int = number(0, least=0)
-    steps: int | None = number(None, least=1)
+    videos_every: int = number(0, "[0, inf)")
+    steps: int | None = number(None, "[1, inf)")
 
 
 @dataclass(frozen=True)
@@ -169,8 +156,8 @@ class CheckpointConfig(_Checked):
         waive: parts of WAIVABLE that may be missing, with which the run starts anew.
     """
 
-    every: int = number(250, least=1)
-    keep: int = number(2, least=1)
+    every: int = number(250, "[1, inf)")
+    keep: int = number(2, "[1, inf)")
     resume: str = choice("auto", "auto", "never", "must")
     waive: tuple[str, ...] = choice((), *WAIVABLE)
 
@@ -204,19 +191,19 @@ class FinetuneConfig:
     revision: str | None = None
     attention: Any = "vmonarch"
     train: str = choice("all", "all", "transformer", "transformer_2")
-    steps: int = number(1500, least=1)
-    batch_size: int = number(8, least=1)
-    micro_batch: int = number(1, least=1)
-    seed: int = number(0, least=0, below=2**63)
-    anneal: int = number(0, least=0)
-    transfer: int = number(0, least=0)
-    ema: float = number(0.0, least=0, below=1)
+    steps: int = number(1500, "[1, inf)")
+    batch_size: int = number(8, "[1, inf)")
+    micro_batch: int = number(1, "[1, inf)")
+    seed: int = number(0, "[0, 9223372036854775808)")
+    anneal: int = number(0, "[0, inf)")
+    transfer: int = number(0, "[0, inf)")
+    ema: float = number(0.0, "[0, 1)")
     precision: str = choice("bf16", "bf16", "fp32")
     gradient_checkpointing: bool = True
     compile: bool = False
-    sequence_parallel_size: int = number(1, least=1)
+    sequence_parallel_size: int = number(1, "[1, inf)")
     trackers: tuple[str, ...] = ("tensorboard",)
-    log_every: int = number(10, least=1)
+    log_every: int = number(10, "[1, inf)")
     data: DataConfig = field(default_factory=DataConfig)
     objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)

@@ -81,7 +81,14 @@ def export(
     require(not output.exists(), "output", f"must not exist, {str(output)!r} does; nothing is overwritten")
     for argument, value, known in (("weights", weights, WHICH), ("names", names, NAMES)):
         require(value in known, argument, f"must be one of {', '.join(known)}, got {value!r}")
-    path = _checkpoint(run, step)
+    saved = run / "checkpoints"
+    require(saved.is_dir(), "run", f"must be the output folder of a run; there is no folder {str(saved)!r}")
+    path = checkpoints.newest(saved) if step is None else checkpoints.path_of(saved, step)
+    if path is None or not path.exists():
+        listed = ", ".join(map(str, checkpoints.steps_in(saved))) or "none"
+        raise CheckpointError(f"{run} has no checkpoint{'' if step is None else f' of step {step}'}; it has: {listed}")
+    if step is not None:
+        checkpoints.check(path)
     record = checkpoints.read_json(path / checkpoints.RUN)
     config = finetune_config(record["config"])
     config = dataclasses.replace(
@@ -96,7 +103,14 @@ def export(
     require(config.ema or weights != "ema", "weights", "cannot be ema: the run has no average")
     facts = model_facts(folder, config)
     experts, _ = load_experts(folder, facts, config)
-    _fill(experts.eval(), path, average=config.ema > 0 and weights != "last")
+    trained = {name: p.detach() for name, p in experts.eval().named_parameters() if p.requires_grad}
+    file = checkpoints.AVERAGE if config.ema > 0 and weights != "last" else checkpoints.WEIGHTS
+    if (path / file).exists():
+        checkpoints.load_weights(path / file, trained)
+    else:
+        # FSDP's, each process its part.
+        with warnings.catch_warnings(action="ignore"):
+            torch.distributed.checkpoint.load({"model": trained}, checkpoint_id=path / SPREAD_WEIGHTS, no_dist=True)
     dtypes = {name: dtype or facts.dtypes[name] for name in facts.names}
     learns = any(".processor." in name for name, _ in experts.named_parameters())
     one_file = learns or (config.lora.rank > 0 and len(facts.names) == 1)
@@ -123,30 +137,6 @@ def export(
         shutil.rmtree(partial, ignore_errors=True)
         partial.unlink(missing_ok=True)
     return output
-
-
-def _checkpoint(run: Path, step: int | None) -> Path:
-    """A run's checkpoint, all of whose files are what was saved."""
-    folder = run / "checkpoints"
-    require(folder.is_dir(), "run", f"must be the output folder of a run; there is no folder {str(folder)!r}")
-    path = checkpoints.newest(folder) if step is None else checkpoints.path_of(folder, step)
-    if path is None or not path.exists():
-        listed = ", ".join(map(str, checkpoints.steps_in(folder))) or "none"
-        raise CheckpointError(f"{run} has no checkpoint{'' if step is None else f' of step {step}'}; it has: {listed}")
-    if step is not None:
-        checkpoints.check(path)
-    return path
-
-
-def _fill(experts: Experts, path: Path, *, average: bool) -> None:
-    """Give the transformers the weights of a checkpoint."""
-    trained = {name: p.detach() for name, p in experts.named_parameters() if p.requires_grad}
-    if average or (path / checkpoints.WEIGHTS).exists():
-        checkpoints.load_weights(path / (checkpoints.AVERAGE if average else checkpoints.WEIGHTS), trained)
-        return
-    # FSDP's, each process its part.
-    with warnings.catch_warnings(action="ignore"):
-        torch.distributed.checkpoint.load({"model": trained}, checkpoint_id=path / SPREAD_WEIGHTS, no_dist=True)
 
 
 def _write_layers(experts: Experts, path: Path, dtypes: dict[str, torch.dtype], names: str) -> None:

@@ -9,18 +9,15 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import fcntl
 import json
 import math
 import sys
 import time
-import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from datetime import timedelta
 from functools import partial
-from multiprocessing.util import register_after_fork
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -32,7 +29,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from tqdm import tqdm
 
 from vmonarch.configs import InputError
-from vmonarch.files import AtomicFiles, write_json
+from vmonarch.files import AtomicFiles
 from vmonarch.finetune import checkpoints
 from vmonarch.finetune.checkpoints import CheckpointError
 from vmonarch.finetune.config import FinetuneConfig, OptimizerConfig, require
@@ -125,7 +122,7 @@ class Trainer:
         prepare_output_dir(config.output_dir)
         with contextlib.ExitStack() as held:
             if self.rank == 0:
-                held.enter_context(_hold(self.output))
+                held.enter_context(checkpoints.hold(self.output, "output_dir"))
             self._load()
             self._resume()
             self._held = held.pop_all()
@@ -265,16 +262,6 @@ class Trainer:
             held.enter_context(self._held)
             if config.compile:
                 self._check_compiled()
-            if self.rank == 0:
-                # What is run, and on what: one file for each time that the run goes on.
-                record = {
-                    "from_step": self.step,
-                    "processes": self.world,
-                    "engine": accelerator.distributed_type.value,
-                    "parameters": sum(parameter.numel() for parameter in self.trained.values()),
-                    **self.about,
-                }
-                write_json(self.output / f"run-{self.step:08d}.json", record)
             if config.trackers:
                 accelerator.init_trackers("vmonarch", {k: str(v) for k, v in _flat(self.about["config"]).items()})
                 held.callback(accelerator.end_training)
@@ -451,8 +438,8 @@ class Trainer:
     def sample(self) -> None:
         """Make a video of each validation prompt on the first rank (seed 0); the others wait.
 
-        Beside each mp4 are a contact sheet (PNG), which trackers show, and a JSON. Those of this step that a run has
-        left which ended before its next checkpoint are replaced.
+        Beside each mp4 is a contact sheet (PNG), which trackers show. Those of this step that a run has left which
+        ended before its next checkpoint are replaced.
         """
         if self.rank == 0:
             import diffusers
@@ -479,12 +466,9 @@ class Trainer:
                     frames = to_uint8(sample(model, settings, [prompt], [0]).frames[0])
                 path = videos / f"step-{self.step:08d}-{number:02d}.mp4"
                 sheet = contact_sheet(frames, title=prompt)
-                record = {"step": self.step, "prompt": prompt, "seed": 0, "settings": settings.to_dict()}
                 with AtomicFiles(overwrite=True) as files:
                     encode_video(files.stage(path), frames, settings.fps or 16.0)
                     sheet.save(files.stage(path.with_suffix(".png")))
-                    text = json.dumps(record, indent=1) + "\n"
-                    files.stage(path.with_suffix(".json")).write_text(text, encoding="utf-8")
                 for tracker in self.accelerator.trackers:
                     if hasattr(tracker, "log_images"):
                         layout = {"dataformats": "NHWC"} if tracker.name == "tensorboard" else {}
@@ -559,27 +543,6 @@ def _open_clips(name: str, path: str) -> ParquetFolder:
     except (DataError, OSError) as error:
         problem = f"must be a folder of parquet files, as `vmonarch preprocess` makes them: {error}"
         raise InputError(name, problem) from error
-
-
-def _hold(folder: Path) -> IO[str]:
-    """Hold a run's folder against other runs until what is returned is closed, or the process ends.
-
-    Raises:
-        InputError: another run holds it.
-    """
-    # Network file systems lock files that are open for writing, and no folders.
-    file = (folder / ".lock").open("a")
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        file.close()
-        problem = f"{str(folder)!r} is in use by another run; wait for its end or give another"
-        raise InputError("output_dir", problem) from error
-    except OSError as error:
-        warnings.warn(f"{folder} cannot be locked ({error.strerror}): start no second run in it", stacklevel=2)
-    # A loader's workers outlive a killed run for a moment, in which it may be started anew.
-    register_after_fork(file, lambda inherited: inherited.close())
-    return file
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import csv
 import io
+import itertools
 import json
 import unicodedata
-from collections.abc import Iterable, Iterator, Mapping
-from pathlib import Path, PurePosixPath, PureWindowsPath
+from collections.abc import Iterator, Mapping
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from vmonarch.configs import InputError
@@ -61,32 +62,23 @@ def _beside(videos: Path, files: Mapping[str, str]) -> Iterator[tuple[str, str]]
 
 
 def _in_file(path: str) -> Iterator[tuple[str, str]]:
-    line = 1
+    number = 0
     try:
         text = Path(path).read_bytes().decode("utf-8-sig")
-        reader = csv.DictReader(io.StringIO(text, newline=""), strict=True)
+        table = csv.DictReader(io.StringIO(text, newline=""), strict=True)
         # Not splitlines: JSON may hold separators that it takes for ends of lines.
-        rows: Iterable[Any] = reader if Path(path).suffix.lower() == ".csv" else text.split("\n")
-        for count, row in enumerate(rows, start=1):
-            line = reader.reader.line_num or count
-            if isinstance(row, dict) or row.strip():
-                yield _pair(row if isinstance(row, dict) else json.loads(row))
-    except (OSError, ValueError, RecursionError, csv.Error) as error:
-        line = reader.reader.line_num if isinstance(error, csv.Error) else line
-        raise InputError("captions", f"{_FORM}; {path!r} is not, in line {line}: {error}") from error
-
-
-def _pair(row: Any) -> tuple[str, str]:
-    """File and caption of a row."""
-    # CSV has what is beyond its header under None.
-    if isinstance(row, dict) and None not in row:
-        pair = [next((row[key] for key in keys if row.get(key) is not None), None) for keys in (FILE_KEYS, TEXT_KEYS)]
-        texts = [text for text in pair if isinstance(text, str)]
-        if len(texts) == 2:
-            # Half a pair of UTF-16 cannot be stored.
-            file, caption = (text.encode().decode() for text in texts)
-            path = PurePosixPath(file)
-            outside = path.is_absolute() or PureWindowsPath(file).drive or ".." in path.parts
-            if not outside and path.name.strip("\0 "):
-                return str(path), caption
-    raise ValueError(f"it has {row!r}")
+        lines = (line for line in text.split("\n") if line.strip())
+        rows: Iterator[Any] = table if Path(path).suffix.lower() == ".csv" else lines
+        for number in itertools.count(1):  # noqa: B007
+            if (row := next(rows, None)) is None:
+                return
+            row = json.loads(row) if isinstance(row, str) else row
+            pair = [[row[key] for key in keys if row.get(key) is not None][:1] for keys in (FILE_KEYS, TEXT_KEYS)]
+            # Half a pair of UTF-16 cannot be stored. CSV has what is beyond its header under None.
+            texts = [text.encode().decode() for one in pair for text in one if isinstance(text, str)]
+            file = PurePosixPath(texts[0] if len(texts) == 2 and None not in row else "/")
+            if file.is_absolute() or ".." in file.parts:
+                raise ValueError(f"it has {row!r}")
+            yield str(file), texts[1]
+    except (OSError, ValueError, AttributeError, RecursionError, csv.Error) as error:
+        raise InputError("captions", f"{_FORM}; {path!r} is not, in row {number}: {error}") from error

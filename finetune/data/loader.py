@@ -17,7 +17,7 @@ import itertools
 import json
 import warnings
 from collections.abc import Generator, Mapping
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,14 +26,15 @@ import torch
 import torch.nn.functional as F
 from torch.utils.data import DataLoader, Dataset
 
+from vmonarch.files import AtomicFiles
 from vmonarch.finetune.data.parquet import EMPTY_CAPTION, BadRow, DataError, ParquetFolder, Sample
 
 __all__ = ["Batch", "DataError", "LatentLoader"]
 
 # Half of what a process keeps of row groups (`parquet.CACHE_BYTES`): batches made ahead reach into the next window.
 WINDOW_BYTES = 1 << 29
-# Rows tried before the share of bad ones is judged, unless an epoch is shorter.
-JUDGED_AFTER = 100
+# Bad rows by their numbers: where each is, and the reason.
+Failures = dict[int, dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ class Batch:
         text: [B, text_length, text_dim] float32; rows after a caption are zero.
         ids: B ids.
         captions: B captions, "" where dropped.
-        extras: [B, ...] by the names of `parquet.EXTRA_TENSORS`; float32, but uint8 stays.
+        extras: [B, ...] float32 by the names of `parquet.EXTRA_TENSORS`.
     """
 
     latents: torch.Tensor
@@ -55,23 +56,8 @@ class Batch:
     extras: dict[str, torch.Tensor]
 
 
-@dataclass
-class _Made:
-    """A batch, or an error that ends the run: raised in a worker, it would be wrapped in that one's traceback.
-
-    Args:
-        tried, bad: rows that belong into the batch, and those of them that could not be used.
-        failures: these, and those that were tried in their place, with the reasons.
-    """
-
-    batch: Batch | Exception = field(default_factory=DataError)
-    tried: int = 0
-    bad: int = 0
-    failures: list[dict[str, Any]] = field(default_factory=list)
-
-
 @dataclass(eq=False)
-class LatentLoader(Dataset[_Made]):
+class LatentLoader(Dataset[tuple[Batch | Exception, Failures]]):
     """Batches of one rank, endless over epochs, from a position that is saved and restored exactly.
 
     As a data set, whose copies worker processes get, it holds the batches by their number from the run's first.
@@ -87,14 +73,13 @@ class LatentLoader(Dataset[_Made]):
         text_dim: of the text encoder.
         caption_dropout: share of slots whose caption is dropped; their text is the folder's encoding of "", or zeros.
         shuffle: False keeps the folder's order.
-        bad_fraction: the largest share of rows that may be unusable. It is judged by each rank on the rows that it has
-            tried in an epoch, from JUDGED_AFTER rows or an epoch's on.
+        bad_fraction: of the folder's rows, the largest share that a rank may find unusable.
         quarantine: JSON lines file that gets every bad row once: `id` (or null), `file`, `row_group`, `row`, `reason`.
-            With more than one rank each has its own, `NAME-rank-00001.jsonl`. It is appended to.
+            With more than one rank each has its own, `NAME-rank-00001.jsonl`. It is added to.
 
     Raises:
         DataError: the folder's empty caption has another dimension than `text_dim`; (from iteration) too many rows are
-            bad, a row's text has another dimension than `text_dim`, a file has changed.
+            bad or all of one shape, a row's text has another dimension than `text_dim`, a file has changed.
 
     Attributes:
         batches_per_epoch: the same on all ranks.
@@ -131,8 +116,8 @@ class LatentLoader(Dataset[_Made]):
         # What a saved position means nothing without.
         self._run = {"fingerprint": self.folder.fingerprint(), **{name: getattr(self, name) for name in names}}
         self._next = 0
-        self._warned = False
         self._epoch = -1
+        self._bad: Failures = {}
 
     def _check_text(self, text: torch.Tensor, place: str) -> None:
         if text.shape[1] != self.text_dim:
@@ -158,86 +143,65 @@ class LatentLoader(Dataset[_Made]):
         batches.sort(key=lambda batch: place[orders[batch[0]][batch[1]]])
         return batches, orders, dropped
 
-    def __getitem__(self, number: int) -> _Made:
-        """Batch `number`, counted from the run's first."""
+    def __getitem__(self, number: int) -> tuple[Batch | Exception, Failures]:
+        """Batch `number`, counted from the run's first, and the rows that could not be used for it.
+
+        An error that ends the run is returned: raised in a worker, it would be wrapped in that one's traceback.
+        """
         epoch, place = divmod(number, self.batches_per_epoch)
         if epoch != self._epoch:
             (self._batches, self._orders, self._dropped), self._epoch = self.plan(epoch), epoch
-        made = _Made()
-        dead: set[int] = set()
+        bucket, first = self._batches[place]
+        start = first + self.rank * self.batch_size
+        failures: Failures = {}
         try:
-            # Where no row of a bucket can be used, a batch of another one stands in.
-            for bucket, first in self._batches[place:] + self._batches[:place]:
-                start = first + self.rank * self.batch_size
-                slots = range(start, start + self.batch_size) if bucket not in dead else ()
-                found = (self._sample(bucket, slot, made, not dead) for slot in slots)
-                samples = [sample for sample in itertools.takewhile(bool, found) if sample]
-                if len(samples) == self.batch_size:
-                    made.batch = Batch(
-                        latents=torch.stack([sample.latents for sample in samples]),
-                        text=torch.stack([F.pad(s.text, (0, 0, 0, self.text_length - len(s.text))) for s in samples]),
-                        ids=tuple(sample.id for sample in samples),
-                        captions=tuple(sample.caption for sample in samples),
-                        extras={name: torch.stack([s.extras[name] for s in samples]) for name in samples[0].extras},
-                    )
-                    return made
-                dead.add(bucket)
-            raise self._too_bad(len(made.failures), len(made.failures), made.failures)
+            samples = [self._sample(bucket, slot, failures) for slot in range(start, start + self.batch_size)]
         except (DataError, OSError) as error:
-            return _Made(error, failures=made.failures)
+            return error, failures
+        batch = Batch(
+            latents=torch.stack([sample.latents for sample in samples]),
+            text=torch.stack([F.pad(s.text, (0, 0, 0, self.text_length - len(s.text))) for s in samples]),
+            ids=tuple(sample.id for sample in samples),
+            captions=tuple(sample.caption for sample in samples),
+            extras={name: torch.stack([s.extras[name] for s in samples]) for name in samples[0].extras},
+        )
+        return batch, failures
 
-    def _sample(self, bucket: int, slot: int, made: _Made, counts: bool) -> Sample | None:
-        """The clip of a slot, or None where no row of the bucket can be used; notes in `made` what was tried."""
+    def _sample(self, bucket: int, slot: int, failures: Failures) -> Sample:
+        """The clip of a slot: latents normalised, text cut and not padded; notes in `failures` what was tried."""
         order = self._orders[bucket]
-        # The slots after the last row repeat rows that are counted elsewhere.
-        counts &= slot < len(order)
-        made.tried += counts
-        # More in a row than this, and the whole folder has too many.
-        limit = max(JUDGED_AFTER, int(self.bad_fraction * len(self.folder)) + 1)
         for step in range(len(order)):
             index = int(order[(slot + step) % len(order)])
             try:
-                sample = self._read(index)
+                sample = self.folder.read(index)
+                if len(sample.latents) != len(self.mean):
+                    shape, channels = list(sample.latents.shape), len(self.mean)
+                    raise BadRow(f"has latents of {shape}, the model's have {channels} channels")
             except BadRow as error:
-                made.bad += counts and step == 0
-                made.failures.append({**self.folder.describe(index), "reason": str(error)})
-                if step + 1 >= limit:
-                    raise self._too_bad(step + 1, step + 1, made.failures) from error
+                failures[index] = {**self.folder.describe(index), "reason": str(error)}
+                self._stop_if_too_bad(failures)
                 continue
+            text, empty = sample.text, self.folder.empty_caption
+            if len(text):
+                at = self.folder.describe(index)
+                place = f"row {at['row']} of row group {at['row_group']} of {self.folder.root / at['file']}"
+                self._check_text(text, place)
+            # Extra tensors are stored as the transformer gets them.
+            mean, std = (x.view(-1, 1, 1, 1) for x in (self.mean, self.std))
+            latents, text = (sample.latents - mean) / std, text[: self.text_length].view(-1, self.text_dim)
             if not self._dropped[bucket][slot]:
-                return sample
-            empty = self.folder.empty_caption
-            text = sample.text[:0] if empty is None else empty[: self.text_length]
-            return Sample(sample.id, sample.latents, text, "", extras=sample.extras)
-        return None
+                return Sample(sample.id, latents, text, sample.caption, extras=sample.extras)
+            text = text[:0] if empty is None else empty[: self.text_length]
+            return Sample(sample.id, latents, text, "", extras=sample.extras)
+        raise DataError(f"no row of one shape in {self.folder.path} can be used: {failures[index]}; take them out")
 
-    def _read(self, index: int) -> Sample:
-        """Row `index`: latents [C, T, H, W] normalised, text [L, D] cut, not padded.
-
-        Raises:
-            BadRow: it cannot be read, or does not fit the model.
-            DataError: its text has another dimension than the model's.
-        """
-        sample = self.folder.read(index)
-        if len(sample.text):
-            place = self.folder.describe(index)
-            file = self.folder.root / place["file"]
-            self._check_text(sample.text, f"row {place['row']} of row group {place['row_group']} of {file}")
-        if len(sample.latents) != len(self.mean):
-            raise BadRow(f"has latents of {list(sample.latents.shape)}, the model's have {len(self.mean)} channels")
-        # Extra tensors are stored as the transformer gets them; FastVideo normalises the first frame's latents too.
-        mean, std = (x.view(-1, 1, 1, 1) for x in (self.mean, self.std))
-        latents = (_as_float("vae_latent", sample.latents) - mean) / std
-        text = _as_float("text_embedding", sample.text[: self.text_length]).view(-1, self.text_dim)
-        extras = {name: x if x.dtype == torch.uint8 else _as_float(name, x) for name, x in sample.extras.items()}
-        return Sample(sample.id, latents, text, sample.caption, extras=extras)
-
-    def _too_bad(self, bad: int, tried: int, failures: list[dict[str, Any]]) -> DataError:
-        reasons = "; ".join(dict.fromkeys(failure["reason"] for failure in failures[:3]))
-        return DataError(
-            f"{bad} of {tried} rows tried in {self.folder.path} cannot be used ({bad / tried:.1%}, at most"
-            f" {self.bad_fraction:.1%} may): {reasons}"
-        )
+    def _stop_if_too_bad(self, failures: Failures) -> None:
+        rows = len(self.folder)
+        # Divided, not multiplied: 29 of 100 are a share of 0.29, but 0.29 * 100 is less than 29.
+        if len(failures) / rows > self.bad_fraction:
+            reasons = "; ".join(dict.fromkeys(failure["reason"] for failure in list(failures.values())[:3]))
+            problem = f"{len(failures)} of {rows} rows in {self.folder.path} or more cannot be used, at most"
+            raise DataError(f"{problem} {self.bad_fraction:.1%} may (bad_fraction): {reasons}")
 
     def state_dict(self) -> dict[str, Any]:
         """The batches handed out so far and what they depend on, as plain values; the same on all ranks."""
@@ -256,8 +220,7 @@ class LatentLoader(Dataset[_Made]):
         self._next = int(state["batches"])
 
     def __iter__(self) -> Generator[Batch]:
-        enough = max(1, min(JUDGED_AFTER, len(self.folder) // self.world_size))
-        loader: DataLoader[_Made] = DataLoader(
+        loader: DataLoader[tuple[Batch | Exception, Failures]] = DataLoader(
             self,
             batch_size=None,
             sampler=itertools.count(self._next),
@@ -265,44 +228,28 @@ class LatentLoader(Dataset[_Made]):
             # Its seed for workers, which use none, would be drawn from the global state.
             generator=torch.Generator().manual_seed(0),
         )
-        tried = bad = 0
-        failures: list[dict[str, Any]] = []
-        for made in loader:
-            self._record(made.failures)
-            if isinstance(made.batch, Exception):
-                raise made.batch
-            tried, bad, failures = tried + made.tried, bad + made.bad, (failures + made.failures)[:3]
-            # Divided, not multiplied: 29 of 100 are a share of 0.29, but 0.29 * 100 is less than 29.
-            if tried >= enough and bad / tried > self.bad_fraction:
-                raise self._too_bad(bad, tried, failures)
+        for batch, failures in loader:
+            self._record({index: failure for index, failure in failures.items() if index not in self._bad})
+            if isinstance(batch, Exception):
+                raise batch
+            self._stop_if_too_bad(self._bad)
             self._next += 1
-            if self._next % self.batches_per_epoch == 0:
-                # An epoch's share is that of the data; a sum over epochs would count some rows more often than others.
-                tried = bad = 0
-            yield made.batch
+            yield batch
 
-    def _record(self, failures: list[dict[str, Any]]) -> None:
-        """Append bad rows to the quarantine file, each once, those of earlier runs included."""
+    def _record(self, failures: Failures) -> None:
+        """Note new bad rows, and add to the quarantine file those that it does not list yet."""
         path = self.quarantine
-        if failures and not self._warned:
-            self._warned = True
+        if failures and not self._bad:
             where = "" if path is None else f"; {path} lists all"
-            warnings.warn(f"rows cannot be used and are replaced, such as {failures[0]}{where}", stacklevel=3)
+            warnings.warn(
+                f"rows cannot be used and are replaced, such as {[*failures.values()][0]}{where}", stacklevel=3
+            )
+        self._bad |= failures
         if failures and path is not None:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with path.open("a+", encoding="utf-8", errors="replace") as file:
-                file.seek(0)
-                before = file.read().split("\n")
-                new = [line for line in dict.fromkeys(map(json.dumps, failures)) if line not in before]
-                # A run that was killed may have left half a line.
-                file.write("\n" * bool(new and before[-1]) + "".join(f"{line}\n" for line in new))
-
-
-def _as_float(name: str, tensor: torch.Tensor) -> torch.Tensor:
-    result = tensor.float()
-    if tensor.dtype == torch.float64 and not result.isfinite().all():
-        raise BadRow(f"{name} has values beyond float32")
-    return result
+            before = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []
+            lines = dict.fromkeys([*before, *map(json.dumps, failures.values())])
+            with AtomicFiles(overwrite=True) as files:
+                files.stage(path).write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
 
 
 def _random_bits(count: int, seed: int, epoch: int, purpose: int) -> np.ndarray:

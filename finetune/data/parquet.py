@@ -2,8 +2,7 @@
 
 A tensor is three columns: `NAME_bytes`, `NAME_shape`, `NAME_dtype`. Latents are the VAE's means as they are,
 [C, T, H, W]; training normalises them with the VAE's statistics. (`first_frame_latent` is stored normalised.) Text is
-[L, D] without padding. Read are the columns of the text-to-video schema and, where they are, those that image-to-video
-adds.
+[L, D] without padding. Read are the columns that training needs: those of TENSORS, and where they are, EXTRA_TENSORS.
 
 A row group is the least that can be read, so a folder keeps the last ones in memory and the order of training stays
 within a few of them at a time (`loader.py`). Files are opened for each read and closed again: nothing that a worker
@@ -14,10 +13,10 @@ Source: https://github.com/hao-ai-lab/FastVideo (`pyarrow_schema_t2v`, `pyarrow_
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import hashlib
 import json
-import math
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -34,10 +33,8 @@ from vmonarch.files import AtomicFiles
 
 # Dimensions of the tensors that every row has, and of those of image-to-video.
 TENSORS = {"vae_latent": 4, "text_embedding": 2}
-EXTRA_TENSORS = {"clip_feature": 2, "first_frame_latent": 4, "pil_image": 3}
+EXTRA_TENSORS = {"clip_feature": 2, "first_frame_latent": 4}
 PARTS = {"bytes": pa.binary(), "shape": pa.list_(pa.int64()), "dtype": pa.string()}
-# Names of dtypes as numpy and torch write them. FastVideo stores bfloat16 tensors as float32.
-DTYPES = {name: getattr(torch, name) for name in ("float16", "bfloat16", "float32", "float64", "uint8")}
 # The other columns.
 PLAIN = {
     **dict.fromkeys(("id", "file_name", "caption", "media_type"), pa.string()),
@@ -64,7 +61,7 @@ class BadRow(Exception):
 
 @dataclass(frozen=True)
 class Sample:
-    """A clip.
+    """A clip. Of one that is read, `id` and `caption` are set, and the tensors are float32.
 
     Args:
         id: unique in its data set.
@@ -80,7 +77,6 @@ class Sample:
     text: torch.Tensor
     caption: str = ""
     file_name: str = ""
-    media_type: str = "video"
     width: int = 0
     height: int = 0
     fps: float = 0.0
@@ -102,19 +98,13 @@ def encode_row(sample: Sample) -> dict[str, Any]:
     """The columns of a clip.
 
     Raises:
-        ValueError: a tensor has a dtype that no row can hold.
+        TypeError: a tensor has a dtype that numpy does not know, such as bfloat16.
     """
-    names = ("id", "file_name", "caption", "media_type", "width", "height", "fps")
-    row = {name: getattr(sample, name) for name in names}
-    row |= {"num_frames": sample.latents.shape[1], "duration_sec": sample.duration}
+    row = {name: getattr(sample, name) for name in ("id", "file_name", "caption", "width", "height", "fps")}
+    row |= {"media_type": "video", "num_frames": sample.latents.shape[1], "duration_sec": sample.duration}
     for name, tensor in {"vae_latent": sample.latents, "text_embedding": sample.text, **sample.extras}.items():
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        if dtype not in DTYPES:
-            raise ValueError(f"{name} must have one of the dtypes {', '.join(DTYPES)}, got {tensor.dtype}")
-        flat = tensor.detach().cpu().contiguous().flatten()
-        # numpy knows no bfloat16.
-        data = flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
-        row |= zip(_columns([name]), (data, list(tensor.shape), dtype), strict=True)
+        array = tensor.detach().cpu().numpy()
+        row |= zip(_columns([name]), (array.tobytes(), list(array.shape), str(array.dtype)), strict=True)
     return row
 
 
@@ -122,56 +112,33 @@ def decode_row(row: Mapping[str, Any]) -> Sample:
     """The clip in a row.
 
     Raises:
-        BadRow: a column is missing, empty or of the wrong kind, bytes do not fit shape and dtype, a value is not
-            finite, a tensor has the wrong number of dimensions.
+        BadRow: it has no id or caption, or a tensor is missing, of another kind or number of dimensions, empty (but for
+            text), or has values that are not finite in float32.
     """
     for name in ("id", "caption"):
         if not isinstance(row.get(name), str):
             raise BadRow(f"column {name} must be a string, got {type(row.get(name)).__name__}")
-    if not row["id"]:
-        raise BadRow("column id is empty")
-    # FastVideo leaves the columns of a tensor empty that a clip does not have.
-    extras = [name for name in EXTRA_TENSORS if any(row.get(column) for column in _columns([name]))]
-    tensors = {name: _decode_tensor(row, name, dims) for name, dims in TENSORS.items()}
-    if not tensors["vae_latent"].numel():
-        raise BadRow(f"vae_latent has no element; its shape is {list(tensors['vae_latent'].shape)}")
-    try:
-        return Sample(
-            id=row["id"],
-            latents=tensors["vae_latent"],
-            text=tensors["text_embedding"],
-            caption=row["caption"],
-            file_name=str(row.get("file_name") or ""),
-            media_type=str(row.get("media_type") or "video"),
-            width=int(row.get("width") or 0),
-            height=int(row.get("height") or 0),
-            fps=float(row.get("fps") or 0.0),
-            duration=float(row.get("duration_sec") or 0.0),
-            extras={name: _decode_tensor(row, name, EXTRA_TENSORS[name]) for name in extras},
-        )
-    except (TypeError, ValueError, OverflowError) as error:
-        raise BadRow(f"a column has a value of the wrong kind: {error}") from error
-
-
-def _decode_tensor(row: Mapping[str, Any], name: str, dims: int) -> torch.Tensor:
-    data, shape, dtype_name = (row.get(column) for column in _columns([name]))
-    if not isinstance(data, bytes | bytearray | memoryview):
-        raise BadRow(f"column {name}_bytes must be bytes, got {type(data).__name__}")
-    dtype = DTYPES.get(str(dtype_name).removeprefix("torch."))
-    if dtype is None:
-        raise BadRow(f"{name}_dtype must be one of {', '.join(DTYPES)}, got {dtype_name!r}")
-    try:
-        sizes = [int(size) for size in shape]  # type: ignore[union-attr]
-    except (TypeError, ValueError) as error:
-        raise BadRow(f"{name}_shape must be a list of integers, got {shape!r}") from error
-    if len(sizes) != dims or min(sizes) < 0:
-        raise BadRow(f"{name}_shape must have {dims} sizes, got {sizes}")
-    if len(data) != (wanted := math.prod(sizes) * dtype.itemsize):
-        raise BadRow(f"{name}_bytes has {len(data)} bytes, but {sizes} of {dtype_name} take {wanted}")
-    tensor = torch.frombuffer(bytearray(data), dtype=dtype) if data else torch.empty(0, dtype=dtype)
-    if dtype.is_floating_point and not tensor.isfinite().all():
-        raise BadRow(f"{name} has values that are not finite")
-    return tensor.reshape(sizes)
+    tensors = {}
+    for name, dims in (TENSORS | EXTRA_TENSORS).items():
+        parts: list[Any] = [row.get(column) for column in _columns([name])]
+        data, shape, dtype = parts
+        # FastVideo leaves the columns of a tensor empty that a clip does not have.
+        if name in EXTRA_TENSORS and not data:
+            continue
+        try:
+            array = np.frombuffer(data, str(dtype).removeprefix("torch.")).reshape([*shape])
+        except (TypeError, ValueError) as error:
+            raise BadRow(f"{name} is no tensor of dtype {dtype} and shape {shape}: {error}") from error
+        if array.dtype.kind != "f" or array.shape != tuple(shape) or array.ndim != dims:
+            raise BadRow(f"{name} must have {dims} dimensions and a floating dtype, got {dtype} and {list(shape)}")
+        if not array.size and name != "text_embedding":
+            raise BadRow(f"{name} has no element; its shape is {list(shape)}")
+        with np.errstate(over="ignore"):
+            tensors[name] = torch.from_numpy(array.astype(np.float32))
+        if not tensors[name].isfinite().all():
+            raise BadRow(f"{name} has values that are not finite, or beyond float32")
+    latents, text = tensors.pop("vae_latent"), tensors.pop("text_embedding")
+    return Sample(row["id"], latents, text, row["caption"], extras=tensors)
 
 
 def write_shard(path: Path, samples: Iterable[Sample], rows_per_group: int = 16) -> None:
@@ -184,8 +151,7 @@ def write_shard(path: Path, samples: Iterable[Sample], rows_per_group: int = 16)
 
     Raises:
         FileExistsError: there is a file of that name.
-        ValueError: a clip has other extras than the first, or could not be read back (no id, values that are not
-            finite, wrong dimensions, a dtype that no row can hold).
+        ValueError: a clip has other extras than the first, or could not be read back.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     samples = iter(samples)
@@ -199,30 +165,14 @@ def write_shard(path: Path, samples: Iterable[Sample], rows_per_group: int = 16)
         while chunk:
             rows = [encode_row(sample) for sample in chunk]
             for row in rows:
-                if set(row) != set(schema.names):
-                    differing = ", ".join(sorted(set(row) ^ set(schema.names)))
-                    raise ValueError(f"sample {row['id']!r} has other extras than the first of the shard: {differing}")
+                if differing := sorted(row.keys() ^ set(schema.names)):
+                    raise ValueError(f"sample {row['id']!r} has other extras than the first: {', '.join(differing)}")
                 try:
                     decode_row(row)
                 except BadRow as error:
                     raise ValueError(f"sample {row['id']!r} cannot be written: {error}") from error
             writer.write_table(pa.Table.from_pylist(rows, schema=schema), row_group_size=rows_per_group)
             chunk = list(islice(samples, rows_per_group))
-
-
-def write_empty_caption(folder: Path, text: torch.Tensor) -> None:
-    """Write the encoding of "", [L, D], beside the shards of a folder, at once or not at all.
-
-    Raises:
-        FileExistsError: there is one.
-        ValueError: it is no encoding: of other dimensions, or not finite.
-    """
-    from safetensors.torch import save_file
-
-    if text.dim() != 2 or not text.isfinite().all():
-        raise ValueError(f"text must be [L, D] and finite, got {list(text.shape)}")
-    with AtomicFiles() as files:
-        save_file({"text_embedding": text.contiguous()}, files.stage(Path(folder) / EMPTY_CAPTION))
 
 
 class ParquetFolder:
@@ -233,7 +183,7 @@ class ParquetFolder:
             killed; links to folders are not followed), or one file.
 
     Raises:
-        DataError: nothing at `path`; no parquet file or no row in it; a file that is not parquet or has lost its end;
+        DataError: nothing at `path`; no parquet file or no row in it; a file that cannot be read or has lost its end;
             missing columns; files with other extra tensors than the first; an EMPTY_CAPTION that is damaged.
 
     Attributes:
@@ -273,12 +223,9 @@ class ParquetFolder:
         if not path.exists():
             return None
         try:
-            text = load_file(path)["text_embedding"].float()
+            return load_file(path)["text_embedding"].float()
         except (SafetensorError, KeyError) as error:
             raise DataError(f"{path} cannot be read: {error}") from error
-        if text.dim() != 2 or not text.isfinite().all():
-            raise DataError(f"{path} must hold a finite [L, D], got {list(text.shape)}")
-        return text
 
     def _read_footer(self, name: str) -> None:
         """Note the row groups of a file and the shapes of its rows."""
@@ -293,14 +240,10 @@ class ParquetFolder:
                 kept = [f"{tensor}_shape" for tensor in ("vae_latent", *extras) if not missing]
                 table = file.read(columns=kept, use_threads=False).to_pydict()
         except _UNREADABLE as error:
-            if _is_of_system(error):
-                raise
             raise DataError(f"{path} is not a parquet file, or its end is missing: {error}") from error
         if missing:
             raise DataError(f"{path} lacks the column(s) {', '.join(missing)}")
         shapes = [tuple(tuple(shape or ()) for shape in row) for row in zip(*table.values(), strict=True)]
-        if len(shapes) != sum(group.num_rows for group in groups):
-            raise DataError(f"{path} cannot be used: the numbers of rows in its footer do not agree")
         if shapes and self.extras not in (None, extras):
             others = ", ".join(self.extras or ())
             raise DataError(f"{path} has the extra tensors [{', '.join(extras)}], but files before it have [{others}]")
@@ -332,11 +275,9 @@ class ParquetFolder:
         """Where row `index` is, and its id, None where it cannot be read."""
         group, row = self._find(index)
         file, number, *_ = self._groups[group]
-        table = self._cache.get(group)
-        try:
-            name = table.column("id")[row].as_py() if isinstance(table, pa.Table) else None
-        except UnicodeDecodeError:
-            name = None
+        table, name = self._cache.get(group), None
+        with contextlib.suppress(ValueError):
+            name = table["id"][row].as_py() if isinstance(table, pa.Table) else None
         return {"id": name, "file": file, "row_group": number, "row": row}
 
     def read(self, index: int) -> Sample:
@@ -356,7 +297,7 @@ class ParquetFolder:
         if isinstance(table, str):
             raise BadRow(table)
         try:
-            columns = {name: table.column(name)[row].as_py() for name in table.column_names}
+            columns = {name: table[name][row].as_py() for name in table.column_names}
         except ValueError as error:
             raise BadRow(f"a column has a value of the wrong kind: {error}") from error
         return decode_row(columns)
@@ -367,21 +308,14 @@ class ParquetFolder:
         path = self.root / name
         if path.stat().st_size != self._sizes[self.files.index(name)]:
             raise DataError(f"{path} has changed since its footer was read")
+        columns = ["id", "caption", *_columns((*TENSORS, *(self.extras or ())))]
         try:
             # No threads of Arrow: worker processes are forked.
             with pq.ParquetFile(path, pre_buffer=False, page_checksum_verification=True) as file:
-                names = [column for column in row_schema(self.extras or ()).names if column in file.schema_arrow.names]
-                table = file.read_row_group(number, columns=names, use_threads=False)
+                table = file.read_row_group(number, columns=columns, use_threads=False)
         except _UNREADABLE as error:
-            if _is_of_system(error):
+            # Arrow's errors have no number. What the system refuses ends the run, but for a block that a disk has lost.
+            if getattr(error, "errno", None) not in (None, errno.EIO):
                 raise
             return f"the row group cannot be read: {error}"
         return table if len(table) == rows else f"the row group has {len(table)} rows, but its footer says {rows}"
-
-
-def _is_of_system(error: BaseException) -> bool:
-    """Whether the machine failed rather than the data: no such file, no permission, too many open files.
-
-    An unreadable disk block counts as data. Arrow's own OSErrors have no number.
-    """
-    return isinstance(error, OSError) and error.errno not in (None, errno.EIO)

@@ -6,7 +6,8 @@
 
 The output folder holds `shard-00000.parquet` and on, `quarantine.jsonl` (bad files with reasons) and `manifest.json`.
 Work that was broken off, at any moment, goes on where it was: the order of the rows is that of the captions, a shard
-appears complete or not at all, and a file is not tried again once its clips are in a shard or it is in quarantine.
+holds whole videos and appears complete or not at all, and a video is not tried again once it is in a shard or in
+quarantine.
 
 Tensors are stored as float32 unless told otherwise: FastVideo's reader takes every tensor for float32, whatever the
 column of its dtype says. float16 would do for the latents (it costs 2e-4 of their norm) where only our reader matters.
@@ -17,34 +18,34 @@ Legend: F frames, H and W pixels, C latent channels, T latent frames, y and x la
 from __future__ import annotations
 
 import dataclasses
-import fcntl
 import hashlib
 import json
-import os
 import random
 import re
 import threading
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
+from safetensors.torch import save_file
 from tqdm import tqdm
 
 from vmonarch.configs import InputError, build, file_sha256
-from vmonarch.files import write_json
+from vmonarch.files import AtomicFiles, write_json
+from vmonarch.finetune.checkpoints import hold
 from vmonarch.finetune.config import check_values, choice, number
 from vmonarch.finetune.data.captions import read_captions
 from vmonarch.finetune.data.decode import BadVideo, Clip, ClipShape, decode_clips
-from vmonarch.finetune.data.parquet import EMPTY_CAPTION, TEXT_LENGTH, Sample, write_empty_caption, write_shard
+from vmonarch.finetune.data.parquet import EMPTY_CAPTION, TEXT_LENGTH, Sample, write_shard
 from vmonarch.pipelines.environment import DTYPES, choose_device, choose_dtype
 from vmonarch.pipelines.kinds import IMAGE_TO_VIDEO
 from vmonarch.pipelines.model_folder import ModelFolder, find_wan_model
@@ -84,7 +85,7 @@ class PreprocessConfig:
         dtype: auto, float32, bfloat16 or float16, of the text and image encoders; the VAE runs in float32.
         store_dtype: float32, which FastVideo reads, or float16, of all tensors but the text.
         device: auto, cpu, cuda or cuda:N.
-        rows_per_shard: clips in a file.
+        rows_per_shard: clips in a file, and those that the last video has beyond.
         workers: videos decoded at a time, ahead of the encoders, each by one thread.
         seed: of the procedural clips.
         timeout: seconds that decoding one video may take.
@@ -95,26 +96,26 @@ class PreprocessConfig:
 
     videos: str | None = None
     captions: str | None = None
-    procedural: int | None = number(None, least=1)
+    procedural: int | None = number(None, "[1, inf)")
     model: str = "embedded"
     revision: str | None = None
     output: str = "outputs/preprocess"
-    height: int | None = number(None, least=1, most=8192)
-    width: int | None = number(None, least=1, most=8192)
-    num_frames: int | None = number(None, least=1)
+    height: int | None = number(None, "[1, 8192]")
+    width: int | None = number(None, "[1, 8192]")
+    num_frames: int | None = number(None, "[1, inf)")
     buckets: tuple[str, ...] = ()
-    fps: float | None = number(None, least=0.001, most=1000)
+    fps: float | None = number(None, "[0.001, 1000]")
     start: str = choice("begin", "begin", "middle")
-    clips_per_video: int = number(1, least=1, most=10_000)
-    max_sequence_length: int | None = number(None, least=1, most=TEXT_LENGTH)
+    clips_per_video: int = number(1, "[1, 10000]")
+    max_sequence_length: int | None = number(None, f"[1, {TEXT_LENGTH}]")
     image_to_video: bool | None = None
     dtype: str = choice("auto", *DTYPES)
     store_dtype: str = choice("float32", "float32", "float16")
     device: str = "auto"
-    rows_per_shard: int = number(32, least=1)
-    workers: int = number(4, least=1)
+    rows_per_shard: int = number(32, "[1, inf)")
+    workers: int = number(4, "[1, inf)")
     seed: int = 0
-    timeout: float = number(120.0, above=0)
+    timeout: float = number(120.0, "(0, inf)")
 
     def __post_init__(self) -> None:
         check_values(self)
@@ -274,12 +275,6 @@ def procedural_clip(seed: int, number: int) -> tuple[str, Clip]:
     return text, Clip(render(scenes)[0], float(EMBEDDED_SETTINGS.fps))
 
 
-def _stem(file: str) -> str:
-    """The file's part of a clip's id: its name; where characters had to go, with a hash that tells it apart."""
-    name = re.sub(r"[^A-Za-z0-9._-]+", "-", file)
-    return name if name == file else f"{name}-{hashlib.sha256(file.encode()).hexdigest()[:8]}"
-
-
 def _ahead(
     files: Iterable[str], make: Callable[[str, threading.Event], Made], workers: int
 ) -> Generator[tuple[str, Future[Made]]]:
@@ -312,22 +307,20 @@ class _Output:
 
     Attributes:
         manifest: what its file holds, or will hold when it is written next.
-        ids: of the rows in its shards. bad: reasons by file.
+        done: videos in its shards. bad: reasons by video.
     """
 
     def __init__(self, folder: Path, about: Mapping[str, Any]) -> None:
-        self.folder, self._quarantine = folder, folder / "quarantine.jsonl"
+        self.folder, self.done, self.bad = folder, set[str](), dict[str, str]()
         # As JSON has them: tuples are lists.
         self.manifest = json.loads(json.dumps(about)) | {"complete": False, "counts": {}, "shards": []}
-        self.ids: list[str] = []
-        self.bad: dict[str, str] = {}
         # Of a run that was killed.
         for path in folder.glob(".*.partial.*"):
             path.unlink()
         shards = sorted(folder.glob("shard-*.parquet"), key=lambda path: (len(path.name), path.name))
-        path = folder / "manifest.json"
+        path, listed = folder / "manifest.json", folder / "quarantine.jsonl"
         try:
-            if shards or path.exists() or self._quarantine.exists():
+            if shards or path.exists() or listed.exists():
                 before = json.loads(path.read_text(encoding="utf-8"))
                 # Before 2026-11-28 there were no buckets.
                 old, now = {"buckets": [], **_made_of(before)}, _made_of(self.manifest)
@@ -338,11 +331,8 @@ class _Output:
                 self.manifest |= {key: before[key] for key in ("complete", "counts", "environment", "updated")}
             for path in shards:
                 self._add(path)
-            if (path := self._quarantine).exists():
-                # A killed run may have left half a line; its file is tried again.
-                whole = path.read_bytes().rpartition(b"\n")[0]
-                os.truncate(path, len(whole) + 1 if whole else 0)
-                entries = [json.loads(line) for line in whole.split(b"\n") if line]
+            if (path := listed).exists():
+                entries = [json.loads(line) for line in path.read_bytes().split(b"\n") if line]
                 self.bad = {entry["file"]: entry["reason"] for entry in entries}
         except InputError:
             raise
@@ -350,15 +340,17 @@ class _Output:
             raise InputError("output", f"holds {path}, which cannot be read: {error!r}") from error
 
     def _add(self, path: Path) -> None:
-        ids = pq.read_table(path, columns=["id"])["id"].to_pylist()
-        self.ids += ids
-        self.manifest["shards"].append({"file": path.name, "rows": len(ids)})
+        videos = pq.read_table(path, columns=["file_name"])["file_name"].to_pylist()
+        self.done |= set(videos)
+        self.manifest["shards"].append({"file": path.name, "rows": len(videos)})
 
     def quarantine(self, file: str, reason: str) -> None:
         """Note a bad video."""
         self.bad[file] = reason
-        with self._quarantine.open("a", encoding="utf-8") as stream:
-            stream.write(json.dumps({"file": file, "reason": reason}, ensure_ascii=False) + "\n")
+        lines = (json.dumps({"file": f, "reason": why}, ensure_ascii=False) for f, why in self.bad.items())
+        with AtomicFiles(overwrite=True) as files:
+            path = files.stage(self.folder / "quarantine.jsonl")
+            path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
 
     def write_shard(self, samples: Iterable[Sample]) -> None:
         """Write the next shard, then the manifest."""
@@ -370,8 +362,9 @@ class _Output:
 
     def write_manifest(self, **facts: Any) -> None:
         """Write what is in the folder and what it was made from."""
+        shards = self.manifest["shards"]
+        counts = {"clips": sum(shard["rows"] for shard in shards), "shards": len(shards), "quarantined": len(self.bad)}
         self.manifest |= {"updated": datetime.now(UTC).isoformat(timespec="seconds"), **facts}
-        counts = {"clips": len(self.ids), "shards": len(self.manifest["shards"]), "quarantined": len(self.bad)}
         self.manifest["counts"] |= counts
         write_json(self.folder / "manifest.json", self.manifest)
 
@@ -382,22 +375,6 @@ def _made_of(manifest: Mapping[str, Any]) -> dict[str, Any]:
     hashes = ("configs_sha256", "weights_sha256", "weights_sizes_sha256")
     model = {f"{key} of the model": manifest["model"][key] for key in hashes}
     return {"format": manifest["format"], **config, "captions_sha256": manifest["captions_sha256"], **model}
-
-
-@contextmanager
-def _held(folder: Path) -> Iterator[None]:
-    """Hold a folder against other processes."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        # Some network file systems lock no folders.
-        with suppress(OSError):
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError as error:
-                raise InputError("output", f"{str(folder)!r} is in use by another process") from error
-        yield
-    finally:
-        os.close(descriptor)
 
 
 def preprocess(
@@ -442,94 +419,100 @@ def preprocess(
         path = prepare_output_dir(config.output)
     except InputError as error:
         raise InputError("output", error.problem) from error
-    # Of the clips that each file can have, in order.
-    ids = {file: [f"{_stem(file)}-{k}" for k in range(config.clips_per_video)] for file in captions}
-    ids |= {name: [name] for name in (f"procedural-{config.seed}-{k}" for k in range(config.procedural or 0))}
-    with _held(path):
+    names = list(captions) or [f"procedural-{config.seed}-{k}" for k in range(config.procedural or 0)]
+    with hold(path, "output"):
         output = _Output(path, about)
-        done, last = set(output.ids), output.ids[-1:]
-        # A video may have fewer clips than asked for. More can only be missing of the one that the last shard ends in.
-        ended = lambda names: names[-1] in done or names[0] in done and not {*last} & {*names}
-        todo = {file: names for file, names in ids.items() if file not in output.bad and not ended(names)}
+        todo = [name for name in names if name not in output.done and name not in output.bad]
         if todo:
             encoders = encoders or load_encoders(config, folder)
             cut = sum(map(encoders.cut, captions.values()))
             versions = environment(device) | {"decoder": package_versions(("imageio-ffmpeg", "pyarrow"))}
-            output.manifest["counts"] = {"videos": len(ids), "captions_cut": cut}
+            output.manifest["counts"] = {"videos": len(names), "captions_cut": cut}
             output.write_manifest(complete=False, environment=versions)
             if not (path / EMPTY_CAPTION).exists():
-                write_empty_caption(path, encoders.text(""))
-            bar = tqdm(total=len(ids), initial=len(ids) - len(todo), disable=not progress, unit="video")
-            with bar, closing(_samples(config, captions, todo, output, encoders, bar)) as samples:
-                for first in samples:
-                    output.write_shard(chain([first], islice(samples, config.rows_per_shard - 1)))
+                with AtomicFiles() as files:
+                    save_file({"text_embedding": encoders.text("")}, files.stage(path / EMPTY_CAPTION))
+            bar = tqdm(total=len(names), initial=len(names) - len(todo), disable=not progress, unit="video")
+            with bar, closing(_videos(config, captions, todo, output, encoders, bar)) as made:
+                for first in made:
+                    output.write_shard(_up_to(config.rows_per_shard, chain([first], made)))
         if not output.manifest["complete"]:
             output.write_manifest(complete=True)
-        if not output.ids:
+        if not output.done:
             file, reason = next(iter(output.bad.items()))
             why = f"{path / 'quarantine.jsonl'} says why, and first: {file} {reason}"
-            raise PreprocessError(f"no clip could be made of {len(ids)} videos; {why}")
+            raise PreprocessError(f"no clip could be made of {len(names)} videos; {why}")
         counts: dict[str, int] = output.manifest["counts"]
         return counts
 
 
-def _samples(
+def _up_to(rows: int, videos: Iterable[list[Sample]]) -> Iterator[Sample]:
+    """The rows of whole videos, until there are so many."""
+    for samples in videos:
+        yield from samples
+        rows -= len(samples)
+        if rows <= 0:
+            return
+
+
+def _videos(
     config: PreprocessConfig,
     captions: Mapping[str, str],
-    todo: Mapping[str, Sequence[str]],
+    todo: Iterable[str],
     output: _Output,
     encoders: PipelineEncoders,
-    bar: tqdm[NoReturn],
-) -> Generator[Sample]:
-    """The rows still to be written, in order; bad videos go to quarantine on the way.
+    bar: Any,
+) -> Generator[list[Sample]]:
+    """The rows of each video in `todo`, in order; bad ones go to quarantine on the way."""
 
-    Args:
-        todo: ids of the clips by files; those that the output has are left out.
-    """
-
-    def decode(file: str, stop: threading.Event) -> Made:
-        path = Path(str(config.videos), file)
+    def make(name: str, stop: threading.Event) -> Made:
+        if not captions:
+            caption, clip = procedural_clip(config.seed, int(name.rpartition("-")[2]))
+            return caption, [clip]
         try:
-            return captions[file], decode_clips(path, config.shapes, timeout=config.timeout, stop=stop)
+            path = Path(str(config.videos), name)
+            return captions[name], decode_clips(path, config.shapes, timeout=config.timeout, stop=stop)
         except OSError:
             # The video is not to blame when ffmpeg cannot be started.
             raise
         except Exception as error:
             raise BadVideo(str(error) or repr(error)) from error
 
-    def render(name: str, _: threading.Event) -> Made:
-        caption, clip = procedural_clip(config.seed, int(name.rpartition("-")[2]))
-        return caption, [clip]
-
-    done, cropped, cut = set(output.ids), 0, output.manifest["counts"]["captions_cut"]
-    with closing(_ahead(todo, decode if captions else render, config.workers)) as made:
-        for file, future in made:
-            # All clips of a video or none.
+    cropped, cut, store = 0, output.manifest["counts"]["captions_cut"], getattr(torch, config.store_dtype)
+    with closing(_ahead(todo, make, config.workers)) as ahead:
+        for name, future in ahead:
             samples: list[Sample] = []
             try:
                 caption, clips = future.result()
                 text = encoders.text(caption)
-                for name, clip in zip(todo[file], clips, strict=False):
-                    if name not in done:
-                        facts = _encode(config, clip, encoders)
-                        samples.append(Sample(id=name, text=text, caption=caption, file_name=file, **facts))
-                if not all(x.isfinite().all() for s in samples for x in (s.text, s.latents, *s.extras.values())):
-                    raise BadVideo("has encodings that are not finite")
+                for k, clip in enumerate(clips):
+                    video = clip.frames if clip.frames.is_floating_point() else clip.frames.float() / 127.5 - 1
+                    frames, height, width = video.shape[1:]
+                    tensors = {"latents": encoders.latents(video)}
+                    tensors |= encoders.image(video) if config.image_to_video else {}
+                    if not all(x.isfinite().all() for x in (text, *tensors.values())):
+                        raise BadVideo("has encodings that are not finite")
+                    tensors = {key: tensor.to(store) for key, tensor in tensors.items()}
+                    samples.append(
+                        Sample(
+                            id=f"{name}-{k}" if captions else name,
+                            latents=tensors.pop("latents"),
+                            text=text,
+                            caption=caption,
+                            file_name=name,
+                            width=width,
+                            height=height,
+                            fps=clip.fps,
+                            duration=frames / clip.fps if clip.fps else 0.0,
+                            extras=tensors,
+                        )
+                    )
                 # Sizes are whole pixels: no more than that is lost of a picture that has the shape of the clips.
                 cropped += clips[0].kept < 0.98
             except BadVideo as error:
-                output.quarantine(file, str(error))
+                output.quarantine(name, str(error))
                 samples.clear()
             bar.update()
             bar.set_postfix(bad=len(output.bad), cropped=cropped, captions_cut=cut, refresh=False)
-            yield from samples
-
-
-def _encode(config: PreprocessConfig, clip: Clip, encoders: PipelineEncoders) -> dict[str, Any]:
-    """What a row has of a clip's frames, by the names of `Sample`."""
-    video = clip.frames if clip.frames.is_floating_point() else clip.frames.float() / 127.5 - 1
-    tensors = {"latents": encoders.latents(video)} | (encoders.image(video) if config.image_to_video else {})
-    tensors = {key: tensor.to(getattr(torch, config.store_dtype)) for key, tensor in tensors.items()}
-    frames, height, width = video.shape[1:]
-    sizes = dict(width=width, height=height, fps=clip.fps, duration=frames / clip.fps if clip.fps else 0.0)
-    return {"latents": tensors.pop("latents"), "extras": tensors, **sizes}
+            if samples:
+                yield samples

@@ -68,7 +68,6 @@ DAMAGES = {
     "no-manifest": lambda folder: (folder / "manifest.json").unlink(),
     "manifest-a-list": lambda folder: (folder / "manifest.json").write_text("[]"),
     "manifest-of-another": lambda folder: shutil.copy(folder.with_name("step-00000001") / "manifest.json", folder),
-    "manifest-edited": lambda folder: edit(folder / "manifest.json", '"world_size": 1', '"world_size": 2'),
     "of-the-future": lambda folder: edit(folder / "manifest.json", '"format": 2', '"format": 3'),
     "flipped": lambda folder: (folder / "optimizer.bin").write_bytes(b"\2" * 499 + b"\3"),
 }

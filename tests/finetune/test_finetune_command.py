@@ -63,9 +63,6 @@ def test_two_processes_resume_as_if_they_had_not_ended(place, launch, tmp_path):
     whole, parts = (
         [{k: v for k, v in line.items() if k in keep} for line in log(tmp_path / n)] for n in ("whole", "parts")
     )
-    records = sorted((tmp_path / "parts").glob("run-*.json"))
-    assert [path.name for path in records] == ["run-00000000.json", "run-00000003.json"]
-    assert all(json.loads(path.read_text())["processes"] == 2 for path in records)
     assert whole == parts and len([line for line in whole if "loss" in line]) == 7
     assert len([line for line in whole if "validation_loss" in line]) == 4
 

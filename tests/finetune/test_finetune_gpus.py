@@ -53,8 +53,9 @@ def test_two_gpus_resume_as_if_they_had_not_ended(place, tmp_path, engine, rank)
     launch(place, tmp_path / "parts", engine, "steps=3", *options)
     parts = launch(place, tmp_path / "parts", engine, "steps=6", *options)
     assert whole == parts and len([line for line in whole if "loss" in line]) == 6
-    record = json.loads((tmp_path / "parts" / "run-00000003.json").read_text())
-    assert record["processes"] == 2 and record["engine"] == {"ddp": "MULTI_GPU", "fsdp": "FSDP"}[engine]
+    saved = tmp_path / "parts" / "checkpoints" / "step-00000006"
+    assert json.loads((saved / "manifest.json").read_text())["world_size"] == 2
+    assert (saved / "pytorch_model_fsdp_0").is_dir() == (engine == "fsdp")
     made = tmp_path / ("layers.safetensors" if rank else "model")
     export(tmp_path / "parts", made)
     pipe = diffusers.WanPipeline.from_pretrained(place / "model" if rank else made)

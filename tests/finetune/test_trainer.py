@@ -17,13 +17,13 @@ from safetensors.torch import load_file
 import vmonarch
 from vmonarch.configs import InputError
 from vmonarch.configs.methods import resolve_method
-from vmonarch.finetune.checkpoints import CheckpointError, manifest_text, newest, read_json, steps_in
+from vmonarch.finetune.checkpoints import CheckpointError, hold, newest, read_json, steps_in
 from vmonarch.finetune.config import OptimizerConfig, finetune_config
 from vmonarch.finetune.data.parquet import Sample, write_shard
 from vmonarch.finetune.export import comfyui_name, export
 from vmonarch.finetune.models import Experts, compile_blocks, load_experts, lora_layers, model_facts, share_clips
 from vmonarch.finetune.objective import NoiseLevels
-from vmonarch.finetune.trainer import Trainer, TrainingError, _flat, _hold
+from vmonarch.finetune.trainer import Trainer, TrainingError, _flat
 from vmonarch.pipelines.config import recommended_settings
 from vmonarch.pipelines.model_folder import find_model, find_wan_model
 from vmonarch.plan import AttentionPlan
@@ -436,11 +436,11 @@ def test_a_second_run_in_a_folder_is_refused_until_the_first_has_ended(place, tm
 def test_a_worker_that_outlives_a_killed_run_does_not_hold_its_folder(tmp_path):
     context = multiprocessing.get_context("fork")
     begun, end = context.Event(), context.Event()
-    with _hold(tmp_path):
+    with hold(tmp_path, "output_dir"):
         worker = context.Process(target=lambda: begun.set() or end.wait(60))
         worker.start()
         assert begun.wait(60)
-    _hold(tmp_path).close()
+    hold(tmp_path, "output_dir").close()
     end.set()
     worker.join()
 
@@ -525,7 +525,7 @@ def test_full_weights_become_a_folder_that_stock_diffusers_loads(tiny, place, tm
     path = tmp_path / "run" / "checkpoints" / "step-00000012"
     files = json.loads((path / "manifest.json").read_text())["files"]
     files = {name: entry for name, entry in files.items() if name.endswith((".json", ".safetensors"))}
-    (path / "manifest.json").write_bytes(manifest_text({"format": 1, "step": 12, "world_size": 1, "files": files}))
+    (path / "manifest.json").write_text(json.dumps({"format": 1, "step": 12, "world_size": 1, "files": files}))
     with pytest.raises(CheckpointError, match="is of a version before .* `vmonarch export"):
         Trainer(settings(place, tmp_path / "run", kind, ema=0.5, steps=12))
     again = export(tmp_path / "run", tmp_path / "again") / "transformer" / "diffusion_pytorch_model.safetensors"
@@ -630,7 +630,7 @@ def test_validation_videos_and_their_sheets(tmp_path, monkeypatch):
         Trainer(finetune_config(values)).run()
     Trainer(finetune_config(values)).run()
     names = sorted(path.name for path in (tmp_path / "run" / "videos").iterdir())
-    assert names == [f"step-00000001-00.{suffix}" for suffix in ("json", "mp4", "png")]
+    assert names == [f"step-00000001-00.{suffix}" for suffix in ("mp4", "png")]
     assert list((tmp_path / "run").rglob("events.out.tfevents*"))
     model = export(tmp_path / "run", tmp_path / "model")
     # A finetune of the embedded model is run with its settings.
