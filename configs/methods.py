@@ -70,6 +70,8 @@ _GONE = {
     "budget": (None, "plans are for work or time; give flops or time"),
     "limit": (None, "plans go by one measure; give more flops, or measure"),
     "maps": ([], "reports have no maps of attention; leave it out"),
+    "resize": ("crop", "videos are cropped; leave it out"),
+    "max_failures": (1.0, "bad videos are in quarantine.jsonl; leave it out"),
 }
 
 

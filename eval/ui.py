@@ -383,8 +383,6 @@ def launch(studio: Studio, host: str = "127.0.0.1", port: int = 7860) -> tuple[g
         with socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET) as free:
             port = free.getsockname()[1]
     except (OSError, OverflowError) as error:
-        if isinstance(error, socket.gaierror):
-            raise InputError("host", f"{host!r} is not known: {error}") from error
         raise InputError("port", f"{port} of {host} cannot be had: {error}") from error
     hosts = {"localhost", "127.0.0.1", "::1", host} if is_local(host) else None
     page = build_page(studio)

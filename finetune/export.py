@@ -101,6 +101,7 @@ def export(
     if folder.fingerprint() != record["model"]:
         raise CheckpointError(f"{path} was trained from another model than {folder.path}")
     require(config.ema or weights != "ema", "weights", "cannot be ema: the run has no average")
+    require(config.lora.rank > 0 or names == "diffusers", "names", f"cannot be {names}: the run has no LoRA layers")
     facts = model_facts(folder, config)
     experts, _ = load_experts(folder, facts, config)
     trained = {name: p.detach() for name, p in experts.eval().named_parameters() if p.requires_grad}

@@ -40,6 +40,7 @@ from safetensors.torch import save_file
 from tqdm import tqdm
 
 from vmonarch.configs import InputError, build, file_sha256
+from vmonarch.configs.methods import options_now
 from vmonarch.files import AtomicFiles, write_json
 from vmonarch.finetune.checkpoints import hold
 from vmonarch.finetune.config import check_values, choice, number
@@ -144,7 +145,7 @@ def preprocess_config(*layers: Mapping[str, Any]) -> PreprocessConfig:
     Raises:
         InputError: no output, an unknown key, or a value of another type or out of range; the error names the key.
     """
-    values = {key: value for layer in layers for key, value in layer.items()}
+    values = {key: value for layer in layers for key, value in options_now(layer).items()}
     if values.get("output") is None:
         raise InputError("output", "is missing: name a folder")
     return build(PreprocessConfig, values)
