@@ -4,6 +4,7 @@ import os
 import re
 import shutil
 import tomllib
+from importlib.util import cache_from_source
 from pathlib import Path
 
 import pytest
@@ -29,24 +30,45 @@ def run_tests(start_forks):
     return run_tests
 
 
-def copy_package(folder: Path) -> None:
-    """All of it, lest a test fail for what is missing; what is not source, and large, is linked."""
+@pytest.fixture(scope="module")
+def package(tmp_path_factory):
+    """A copy of all of it, lest a test fail for what is missing; what is not source, and large, is linked."""
+    folder = tmp_path_factory.mktemp("copy")
     copy = lambda source, to: (shutil.copy2 if source.endswith(".py") else os.symlink)(source, to)
     ignore = shutil.ignore_patterns("__pycache__")
     shutil.copytree(ROOT / "vmonarch", folder / "vmonarch", ignore=ignore, copy_function=copy)
+    return folder
+
+
+@pytest.fixture
+def plant(package):
+    """plant(file, text, bug), until the test ends; what Python has compiled of all other files stays."""
+    planted = []
+
+    def plant(file: str, text: str, bug: str) -> None:
+        source = package / "vmonarch" / file
+        original = source.read_text()
+        assert original.count(text) >= 1, f"{file} no longer contains {text!r}"
+        planted.append(file)
+        forget(source)
+        source.write_text(original.replace(text, bug))
+
+    def forget(source: Path) -> None:
+        # A compiled file counts as fresh if the source has its size and the second of its last change.
+        Path(cache_from_source(source)).unlink(missing_ok=True)
+
+    yield plant
+    for file in planted:
+        shutil.copy2(ROOT / "vmonarch" / file, package / "vmonarch" / file)
+        forget(package / "vmonarch" / file)
 
 
 @pytest.mark.parametrize("name", TABLE["bugs"])
-def test_a_planted_bug_is_caught(run_tests, name, tmp_path):
+def test_a_planted_bug_is_caught(run_tests, package, plant, name):
     planted = TABLE["bugs"][name]
-    file, text, bug = (planted[key] for key in ("file", "text", "bug"))
-    copy_package(tmp_path)
-    source = tmp_path / "vmonarch" / file
-    original = source.read_text()
-    assert original.count(text) >= 1, f"{file} no longer contains {text!r}"
-    source.write_text(original.replace(text, bug))
-    tests = TABLE["tests"].get(file, TABLE["tests"]["default"])
-    code, output = run_tests(tmp_path, tests, planted.get("keyword", ""))
+    plant(planted["file"], planted["text"], planted["bug"])
+    tests = TABLE["tests"].get(planted["file"], TABLE["tests"]["default"])
+    code, output = run_tests(package, tests, planted.get("keyword", ""))
     # Exit code 1 is "tests failed"; a syntax or import error would be another one.
     assert code == 1, output[-2000:]
     assert "1 failed" in output and "error" not in output.splitlines()[-1]
@@ -54,8 +76,7 @@ def test_a_planted_bug_is_caught(run_tests, name, tmp_path):
     assert not re.search(r"^E .*(NameError|ImportError|ModuleNotFoundError)", output, re.M), output
 
 
-def test_the_untouched_copy_passes(run_tests, tmp_path):
-    copy_package(tmp_path)
+def test_the_untouched_copy_passes(run_tests, package):
     # Of the kernels' and processors' tests, which are slow, some that catch bugs above.
     slow = {
         "tests/kernels/test_monarch_triton.py",
@@ -83,5 +104,5 @@ def test_the_untouched_copy_passes(run_tests, tmp_path):
     some += " or definition or the_kernels_compute or linear_attention_refuses"
     some += " or (a_resumed_run_is_the_same_run and t2v-0) or breaks_off"
     for tests, keyword in ((others, ""), (slow, f"({some}) and not its_variant")):
-        code, output = run_tests(tmp_path, sorted(tests), keyword)
+        code, output = run_tests(package, sorted(tests), keyword)
         assert code == 0, output[-2000:]

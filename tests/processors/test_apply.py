@@ -1,4 +1,4 @@
-"""Switching on, switching off, and what becomes of both when pipelines are copied, shared or rebuilt."""
+"""Switching on, by a name too, switching off, and what becomes of both when pipelines are copied, shared or rebuilt."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import copy
 import gc
 import pickle
 import threading
+import warnings
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 
@@ -16,7 +17,11 @@ from diffusers.models.transformers.transformer_wan import WanAttnProcessor
 
 import vmonarch
 from vmonarch import VMonarchProcessor
+from vmonarch.configs.methods import resolve_method
 from vmonarch.video_processor import VideoAttentionProcessor
+
+NEAR_LOSSLESS = VMonarchProcessor(num_iterations=1, exact=None, refresh=0.28)
+FAST = VMonarchProcessor(num_iterations=1, exact=None, refresh=0.16)
 
 
 def snapshot(model):
@@ -317,3 +322,53 @@ def test_wrapped_transformers_are_found(tiny):
     assert not torch.equal(tiny.run(model), stock)
     vmonarch.restore(model)
     assert torch.equal(tiny.run(model), stock)
+
+
+def test_apply_is_near_lossless_and_takes_names(tiny):
+    pipe = tiny.pipeline("t2v")
+    assert vmonarch.apply(pipe).processor.config == NEAR_LOSSLESS.config
+    assert next(iter(vmonarch.presets())) == "near-lossless"
+    for name, line in vmonarch.presets().items():
+        found = vmonarch.apply(pipe, name).processor
+        assert "\n" not in line and found.config == resolve_method(name).processor().config
+    assert vmonarch.apply(pipe, "fast").processor.config == FAST.config
+    vmonarch.apply(pipe, "fast:refresh=3")
+    by_name = tiny.quickly(pipe, 4)
+    vmonarch.apply(pipe, VMonarchProcessor(num_iterations=1, exact=None, refresh=3))
+    assert torch.equal(tiny.quickly(pipe, 4), by_name)
+
+
+def test_old_names_are_told_for_one_release(tiny):
+    for old, processor in (("vmonarch-refresh", NEAR_LOSSLESS), ("vmonarch-refresh-fast", FAST)):
+        with pytest.warns(FutureWarning, match=f"'{old}' is called '(near-lossless|fast)' now"):
+            assert vmonarch.apply(tiny.transformer(), old).processor.config == processor.config
+    record = resolve_method("fast:refresh=3").to_dict()
+    old = {**record, "name": "vmonarch-refresh-fast", "label": "vmonarch-refresh-fast:refresh=3"}
+    with warnings.catch_warnings(action="error"):
+        assert resolve_method(old).to_dict() == record, "as records and checkpoints have it"
+
+
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        ("near-lossles", "processor must be one of .*near-lossless.*got 'near-lossles' .did you mean near-lossless"),
+        ("fast:refesh=3", "processor.refesh is no known key .did you mean refresh"),
+        ("full", "processor cannot be 'full', the model's own attention, which vmonarch.restore puts back"),
+        ("based", "processor cannot be 'based' with 'embedded': vmonarch.load_adapter applies adapters"),
+        ("stack-fast", "processor must be an attention method, got the recipe 'stack-fast'"),
+    ],
+)
+def test_a_name_that_is_no_preset_is_explained(name, problem, tiny):
+    transformer = tiny.transformer()
+    with pytest.raises(ValueError, match=problem):
+        vmonarch.apply(transformer, name)
+    vmonarch.restore(transformer)
+
+
+def test_the_default_says_what_to_use_where_there_is_no_pipeline(tiny):
+    transformer = tiny.transformer()
+    vmonarch.apply(transformer)
+    with pytest.raises(RuntimeError, match='no pipeline calls this transformer.* or the preset "vmonarch"'):
+        tiny.run(transformer)
+    vmonarch.apply(transformer, "vmonarch")
+    tiny.run(transformer)

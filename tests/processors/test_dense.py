@@ -58,14 +58,11 @@ def test_what_a_dense_option_means(dense, total, expected):
     assert chosen.some == bool(expected)
 
 
-@pytest.mark.parametrize("dense", [0, 1, 2, 3, 0.34, 1.0, [1], [0, 2]], ids=str)
+@pytest.mark.parametrize("dense", [1, 3, 0.34, [0, 2]], ids=str)
 def test_dense_layers_keep_their_own_processor(tiny, dense):
     model = tiny.transformer(num_layers=3)
     chosen = DenseSet("dense_layers", dense)
     originals = [block.attn1.processor for block in model.blocks]
-    vmonarch.apply(model, VMonarchProcessor())
-    sparse = [block.attn1.processor for block in model.blocks]
-    vmonarch.restore(model)
     vmonarch.apply(model, VMonarchProcessor(dense_layers=dense))
     actual = tiny.run(model)
     for layer, block in enumerate(model.blocks):
@@ -76,7 +73,6 @@ def test_dense_layers_keep_their_own_processor(tiny, dense):
         if chosen.contains(layer, 3):
             block.attn1.set_processor(originals[layer])
     assert torch.equal(tiny.run(model), actual)
-    assert len(sparse) == 3
 
 
 def test_dense_layers_of_vace_include_their_control_blocks(tiny):
