@@ -96,8 +96,6 @@ def model_facts(folder: ModelFolder, config: FinetuneConfig) -> ModelFacts:
 class Experts(nn.Module):
     """The transformers that are trained, as one module: one forward call goes to one of them.
 
-    Its state dict has no parameters that are not trained, and loading misses none of these.
-
     Args:
         parts: by the names in COMPONENTS.
     """
@@ -105,13 +103,20 @@ class Experts(nn.Module):
     def __init__(self, parts: Mapping[str, nn.Module]) -> None:
         super().__init__()
         self.parts = nn.ModuleDict(dict(parts))
-        self.register_state_dict_post_hook(_leave_out_frozen)
-        self.register_load_state_dict_post_hook(_miss_no_frozen)
 
     def forward(self, expert: str, *, transfer: bool = False, **arguments: Any) -> Any:
         """The call of a `WanTransformer3DModel`; with `transfer`, `transfer_loss` of it."""
         part = self.parts[expert]
         return transfer_loss(part, arguments) if transfer else part(**arguments)
+
+
+def save_trained_alone(experts: Experts) -> None:
+    """From now on the state dict has no parameters that are not trained, and loading misses none of these.
+
+    Not before accelerate has prepared the module: FSDP spreads all of its weights by the state dict.
+    """
+    experts.register_state_dict_post_hook(_leave_out_frozen)
+    experts.register_load_state_dict_post_hook(_miss_no_frozen)
 
 
 def _frozen(experts: nn.Module) -> tuple[str, ...]:

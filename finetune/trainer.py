@@ -42,6 +42,7 @@ from vmonarch.finetune.models import (
     compile_blocks,
     load_experts,
     model_facts,
+    save_trained_alone,
     share_clips,
 )
 from vmonarch.finetune.objective import Draw, NoiseLevels, Objective, experts_of, generator_for
@@ -157,6 +158,7 @@ class Trainer:
         # The parts are reached through this; training goes through what accelerate makes of it.
         self.experts: Experts = experts
         self.model, self.optimizer = accelerator.prepare(experts, optimizer)
+        save_trained_alone(experts)
         self.teacher: Experts | BeforeLora | None = BeforeLora(experts) if distils_lora else teacher
         if teacher is not None:
             teacher.to(accelerator.device, products)

@@ -221,9 +221,9 @@ def test_the_kernel_bench_needs_nothing_but_torch_triton_and_numpy(tmp_path):
 import sys
 for name in {banned}:
     sys.modules[name] = None
-sys.argv = ["vmonarch.cli", *{words}, "--output", {str(tmp_path / "kernels.json")!r}]
+sys.argv = ["vmonarch", *{words}, "--output", {str(tmp_path / "kernels.json")!r}]
 import runpy
-runpy.run_module("vmonarch.cli", run_name="__main__", alter_sys=True)
+runpy.run_module("vmonarch", run_name="__main__", alter_sys=True)
 """
     environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONWARNINGS": "ignore"}
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)

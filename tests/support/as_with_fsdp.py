@@ -17,6 +17,8 @@ os.environ |= {
     "FSDP_VERSION": "2",
     "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
     "FSDP_TRANSFORMER_CLS_TO_WRAP": "WanTransformerBlock",
+    # As `accelerate launch` has it by default: the weights are spread by the state dict.
+    "FSDP_CPU_RAM_EFFICIENT_LOADING": "true",
 }
 PartialState(cpu=True)
 PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
