@@ -10,18 +10,18 @@ from pathlib import Path
 
 # By folder: the most lines that it may have now, and the aim.
 MOST_LINES = {
-    "vmonarch": (8_790, 8_600),
-    "vmonarch/cli": (1_370, 900),
+    "vmonarch": (8_770, 8_600),
+    "vmonarch/cli": (1_350, 900),
     "kernels": (15_310, 16_000),
-    "pipelines": (3_720, 2_700),
-    "finetune": (4_600, 2_700),
-    "eval": (8_840, 6_300),
+    "pipelines": (3_450, 2_700),
+    "finetune": (4_340, 2_700),
+    "eval": (8_090, 6_300),
     "configs": (640, 400),
     "examples": (200, 200),
-    "tests": (28_930, 26_000),
-    "": (71_030, 64_000),
+    "tests": (28_450, 26_000),
+    "": (69_250, 64_000),
 }
-MOST_CHARACTERS_A_LINE, MOST_FILES, MOST_WORDS = (47, 47), (605, 500), (36_000, 36_000)
+MOST_CHARACTERS_A_LINE, MOST_FILES, MOST_WORDS = (47, 47), (566, 500), (36_000, 36_000)
 ROOT = Path(__file__).resolve().parents[1]
 
 
