@@ -202,6 +202,13 @@ def test_other_settings_are_refused_and_named(loaded, copied: Path, monkeypatch,
     assert files(copied) == before
 
 
+def test_a_file_of_other_lora_layers_is_another_setting(loaded, copied: Path, monkeypatch) -> None:
+    monkeypatch.setattr(module, "sample", no_sampling)
+    monkeypatch.setattr(module, "lora_sha256", lambda _: ["of other layers"])
+    with pytest.raises(InputError, match=r"lora_sha256 was null, is \[.of other layers.\]$"):
+        evaluate(config(loaded.folder.path, copied), model=loaded)
+
+
 def test_what_changes_no_number_may_change(loaded, whole: Evaluation, copied: Path, monkeypatch) -> None:
     monkeypatch.setattr(module, "sample", no_sampling)
     # Nor does what older evaluations call it.
