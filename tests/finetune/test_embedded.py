@@ -179,6 +179,7 @@ def test_the_command_writes_a_stock_pipeline_and_how_it_was_made(proxy):
 
 
 @pytest.mark.slow
+@pytest.mark.deep
 def test_the_command_trains_from_scratch_and_goes_on_from_a_model(tmp_path):
     run(tmp_path)
     pipe = diffusers.WanPipeline.from_pretrained(tmp_path / "model")

@@ -222,7 +222,7 @@ def test_restore_leaves_the_checkpointing_function_as_it_was(tiny, when):
     assert model._gradient_checkpointing_func is checkpoint
 
 
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.deep)], ids=["eager", "compiled"])
 def test_checkpoints_of_others_carry_no_call(dynamo, compiled):
     """The grid of a block that backward computes again is known if there has been no other."""
     case = FAMILIES["hunyuan"]
