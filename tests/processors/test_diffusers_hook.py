@@ -128,6 +128,23 @@ def test_processors_that_were_replaced_may_be_put_back(tiny):
         model.set_attn_processor(dict(saved))
 
 
+@pytest.mark.parametrize(
+    "options", [{"refresh": 2}, {"dense_steps": 0.5}, {"plan": True}], ids=lambda it: next(iter(it))
+)
+def test_the_transformer_of_a_pipeline_takes_what_apply_takes(tiny, options):
+    if "plan" in options:
+        heads = ["a", "full"]
+        options = {"plan": {"format": "vmonarch-plan-1", "methods": {"a": {"num_iterations": 1}, "full": None},
+                            "layers": {"transformer": [heads, heads]}}}  # fmt: skip
+    pipe = tiny.pipeline("t2v")
+    found = [tiny.quickly(pipe, 4)]
+    for switch_on in (lambda it: vmonarch.apply(pipe, it), lambda it: pipe.transformer.set_attn_processor(it)):
+        switch_on(VMonarchProcessor(**options))
+        found.append(tiny.quickly(pipe, 4))
+        vmonarch.restore(pipe)
+    assert torch.equal(found[1], found[2]) and not torch.equal(found[0], found[1])
+
+
 def test_what_a_transformer_alone_does_not_tell_needs_its_pipeline(tiny):
     pipe = tiny.pipeline("t2v-2.2")
     for target in (pipe, pipe.transformer):
