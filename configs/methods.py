@@ -219,17 +219,18 @@ class AttentionMethod:
 
 def method_names() -> list[str]:
     """Names of the methods that ship in `configs/attention.yaml`."""
-    return _names("attention")
+    return list(_names("attention"))
 
 
 def recipe_names() -> list[str]:
     """Names of the recipes that ship in `configs/recipes.yaml`."""
-    return _names("recipes")
+    return list(_names("recipes"))
 
 
-def _names(group: str) -> list[str]:
+@functools.cache
+def _names(group: str) -> tuple[str, ...]:
     # Reading them as YAML takes longer than all of a command's help.
-    return sorted(re.findall(r"^([\w.-]+):$", (FOLDER / f"{group}.yaml").read_text(encoding="utf-8"), re.M))
+    return tuple(sorted(re.findall(r"^([\w.-]+):$", (FOLDER / f"{group}.yaml").read_text(encoding="utf-8"), re.M)))
 
 
 @functools.cache

@@ -45,8 +45,9 @@ def check_values(config: Any) -> None:
             require(one in choices, entry.name, f"must be one of {', '.join(choices)}, got {one!r}")
         if (interval := entry.metadata.get("interval")) and value is not None:
             low, high = map(float, interval[1:-1].split(","))
-            fits = low < value < high or value == {"[": low}.get(interval[0]) or value == {"]": high}.get(interval[-1])
-            require(fits, entry.name, f"must be in {interval}, got {value}")
+            above = value > low or (value == low and interval[0] == "[")
+            below = value < high or (value == high and interval[-1] == "]")
+            require(above and below, entry.name, f"must be in {interval}, got {value}")
 
 
 class _Checked:
