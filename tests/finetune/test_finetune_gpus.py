@@ -66,3 +66,17 @@ def test_two_gpus_resume_as_if_they_had_not_ended(place, tmp_path, engine, rank)
     assert found.keys() >= stock.keys() or rank
     moved = [name for name, tensor in found.items() if name not in stock or not torch.equal(tensor, stock[name])]
     assert moved and all(tensor.isfinite().all() for tensor in found.values())
+
+
+def test_processes_that_share_clips_learn_what_one_learns_and_spread_weights_what_copies_learn(place, tmp_path):
+    options = {"one": (), "shared": ("sequence_parallel_size=2",), "copied": (), "spread": ()}
+    loss = {}
+    for name, more in options.items():
+        engine = "fsdp" if name == "spread" else "ddp"
+        words = ["steps=12", "anneal=6", *more]
+        lines = launch(place, tmp_path / name, engine, *words, processes=1 if name == "one" else 2)
+        loss[name] = torch.tensor([line["loss"] for line in lines if "loss" in line])
+    assert len(loss["one"]) == 12
+    torch.testing.assert_close(loss["shared"], loss["one"], rtol=0.02, atol=0)
+    # FSDP keeps bfloat16 copies of all weights, autocast of those of products.
+    torch.testing.assert_close(loss["spread"], loss["copied"], rtol=0.02, atol=0)
