@@ -209,11 +209,11 @@ def test_one_model_for_text_and_image(cli, tiny_token_timestep_model: Path) -> N
 
     Image.new("RGB", (48, 32), (200, 30, 30)).save(cli.folder / "first.png")
     for words in ([], ["--image", "first.png"]):
-        code, _, err = cli("generate", PROMPT, *words, model=tiny_token_timestep_model)
+        code, _, err = cli("generate", PROMPT, *words, model=os.path.relpath(tiny_token_timestep_model))
         assert code == 0, err
     text, image = cli.records()
     assert (text["model"]["pipeline"], image["model"]["pipeline"]) == ("WanPipeline", "WanImageToVideoPipeline")
-    assert Path(image["config"]["image"]).is_absolute()
+    assert all(Path(image["config"][name]).is_absolute() for name in ("model", "image"))
 
 
 def test_a_hub_model_is_recorded_with_its_commit(cli, monkeypatch: pytest.MonkeyPatch) -> None:

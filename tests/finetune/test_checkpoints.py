@@ -84,9 +84,13 @@ def test_a_damaged_checkpoint_is_passed_over_and_moved_aside_since_its_step_come
     assert steps_in(tmp_path) == [1, 2]
     with pytest.warns(UserWarning, match="step-00000002 is passed over"):
         assert resume_from(tmp_path) == tmp_path / "step-00000001"
+    # So may that of the same step.
+    DAMAGES[name](save(tmp_path, 2))
+    with pytest.warns(UserWarning, match="step-00000002 is passed over"):
+        resume_from(tmp_path)
     save(tmp_path, 2)
     assert_sound(tmp_path, 2)
-    assert len(list(tmp_path.glob("step-00000002.damaged-*"))) == 1 and steps_in(tmp_path) == [1, 2]
+    assert len(list(tmp_path.glob("step-00000002.damaged-*"))) == 2 and steps_in(tmp_path) == [1, 2]
 
 
 def test_if_all_are_damaged_the_error_says_so_and_they_stay(tmp_path):
@@ -97,6 +101,15 @@ def test_if_all_are_damaged_the_error_says_so_and_they_stay(tmp_path):
 
 
 # Failing disks
+
+
+def test_a_file_system_that_cannot_lock_is_told(tmp_path, monkeypatch):
+    def refuses(*_):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(checkpoints.fcntl, "flock", refuses)
+    with pytest.warns(UserWarning, match="cannot be locked .No locks available.: start no second run in it"):
+        checkpoints.hold(tmp_path, "output_dir").close()
 
 
 @pytest.fixture

@@ -446,19 +446,22 @@ def test_a_worker_that_outlives_a_killed_run_does_not_hold_its_folder(tmp_path):
 
 
 def test_a_run_is_found_from_any_folder(place, tmp_path, monkeypatch):
-    """Its model, data and plan were given from where it began, one of them from the home folder."""
+    """Its model, data and plan were given from where it began, or from the home folder."""
     (tmp_path / "elsewhere").mkdir()
     heads = {"transformer": [["t1", "full"]] * 2}
     AttentionPlan({"t1": {"num_iterations": 1}, "full": None}, heads).save(tmp_path / "plan.json")
+    for name in ("t2v", "held-out"):
+        (tmp_path / name).symlink_to(place / name)
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.chdir(place)
-    given = {"model": "t2v", "data": {"path": "clips"}, "attention": "vmonarch:plan=~/plan.json", "steps": 1}
-    Trainer(settings(place, tmp_path / "run", **given)).run()
+    data = {"path": "clips", "validation": "~/held-out"}
+    given = {"model": "~/t2v", "data": data, "attention": "vmonarch:plan=~/plan.json", "steps": 1}
+    Trainer(settings(place, "~/run", **given)).run()
     monkeypatch.chdir(tmp_path / "elsewhere")
     assert export("~/run", "~/model") == tmp_path / "model" and (tmp_path / "model").is_dir()
     record = read_json(newest(tmp_path / "run" / "checkpoints") / "run.json")["config"]
-    assert [record["model"], record["data"]["path"], record["attention"]["plan"]] == [
-        str(place / "t2v"), str(place / "clips"), str(tmp_path / "plan.json")
+    assert [record["model"], *map(record["data"].get, data), record["attention"]["plan"]] == [
+        *(str(place / name) for name in ("t2v", "clips", "held-out")), str(tmp_path / "plan.json")
     ]  # fmt: skip
     # A plan may have moved, as model and data may.
     (tmp_path / "plan.json").rename("p.json")

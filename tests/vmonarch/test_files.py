@@ -11,7 +11,7 @@ from types import FrameType
 import pytest
 
 import vmonarch.files
-from vmonarch.files import AtomicFiles
+from vmonarch.files import AtomicFiles, write_json
 
 
 def test_all_appear_at_the_end(tmp_path: Path) -> None:
@@ -121,6 +121,13 @@ def test_a_rename_that_fails_loses_no_old_file(tmp_path: Path) -> None:
             files.stage(tmp_path / name).write_text("new")
     assert sorted(os.listdir(tmp_path)) == ["a.json", "b.json"]
     assert (tmp_path / "a.json").read_text() == "new"
+
+
+def test_json_that_cannot_be_written_leaves_the_old_file(tmp_path: Path) -> None:
+    write_json(tmp_path / "a.json", {"a": 1})
+    with pytest.raises(UnicodeEncodeError):
+        write_json(tmp_path / "a.json", {"a": "\ud800"})
+    assert os.listdir(tmp_path) == ["a.json"] and (tmp_path / "a.json").read_text() == '{\n "a": 1\n}\n'
 
 
 def test_what_is_written_is_flushed_before_it_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
