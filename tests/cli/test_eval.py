@@ -177,6 +177,11 @@ def test_processes_and_calls_share_the_items_out(
     evaluation = evaluate(settings, model=loaded)
     assert evaluation.missing == 0 and not [name for name in files(tmp_path / "eval") if "/." in name]
     assert without_times(evaluation.record) == without_times(whole.record)
+    # Where the first process has nothing left to do, the second counts.
+    (tmp_path / "eval" / "flops.json").unlink()
+    shutil.rmtree(*(tmp_path / "eval" / "items").glob("0003-*"))
+    monkeypatch.setenv("RANK", "1")
+    assert without_times(evaluate(settings, model=loaded).record) == without_times(whole.record)
 
 
 @pytest.mark.parametrize(

@@ -155,6 +155,8 @@ def test_tangents_of_plain_torch_are_those_of_its_gradients(family, monkeypatch)
         torch.testing.assert_close(inner(weights, found), inner(gradients, tangents), rtol=1e-5, atol=1e-5)
         # And the other way round: what was computed under tangents has a backward pass, when they have gone.
         torch.testing.assert_close(torch.autograd.grad(results, leaves, weights), gradients, rtol=1e-5, atol=1e-6)
+        transformed = torch.func.grad(lambda *x: inner(weights, attend(*x)), tuple(range(len(inputs))))(*inputs)
+        torch.testing.assert_close(transformed, gradients, rtol=1e-5, atol=1e-6)
         for n, tangent in enumerate(tangents):
             alone = dual(attend, inputs, [t if i == n else None for i, t in enumerate(tangents)])
             expected = (gradients[n] * tangent).sum()

@@ -11,6 +11,7 @@ import pytest
 import torch
 from op_checks import refuses
 from torch.autograd import forward_ad
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import vmonarch
 from vmonarch import (
@@ -175,6 +176,19 @@ def test_a_plan_compiles_without_a_graph_break(tiny):
     # What is around the blocks does not know of plans, and takes half a minute.
     model.compile_repeated_blocks(backend="eager", fullgraph=True)
     torch.testing.assert_close(run(model, arguments), wanted, atol=1e-4, rtol=1e-4)
+
+
+def test_tangents_go_through_compiled_layers_that_all_differ(tiny, monkeypatch):
+    monkeypatch.setattr(processors, "_LAYERS_INLINE", 0)
+    (model, arguments), found = inputs(tiny), []
+    vmonarch.apply(model, VMonarchProcessor(plan=plan_of(ORDERS["mixed"], ORDERS["mixed"])))
+    for compiled in (False, True):
+        if compiled:
+            model.compile_repeated_blocks(backend="eager", fullgraph=True)
+        with forward_ad.dual_level(), sdpa_kernel(SDPBackend.MATH):
+            latents = forward_ad.make_dual(arguments["hidden_states"], arguments["hidden_states"].sin())
+            found.append(forward_ad.unpack_dual(run(model, arguments | {"hidden_states": latents})).tangent)
+    torch.testing.assert_close(found[1], found[0], atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.gpu
