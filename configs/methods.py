@@ -34,8 +34,8 @@ from vmonarch.configs import (
 from vmonarch.validation import plain
 
 if TYPE_CHECKING:
+    from vmonarch.base import VideoAttentionProcessor
     from vmonarch.grid import LatentGrid
-    from vmonarch.video_processor import VideoAttentionProcessor
 
 # What `processor` says in YAML, and where the class is; "full" is the model's own attention.
 PROCESSORS = {

@@ -20,10 +20,12 @@ from typing import Any
 
 import torch
 
-from vmonarch.based import BasedLayer
-from vmonarch.context_parallel import Share, TokenSplit
+from vmonarch.attend import Attend, Result
+from vmonarch.base import Layer, VideoAttentionProcessor
+from vmonarch.based import LearningLayer
+from vmonarch.call import Call
+from vmonarch.context_parallel import TokenSplit
 from vmonarch.exact import ExactBlocks
-from vmonarch.forward_context import ForwardContext
 from vmonarch.grid import LatentGrid
 from vmonarch.kernels.flash_entropy.api import flash_entropy_attention
 from vmonarch.kernels.monarch.api import vmonarch_attention
@@ -33,11 +35,11 @@ from vmonarch.kernels.two_resolution.api import two_resolution_attention
 from vmonarch.kernels.two_resolution.reference import chosen_tiles, tile_means
 from vmonarch.kernels.two_resolution.tiling import Tiling, places_of, tiling_of
 from vmonarch.options import Options, VMonarchOptions
+from vmonarch.own import Rotary
 from vmonarch.precision import own_precision
 from vmonarch.projections import project
 from vmonarch.two_resolution_options import TwoResolutionOptions
 from vmonarch.validation import check_flag, check_positive_integer
-from vmonarch.video_processor import VideoAttentionProcessor
 
 # Which frames a term is held at its initial value for; the paper's superscripts 0, 1 and * (Table 5).
 FIXED = ("none", "first", "all")
@@ -354,6 +356,18 @@ CONTROLS: dict[str, type[Control]] = {
 }
 
 
+@dataclass(frozen=True)
+class Computed:
+    """What a control computes, as an element of the attention stack."""
+
+    control: Control
+
+    def __call__(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Call) -> Result:
+        if call.lse:
+            raise NotImplementedError("controls do not support joint attention, of the video and other tokens")
+        return self.control.attend(query, key, value, call.grid), None
+
+
 class ControlProcessor(VideoAttentionProcessor):
     """One of `CONTROLS` for the video transformers of diffusers; those that learn for the Wan family.
 
@@ -376,13 +390,9 @@ class ControlProcessor(VideoAttentionProcessor):
         names = [field.name for field in dataclasses.fields(self._KIND)]  # type: ignore[arg-type]
         self._OPTIONS = ("control", *names, *self.COMMON)
         VideoAttentionProcessor.__init__(self, **options)
-        for name in names:
-            setattr(self, name, getattr(self.options, name))
         self.LEARNS = isinstance(self.options, Trained)
-        if self.LEARNS:
-            self._needs_apply = f"ControlProcessor({control!r})"
-            if self.refresh is not None:
-                raise ValueError(f"refresh must be None with {control!r}, got {self.refresh}")
+        if self.LEARNS and self.refresh is not None:
+            raise ValueError(f"refresh must be None with {control!r}, got {self.refresh}")
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> ControlProcessor:
@@ -391,53 +401,34 @@ class ControlProcessor(VideoAttentionProcessor):
     def check_grid(self, grid: LatentGrid) -> None:
         self.options.check_grid(grid)
 
-    def bind(self, context: ForwardContext | None, original: Any, attn: Any, layer: int, layers: int) -> Any:
-        if not self.LEARNS:
-            return super().bind(context, original, attn, layer, layers)
-        bound = TrainedLayer(attn, **{name: getattr(self, name) for name in self._OPTIONS})
-        return bound._place(context, original, layer)
+    def attention(self, layer: Layer) -> Attend:
+        return Computed(self.options)
 
-    def attend(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        grid: LatentGrid,
-        heads: Share | None = None,
-    ) -> torch.Tensor:
-        return self.options.attend(query, key, value, grid)
+    def bind(self, layer: Layer, original: Any) -> Any:
+        return TrainedLayer(self, layer.attn, original) if self.LEARNS else super().bind(layer, original)
+
+    def check_context_parallel(self, config: Any, heads: int) -> None:
+        if self.LEARNS:
+            raise NotImplementedError(f"context parallelism is not supported with {self.control!r}")
+        super().check_context_parallel(config, heads)
 
 
-class TrainedLayer(torch.nn.Module, ControlProcessor):
+class TrainedLayer(LearningLayer):
     """A `ControlProcessor` that learns, at work in one attention module, with the layer of that module."""
 
     # Whoever applies it in inference mode may train it later.
     @torch.inference_mode(False)
-    def __init__(self, attn: Any, **options: Any) -> None:
-        torch.nn.Module.__init__(self)
-        ControlProcessor.__init__(self, **options)
-        self._needs_apply = self._dense
-        assert isinstance(self.options, Trained)
+    def __init__(self, spec: ControlProcessor, attn: Any, original: Any) -> None:
+        super().__init__(spec, Computed(spec.options), original)
         # Norms keep a floating-point dtype where other weights are quantised or stored in float8.
-        self.learnt = self.options.learnt(attn).to(attn.norm_q.weight)
+        self.learnt = spec.options.learnt(attn).to(attn.norm_q.weight)
         for parameter in self.learnt.parameters():
             torch.nn.init.zeros_(parameter)
 
-    __deepcopy__ = BasedLayer.__deepcopy__
-    forward = BasedLayer.forward
-
-    def check_context_parallel(self, config: Any, heads: int) -> None:
-        raise NotImplementedError(f"context parallelism is not supported with {self.control!r}")
-
     def mix(
-        self,
-        attn: Any,
-        hidden_states: torch.Tensor,
-        rotary_emb: Any,
-        grid: LatentGrid,
-        split: TokenSplit | None = None,
+        self, attn: Any, hidden_states: torch.Tensor, rotary_emb: Rotary, call: Call, split: TokenSplit | None
     ) -> torch.Tensor:
-        assert isinstance(self.options, Trained)
-        query, key, value = project(attn, hidden_states, rotary_emb, self.implementation)
-        near, far = _near_and_far(query, key, value, grid, self.options, self.implementation)
-        return (near + self.options.weighed(self.learnt, far, hidden_states).to(near.dtype)).flatten(2, 3)
+        control, by = self.spec.options, self.spec.implementation
+        query, key, value = project(attn, hidden_states, rotary_emb, by)
+        near, far = _near_and_far(query, key, value, call.grid, control, by)
+        return (near + control.weighed(self.learnt, far, hidden_states).to(near.dtype)).flatten(2, 3)

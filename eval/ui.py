@@ -253,19 +253,21 @@ def _watched(pipe: Any, progress: Callable[..., object], stop: threading.Event, 
     begun, last = 0.0, -1
 
     def watch(module: torch.nn.Module, what: str) -> Any:
-        def before(*_: Any) -> None:
+        def before(module: torch.nn.Module, args: Any, call: dict[str, Any]) -> None:
             nonlocal begun, last
             if stop.is_set():
                 raise Cancelled
             if what:
                 progress(1, desc=what)
-            elif module in transformers and (place := denoising_step(module, "the progress", "wait")).step != last:
+            elif module in transformers:
+                if (place := denoising_step(module, call.get("timestep"), "the progress", "wait")).step == last:
+                    return
                 now, last = time.perf_counter(), place.step
                 begun = begun or now
                 left = f", {seconds((now - begun) / last * (place.steps - last))} left" if last else ""
                 progress((last, place.steps), desc=f"{more}step {last + 1} of {place.steps}{left}", unit="steps")
 
-        return module.register_forward_pre_hook(before)
+        return module.register_forward_pre_hook(before, with_kwargs=True)
 
     transformers = set(find_transformers(pipe).values())
     parts = [(module, "") for model in transformers for module in (model, *recipes.repeated_blocks(model))]

@@ -22,7 +22,7 @@ from vmonarch.pipelines.model_folder import ModelError, ModelFolder, read_json
 from vmonarch.pipelines.recipes import RECOMPILE_LIMIT
 
 if TYPE_CHECKING:
-    from vmonarch.video_processor import VideoAttentionProcessor
+    from vmonarch.own import Bound
 
 COMPONENTS = ("transformer", "transformer_2")
 
@@ -227,8 +227,8 @@ def share_clips(experts: Experts, size: int, device: torch.device, at_times_full
     import torch.distributed as dist
     from diffusers import ContextParallelConfig
 
-    from vmonarch.installation import self_attention_modules
-    from vmonarch.video_processor import FullAttentionProcessor, VideoAttentionProcessor
+    from vmonarch.base import FullAttentionProcessor
+    from vmonarch.installation import ours_of, self_attention_modules
 
     shape = dist.get_world_size() // size, 1, size
     mesh = dist.device_mesh.init_device_mesh(device.type, shape, mesh_dim_names=("data", "ring", "ulysses"))
@@ -238,13 +238,13 @@ def share_clips(experts: Experts, size: int, device: torch.device, at_times_full
         config = ContextParallelConfig(ulysses_degree=size, mesh=mesh["ring", "ulysses"])
         try:
             for _, attn in self_attention_modules(model):
-                ours = isinstance(attn.processor, VideoAttentionProcessor)
-                if ours:
-                    attn.processor.check_context_parallel(config, attn.heads)
-                if at_times_full or not ours:
-                    FullAttentionProcessor().check_context_parallel(config, attn.heads)
-                if not ours:
-                    attn.set_processor(FullAttentionProcessor()._place(None, attn.processor))
+                ours, full = ours_of(attn), FullAttentionProcessor()
+                if ours is not None:
+                    ours.spec.check_context_parallel(config, attn.heads)
+                if at_times_full or ours is None:
+                    full.check_context_parallel(config, attn.heads)
+                if ours is None:
+                    attn.set_processor(full.of(attn.processor))
             model.enable_parallelism(config=config)
         except (ValueError, NotImplementedError) as error:
             raise InputError("sequence_parallel_size", f"cannot be {size} for {name}: {error}") from error
@@ -253,19 +253,19 @@ def share_clips(experts: Experts, size: int, device: torch.device, at_times_full
 # Attention that changes while a model is trained
 
 
-def _layers(model: nn.Module) -> list[tuple[Any, VideoAttentionProcessor, Any]]:
+def _layers(model: nn.Module) -> list[tuple[Any, Bound, Any]]:
     """(attention module, our processor, full attention in its place) of each layer that has one of ours.
 
     Full attention is the processor that was there before, unless processes share clips.
     """
+    from vmonarch.base import FullAttentionProcessor
     from vmonarch.context_parallel import context_parallel_config
     from vmonarch.installation import own_processors
-    from vmonarch.video_processor import FullAttentionProcessor
 
     layers = []
     for attn, ours, full in own_processors(model):
         if context_parallel_config(ours._parallel_config) is not None:
-            full = FullAttentionProcessor()._place(None, full)
+            full = FullAttentionProcessor().of(full)
             full._parallel_config = ours._parallel_config
         layers.append((attn, ours, full))
     return layers
@@ -314,7 +314,7 @@ def transfer_loss(model: nn.Module, arguments: Mapping[str, Any]) -> torch.Tenso
 
     The gradient of a layer's distance reaches that layer alone.
     """
-    compared = [(attn, _Compared(ours, full)) for attn, ours, full in _layers(model) if ours.LEARNS]
+    compared = [(attn, _Compared(ours, full)) for attn, ours, full in _layers(model) if ours.spec.LEARNS]
     with _processors(compared), torch.no_grad():
         model(**arguments)
     return torch.stack([processor.loss for _, processor in compared]).mean()[None]
@@ -355,7 +355,7 @@ class Annealing:
 
     def __init__(self, experts: Experts, steps: int) -> None:
         self.steps, self._models = steps, [_layers(model) for model in experts.parts.values()]
-        learns = any(ours.LEARNS for layers in self._models for _, ours, _ in layers)
+        learns = any(ours.spec.LEARNS for layers in self._models for _, ours, _ in layers)
         require(not (steps and learns), "anneal", f"must be 0 with an attention that has parameters, got {steps}")
 
     def at(self, step: int) -> int:

@@ -25,9 +25,9 @@ from vmonarch.installation import (
     bind_all,
     find_transformers,
     note_lora,
+    original_processors,
     parameters_of,
 )
-from vmonarch.video_processor import VideoAttentionProcessor
 
 VERSION = 1
 _ENTRY = "vmonarch_adapter"
@@ -142,13 +142,14 @@ def load_adapter(pipe_or_transformer: Any, path: str | Path, **options: Any) -> 
     if adapter.processor not in _PROCESSORS:
         raise ValueError(f"{path} is for {adapter.processor}, supported: {', '.join(_PROCESSORS)}")
     kind = getattr(importlib.import_module(_PROCESSORS[adapter.processor]), adapter.processor)
-    processor: VideoAttentionProcessor = kind.from_config(adapter.config | options)
+    processor = kind.from_config(adapter.config | options)
     for name in sorted(options.keys() - set(_FREE_OPTIONS)):
         if processor.config[name] != adapter.config[name]:
             raise ValueError(f"{name} is {adapter.config[name]} in {path}, got {processor.config[name]}")
     _check_models(adapter, transformers)
     for name, transformer in transformers.items():
-        _check_names(adapter, name, _learnt(transformer, bind_all(transformer, processor)), lora=False)
+        bound = bind_all(transformer, processor, name, dict(original_processors(transformer)))
+        _check_names(adapter, name, _learnt(transformer, bound), lora=False)
 
     added: list[Any] = []
     try:

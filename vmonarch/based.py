@@ -5,22 +5,24 @@ Shapes: B batch, S = T·H·W tokens, H heads, D head dim, d' feature dim, C = he
 
 from __future__ import annotations
 
-import copy
 import functools
 import math
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from vmonarch.attend import Attend, Result
+from vmonarch.base import Layer, VideoAttentionProcessor
 from vmonarch.based_options import BasedOptions, resolve_layers
-from vmonarch.context_parallel import Share, TokenSplit
-from vmonarch.forward_context import ForwardContext
+from vmonarch.call import Call
+from vmonarch.context_parallel import Part, TokenSplit
 from vmonarch.grid import LatentGrid
 from vmonarch.kernels.merge.api import merge_partials
 from vmonarch.kernels.taylor.api import taylor_attention
 from vmonarch.kernels.window.api import window_attention
 from vmonarch.options import has_options
-from vmonarch.video_processor import VideoAttentionProcessor
+from vmonarch.own import Own, Rotary
 
 # The paper's filters are 3 wide (Table 7); here along frames, rows and columns.
 FILTER = (3, 3, 3)
@@ -70,7 +72,7 @@ class LinearPart(torch.nn.Module):
         key: torch.Tensor,
         value: torch.Tensor,
         frames: int,
-        heads: Share | None = None,
+        heads: Part | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """(out [B, S, H, D], lse [B, H, S] if it is to be merged) of query, key and value [B, S, H, D].
 
@@ -111,7 +113,7 @@ class ShortConvolution(torch.nn.Module):
         weight[..., FILTER[0] // 2, FILTER[1] // 2, FILTER[2] // 2] = 1.0
         self.weight = torch.nn.Parameter(weight.to(like))
 
-    def forward(self, hidden_states: torch.Tensor, grid: LatentGrid, channels: Share | None = None) -> torch.Tensor:
+    def forward(self, hidden_states: torch.Tensor, grid: LatentGrid, channels: Part | None = None) -> torch.Tensor:
         """[B, S, C] -> [B, S, C]; what lies beyond the video counts as 0.
 
         Args:
@@ -168,29 +170,70 @@ class BasedProcessor(VideoAttentionProcessor):
 
     LEARNS = True
 
-    def __init__(self, **options: Any) -> None:
-        VideoAttentionProcessor.__init__(self, **options)
-        self._needs_apply = type(self).__name__
-
-    def bind(self, context: ForwardContext | None, original: Any, attn: Any, layer: int, layers: int) -> Any:
-        kind = resolve_layers(self.options.layers, layers)[layer]
-        if kind == "full":
-            return original
-        bound = BasedLayer(kind, attn, layer, **{name: getattr(self, name) for name in self._OPTIONS})
-        return bound._place(context, original, layer)
+    def bind(self, layer: Layer, original: Any) -> Any:
+        kind = resolve_layers(self.options.layers, layer.blocks)[layer.block]
+        return original if kind == "full" else BasedLayer(self, kind, layer, original)
 
 
-class BasedLayer(torch.nn.Module, BasedProcessor):
-    """A `BasedProcessor` at work in one attention module, with the parameters of that module.
+@dataclass(frozen=True)
+class Window:
+    """Exact softmax attention to a neighbourhood."""
+
+    window: tuple[int, int, int]
+    implementation: str = "auto"
+
+    def __call__(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Call) -> Result:
+        given: dict[str, Any] = {"window": self.window, "grid": call.grid, "implementation": self.implementation}
+        out, lse = window_attention(query, key, value, **given, return_lse=True)
+        return out, lse
+
+
+@dataclass(frozen=True)
+class Linear:
+    """Linear attention to all tokens, with what a `LinearPart` learns."""
+
+    learnt: LinearPart
+
+    def __call__(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Call) -> Result:
+        # Called, so that hooks which move its weights run.
+        out, lse = self.learnt(query, key, value, call.grid.frames, call.heads)
+        return out, lse
+
+
+@dataclass(frozen=True)
+class Merged:
+    """Two parts as one softmax."""
+
+    near: Attend
+    far: Attend
+
+    def __call__(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Call) -> Result:
+        return merge_partials(self.near(query, key, value, call), self.far(query, key, value, call))
+
+
+class LearningLayer(torch.nn.Module, Own):
+    """What an attention module gets of a processor that learns: with parameters of its own.
 
     They lie in submodules that are called with tensors only, so that hooks which move weights (offloading, sharding)
     find them as they find any others.
+    """
+
+    def __init__(self, spec: VideoAttentionProcessor, attend: Attend, original: Any) -> None:
+        torch.nn.Module.__init__(self)
+        Own.__init__(self, spec, attend, original)
+
+    __repr__ = Own.__repr__
+
+    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """As `Own`."""
+        return Own.__call__(self, *args, **kwargs)
+
+
+class BasedLayer(LearningLayer):
+    """A `BasedProcessor` at work in one attention module, with the parameters of that module.
 
     Args:
         kind: what the layer computes.
-        attn: the attention module.
-        layer: number of its transformer block.
-        options: of the `BasedProcessor`.
 
     Raises:
         ValueError: `feature_dim` is above the head dimension, or the module's weights are on the meta device.
@@ -198,11 +241,8 @@ class BasedLayer(torch.nn.Module, BasedProcessor):
 
     # Whoever applies it in inference mode may train it later.
     @torch.inference_mode(False)
-    def __init__(self, kind: str, attn: Any, layer: int, **options: Any) -> None:
-        torch.nn.Module.__init__(self)
-        BasedProcessor.__init__(self, **options)
-        self._needs_apply = self._dense
-        self.kind = kind
+    def __init__(self, spec: BasedProcessor, kind: str, layer: Layer, original: Any) -> None:
+        attn = layer.attn
         # Norms keep a floating-point dtype where other weights are quantised or stored in float8.
         like = attn.norm_q.weight
         if like.device.type == "meta":
@@ -210,77 +250,41 @@ class BasedLayer(torch.nn.Module, BasedProcessor):
                 "pipe_or_transformer has weights on the meta device: load them, and apply before offloading"
             )
         head_dim = like.shape[0] // attn.heads
-        self.linear = self.convolution = None
+        linear = None
         if kind in ("linear", "both"):
-            if self.feature_dim > head_dim:
-                raise ValueError(f"feature_dim={self.feature_dim}, but heads have only {head_dim} dimensions")
-            self.linear = LinearPart(
-                layer=layer,
+            if spec.options.feature_dim > head_dim:
+                raise ValueError(f"feature_dim={spec.options.feature_dim}, but heads have only {head_dim} dimensions")
+            linear = LinearPart(
+                layer=layer.block,
                 heads=attn.heads,
                 head_dim=head_dim,
-                options=self.options,
+                options=spec.options,
                 merged=kind == "both",
-                implementation=self.implementation,
+                implementation=spec.implementation,
                 like=like,
             )
-        elif kind == "conv":
-            self.convolution = ShortConvolution(attn.to_q.in_features, like)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> BasedLayer:
-        # The processors' own way shares everything but the context.
-        twin = type(self).__new__(type(self))
-        memo[id(self)] = twin
-        twin.__dict__.update({name: copy.deepcopy(entry, memo) for name, entry in self.__getstate__().items()})
-        return twin
-
-    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """As `VideoAttentionProcessor.__call__`."""
-        return VideoAttentionProcessor.__call__(self, *args, **kwargs)
+        # Of a convolution it is not asked.
+        attend: Attend = Window(spec.options.window, spec.implementation)
+        if linear is not None:
+            attend = Merged(attend, Linear(linear)) if kind == "both" else Linear(linear)
+        super().__init__(spec, attend, original)
+        self.kind, self.linear = kind, linear
+        self.convolution = ShortConvolution(attn.to_q.in_features, like) if kind == "conv" else None
 
     def mix(
-        self,
-        attn: Any,
-        hidden_states: torch.Tensor,
-        rotary_emb: Any,
-        grid: LatentGrid,
-        split: TokenSplit | None = None,
+        self, attn: Any, hidden_states: torch.Tensor, rotary_emb: Rotary, call: Call, split: TokenSplit | None
     ) -> torch.Tensor:
         if self.convolution is None:
-            return super().mix(attn, hidden_states, rotary_emb, grid, split)
+            return super().mix(attn, hidden_states, rotary_emb, call, split)
         if split is None:
-            filtered = self.convolution(hidden_states, grid)
+            filtered = self.convolution(hidden_states, call.grid)
         else:
             # Filters reach tokens of other ranks, but no other channels.
             channels = split.share(hidden_states.shape[2])
             (video,) = split.gather_tokens(hidden_states)
-            filtered = split.gather_heads(self.convolution(video, grid, channels), channels.total)
+            filtered = split.gather_heads(self.convolution(video, call.grid, channels), channels.total)
         if attn.fused_projections:
             value, gate = attn.to_qkv(hidden_states).chunk(3, dim=-1)[2], attn.to_qkv(filtered).chunk(3, dim=-1)[0]
         else:
             value, gate = attn.to_v(hidden_states), attn.to_q(filtered)
         return value * torch.nn.functional.silu(gate)
-
-    def attend(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        grid: LatentGrid,
-        heads: Share | None = None,
-    ) -> torch.Tensor:
-        parts = []
-        if self.kind in ("window", "both"):
-            parts.append(
-                window_attention(
-                    query,
-                    key,
-                    value,
-                    window=self.options.window,
-                    grid=grid,
-                    return_lse=True,
-                    implementation=self.implementation,
-                )
-            )
-        if self.linear is not None:
-            parts.append(self.linear(query, key, value, grid.frames, heads))
-        return parts[0][0] if len(parts) == 1 else merge_partials(*parts)[0]

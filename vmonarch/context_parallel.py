@@ -17,17 +17,14 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from diffusers.hooks.first_block_cache import FBCBlockHook, FBCHeadBlockHook
 from diffusers.models._modeling_parallel import gather_size_by_comm
-from diffusers.models.modeling_utils import ModelMixin
 
 from vmonarch.exchange import exchange, places_of, split_evenly
 from vmonarch.grid import LatentGrid
 from vmonarch.sequence import TokenSequence
-from vmonarch.steps import callers
 
 
-class Share(NamedTuple):
+class Part(NamedTuple):
     """A rank's part of `total` heads or channels: `start` to `stop` - 1."""
 
     start: int
@@ -64,10 +61,10 @@ class TokenSplit:
         """S."""
         return sum(self.tokens)
 
-    def share(self, total: int) -> Share:
+    def share(self, total: int) -> Part:
         """This rank's part of `total` heads or channels; the first ranks have one more where they do not divide."""
         own = places_of(split_evenly(total, len(self.tokens)), self.rank)
-        return Share(own.start, own.stop, total)
+        return Part(own.start, own.stop, total)
 
     def gather_tokens(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """All tokens of this rank's heads: tensors [B, s, H, …] -> [B, S, h, …]; differentiable."""
@@ -133,22 +130,6 @@ def check_ring(degree: int, instead: str) -> None:
         raise NotImplementedError(
             f"ring_degree={degree} is not supported: in ring attention a rank sees a part of the keys at a"
             f" time, these processors need all of them; use {instead}"
-        )
-
-
-def callers_parallel_config() -> Any:
-    """The `ParallelConfig` of the model that is at work, for a processor that was set after `enable_parallelism`."""
-    models = (caller for caller in callers() if isinstance(caller, ModelMixin))
-    return next((model._parallel_config for model in models if model._parallel_config is not None), None)
-
-
-def check_no_first_block_cache() -> None:
-    """Raise NotImplementedError in a block that First Block Cache may skip; all ranks are there in their first call."""
-    if any(isinstance(caller, (FBCHeadBlockHook, FBCBlockHook)) for caller in callers()):
-        raise NotImplementedError(
-            "First Block Cache is not supported under context parallelism: each rank decides by its own tokens whether"
-            " to skip blocks, and ranks that decide differently wait for each other for ever; disable_cache, and use"
-            " one that does not look at the tokens, such as MagCacheConfig"
         )
 
 

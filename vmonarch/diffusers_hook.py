@@ -29,10 +29,9 @@ def install() -> None:
 
 
 def _is_ours(processor: object) -> bool:
-    """Whether an attention processor is of ours, borrowed or a class by mistake too; imports nothing."""
-    module, found = sys.modules.get("vmonarch.video_processor"), getattr(processor, "ours", processor)
-    kind = found if isinstance(found, type) else type(found)
-    return module is not None and issubclass(kind, module.VideoAttentionProcessor)
+    """Whether an attention processor is of ours, bound or a class by mistake too; imports nothing."""
+    module, kind = sys.modules.get("vmonarch.base"), processor if isinstance(processor, type) else type(processor)
+    return module is not None and issubclass(kind, (module.VideoAttentionProcessor, module.Bound))
 
 
 def _change_models(module: ModuleType) -> None:

@@ -38,8 +38,8 @@ class Family:
         blocks: names of the lists of transformer blocks, in the order in which they run.
         attention: the video's self-attention module in a block.
         before: how many tokens of other kinds come before the video in a joint sequence; None for all there are.
-        own: whether a processor of ours replaces the module's own altogether (`VideoAttentionProcessor.__call__`). Of
-            other families the module's processor stays, and its softmax alone is replaced (`vmonarch.seam`).
+        own: whether a processor of ours replaces the module's own altogether (`vmonarch.own`). Of
+            other families the module's processor stays, and its softmax alone is replaced (`vmonarch.borrowed`).
         unseen_mask: the name of an argument of the module's processor, a mask of its last keys [B, X], of which the
             processor would make one of all pairs of tokens.
         sparse: the name of an argument of the module's processor, a mapping that chooses a sparse attention of its own,

@@ -10,11 +10,13 @@ from typing import Any
 import torch
 from diffusers.configuration_utils import FrozenDict
 
+from vmonarch.attend import Exact
+from vmonarch.base import FullAttentionProcessor, Layer, VideoAttentionProcessor
+from vmonarch.borrowed import borrow
 from vmonarch.dense import DenseSet
 from vmonarch.families import (
     OUT_OF_SCOPE,
     SUPPORTED,
-    Family,
     describe,
     diffusers_class,
     family_of,
@@ -22,8 +24,9 @@ from vmonarch.families import (
     known_family,
     transformers_in,
 )
-from vmonarch.forward_context import ForwardContext, carry_call
 from vmonarch.grid import LatentGrid
+from vmonarch.hooks import Record, keep, record_of
+from vmonarch.own import Bound
 from vmonarch.parallelism import (
     check_parallelism,
     check_restorable,
@@ -34,37 +37,11 @@ from vmonarch.parallelism import (
 from vmonarch.pipeline_calls import watch_calls
 from vmonarch.preset import preset_processor
 from vmonarch.residuals import NO_REFRESH, ResidualSharing
-from vmonarch.seam import borrow, ours_of
-from vmonarch.video_processor import DenseLayerProcessor, VideoAttentionProcessor
 
-_ATTRIBUTE = "_vmonarch_record"
 # Entry of a transformer's config, saved with its weights, that tells which processor the parameters among them are of.
 # diffusers loads such a folder without it and passes over names that begin with an underscore.
 CONFIG_ENTRY = "_vmonarch_processor"
 _KEEP = "save its parameters with vmonarch.save_adapter if they are to be kept, then call vmonarch.restore"
-
-
-@dataclasses.dataclass
-class _Record:
-    """Kept on a transformer while a processor is applied to it; copied with it.
-
-    Args:
-        family: of the transformer.
-        grid: the one that the processor was given, if it was.
-        names: of the arguments of the transformer's forward.
-        processor: the one that was given.
-        idle: whether others have replaced all processors of ours since (`note_processors`).
-        lora: name of the LoRA layers that came with the processor's parameters (`load_adapter`), which go with it.
-    """
-
-    context: ForwardContext
-    originals: list[tuple[torch.nn.Module, Any]]
-    family: Family
-    grid: LatentGrid | None
-    names: tuple[str, ...]
-    processor: VideoAttentionProcessor
-    lora: str | None = None
-    idle: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,9 +62,9 @@ class Installation:
     def grid(self) -> LatentGrid | None:
         """The latent grid of the most recent forward call of the first transformer that was called; None before."""
         for transformer in self.transformers.values():
-            record = getattr(transformer, _ATTRIBUTE, None)
-            if record is not None and record.context.call is not None:
-                return record.context.call.grid
+            record = record_of(transformer)
+            if record is not None and record.grid is not None:
+                return record.grid
         return None
 
     def __repr__(self) -> str:
@@ -106,40 +83,28 @@ class Installation:
         self.restore()
 
 
-def _record_call(transformer: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Forward pre-hook. Stateless: what it writes to belongs to the module, so that copies of it stay apart."""
-    record: _Record = getattr(transformer, _ATTRIBUTE)
-    if record.idle:
-        return
-    arguments = dict(zip(record.names, args, strict=False)) | kwargs
-    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-        carry_call(transformer, record.context)
-    grid = record.family.grid(arguments, transformer.config) or record.grid
-    if grid is None:
-        record.context.begin_unknown()
-    else:
-        if not torch.compiler.is_compiling() and (record.context.call is None or record.context.call.grid != grid):
-            record.processor.warn_of_size(grid)
-        record.context.begin(transformer, grid, record.family.before(arguments), arguments, record.family.by_step)
+def ours_of(module: Any) -> Bound | None:
+    """What `apply` has bound to a module, which it still has."""
+    processor = getattr(module, "processor", None)
+    return processor if isinstance(processor, Bound) else None
 
 
-def _end_call(transformer: torch.nn.Module, *_: Any) -> None:
-    """Forward hook, stateless as well."""
-    getattr(transformer, _ATTRIBUTE).context.end()
+def _is_ours(module: Any) -> bool:
+    """Whether the processor of a module is ours: applied, or by mistake set on it alone."""
+    return isinstance(getattr(module, "processor", None), (Bound, VideoAttentionProcessor))
 
 
 def note_processors(transformer: Any) -> None:
     """Others have set processors: while none is ours, forward calls are not recorded. They may set ours back."""
-    record: _Record | None = getattr(transformer, _ATTRIBUTE, None)
+    record: Record | None = record_of(transformer)
     if record is not None:
         record.idle = not _has_ours(transformer)
 
 
 def is_bound_to(transformer: Any, processor: Any) -> bool:
     """Whether a processor of ours is one that `apply` has made for this transformer."""
-    record: _Record | None = getattr(transformer, _ATTRIBUTE, None)
-    ours = getattr(processor, "ours", processor)
-    return record is not None and getattr(ours, "_context", None) is record.context
+    record: Record | None = record_of(transformer)
+    return record is not None and any(bound is processor for bound in record.bound)
 
 
 def find_transformers(pipe_or_transformer: object) -> dict[str, torch.nn.Module]:
@@ -176,20 +141,20 @@ def _with_processor(transformer: torch.nn.Module) -> list[Any]:
     return [module for module in transformer.modules() if hasattr(module, "processor")]
 
 
-def _original_processors(transformer: Any) -> list[tuple[Any, Any]]:
+def original_processors(transformer: Any) -> list[tuple[Any, Any]]:
     """(module, its processor) of all modules that have one; where it is ours, the one before, or else the model's own.
 
     What is not ours now is the user's, whatever was there before.
     """
-    record = getattr(transformer, _ATTRIBUTE, None)
+    record = record_of(transformer)
     known = {} if record is None else dict(record.originals)
     modules = made = _with_processor(transformer)
-    if any(ours_of(module) is not None and module not in known for module in modules):
+    if any(_is_ours(module) and module not in known for module in modules):
         stock: Any = diffusers_class(transformer)
         with torch.device("meta"):
             made = _with_processor(stock.from_config(transformer.config))
     return [
-        (module, module.processor if ours_of(module) is None else known.get(module, new.processor))
+        (module, known.get(module, new.processor) if _is_ours(module) else module.processor)
         for module, new in zip(modules, made, strict=True)
     ]
 
@@ -230,6 +195,30 @@ def apply(pipe_or_transformer: Any, processor: VideoAttentionProcessor | str = "
         RuntimeError: diffusers computes attention beyond the Wan family in another way than is known.
     """
     transformers = find_transformers(pipe_or_transformer)
+    processor = _checked(pipe_or_transformer, processor)
+    sharing = None
+    if processor.refresh is not None:
+        watch_calls()
+        sharing = ResidualSharing(processor.refresh)
+    # Everything that can fail comes before the first change.
+    made = [(transformer, *_bind(name, transformer, processor)) for name, transformer in transformers.items()]
+    for transformer, originals, bound in made:
+        for attn, original in originals:
+            _set_processor(attn, bound.get(attn, original))
+            if processor.LEARNS:
+                # Bound to nothing but this module: a copy of it gets its own.
+                attn.set_processor = functools.partial(_refuse_processor, attn)
+        _write_config(transformer, processor)
+        family, names = known_family(transformer), forward_arguments(transformer)
+        ours = [made for made in bound.values() if isinstance(made, Bound)]
+        keep(transformer, Record(processor, family, names, originals, ours, sharing))
+        share_parallel_config(transformer)
+        replace_enabling(transformer)
+    return Installation(processor, transformers)
+
+
+def _checked(pipe_or_transformer: object, processor: object) -> VideoAttentionProcessor:
+    """The processor that a pipeline or transformer is to have; raises as `apply`."""
     if isinstance(processor, str):
         processor = preset_processor(processor)
     if not isinstance(processor, VideoAttentionProcessor):
@@ -237,50 +226,25 @@ def apply(pipe_or_transformer: Any, processor: VideoAttentionProcessor | str = "
             "processor must be a VMonarchProcessor(...) or another of vmonarch's, or the name of a preset, got"
             f" {describe(processor)}; vmonarch.restore switches it off"
         )
-    dense_steps = DenseSet("dense_steps", processor.dense_steps)
+    some = DenseSet("dense_steps", processor.dense_steps).some
     # Diffusion forcing gives every latent frame its own noise level and its own copy of the scheduler.
-    stepwise = "dense_steps" if dense_steps.some else None if processor.refresh is None else "refresh"
+    stepwise = "dense_steps" if some else None if processor.refresh is None else "refresh"
     if stepwise and "DiffusionForcing" in (kind := type(pipe_or_transformer).__name__):
         instead = NO_REFRESH if stepwise == "refresh" else "use dense_steps=0"
         raise ValueError(f"{stepwise} is not supported with {kind}: its frames are at different steps; {instead}")
+    return processor
 
-    sharing = None
-    if processor.refresh is not None:
-        watch_calls()
-        sharing = ResidualSharing(processor.refresh)
 
-    # Everything that can fail comes before the first change.
-    plans = []
-    for name, transformer in transformers.items():
-        record = getattr(transformer, _ATTRIBUTE, None)
-        attention = _with_processor(transformer)
-        check_parallelism(transformer, processor, applied=record is not None)
-        originals = _original_processors(transformer)
-        if any(parameters_of(module.processor) for module in attention):
-            raise ValueError(f"{name} has a processor with parameters, which applying another would lose: {_KEEP}")
-        _check_family(transformer, processor)
-        if processor.LEARNS:
-            _check_not_offloaded(name, transformer)
-        context = ForwardContext(dense_steps, name, sharing)
-        plans.append((transformer, context, originals, bind_all(transformer, processor, context, dict(originals))))
-
-    for transformer, context, originals, bound in plans:
-        for attn, original in originals:
-            _set_processor(attn, bound.get(attn, original))
-            if processor.LEARNS:
-                # Bound to nothing but this module: a copy of it gets its own.
-                attn.set_processor = functools.partial(_refuse_processor, attn)
-        _write_config(transformer, processor)
-        if hasattr(transformer, _ATTRIBUTE):
-            getattr(transformer, _ATTRIBUTE).context.forget()
-        else:
-            transformer.register_forward_pre_hook(_record_call, with_kwargs=True)
-            transformer.register_forward_hook(_end_call, always_call=True)
-        family, names = known_family(transformer), forward_arguments(transformer)
-        setattr(transformer, _ATTRIBUTE, _Record(context, originals, family, processor.grid, names, processor))
-        share_parallel_config(transformer)
-        replace_enabling(transformer)
-    return Installation(processor, transformers)
+def _bind(name: str, transformer: torch.nn.Module, processor: VideoAttentionProcessor) -> tuple[Any, Any]:
+    """(`original_processors` of a transformer, `bind_all`); raises as `apply`."""
+    check_parallelism(transformer, processor, applied=record_of(transformer) is not None)
+    if any(parameters_of(module.processor) for module in _with_processor(transformer)):
+        raise ValueError(f"{name} has a processor with parameters, which applying another would lose: {_KEEP}")
+    originals = original_processors(transformer)
+    _check_family(transformer, processor)
+    if processor.LEARNS:
+        _check_not_offloaded(name, transformer)
+    return originals, bind_all(transformer, processor, name, dict(originals))
 
 
 def _set_processor(attn: torch.nn.Module, processor: Any) -> None:
@@ -304,7 +268,9 @@ def _refuse_processor(attn: Any, processor: Any) -> None:
 
 def note_lora(transformer: torch.nn.Module, name: str) -> None:
     """Let `restore` remove these LoRA layers together with the processor that is applied."""
-    getattr(transformer, _ATTRIBUTE).lora = name
+    record = record_of(transformer)
+    assert record is not None
+    record.lora = name
 
 
 def _remove_lora(transformer: Any, name: str | None) -> None:
@@ -321,44 +287,41 @@ def _remove_lora(transformer: Any, name: str | None) -> None:
 def bind_all(
     transformer: Any,
     processor: VideoAttentionProcessor,
-    context: ForwardContext | None = None,
-    originals: Mapping[torch.nn.Module, Any] | None = None,
+    component: str,
+    originals: Mapping[torch.nn.Module, Any],
 ) -> dict[torch.nn.Module, Any]:
     """What `processor` makes of itself for each self-attention module of the video; nothing is installed.
 
     Args:
-        originals: the modules' processors so far; None to only look at what they get.
+        component: the name of the transformer in its pipeline.
+        originals: the modules' processors so far.
 
     Raises:
         ValueError: `dense_layers`, or an option of the processor, does not fit the transformer.
     """
     family = known_family(transformer)
-    dense_layers, layers = DenseSet("dense_layers", processor.dense_layers), family.number_of_layers(transformer)
+    dense_layers, blocks = DenseSet("dense_layers", processor.dense_layers), family.number_of_layers(transformer)
     bound = {}
-    for layer, attn in family.layers(transformer):
-        original = None if originals is None else originals[attn]
-        dense = dense_layers.contains(layer, layers)
-        ours: Any = original if dense else processor.bind(context, original, attn, layer, layers)
-        if not family.own and original is not None:
-            if ours is original and family.spread is not None:
-                ours = DenseLayerProcessor().bind(context, original, attn, layer, layers)
-            if ours is not original:
-                ours.videos, ours.spread = family.videos(transformer.config, layer, layers), family.spread
-                ours = borrow(family, original, ours)
+    for place, (block, attn) in enumerate(family.layers(transformer)):
+        original = originals[attn]
+        layer = Layer(attn, place, block, blocks, family, transformer, component)
+        ours = original if dense_layers.contains(block, blocks) else processor.bind(layer, original)
+        if ours is original and family.spread is not None:
+            ours = borrow(FullAttentionProcessor(), Exact(), original, family, kept=True)
         bound[attn] = ours
     return bound
 
 
 def parameters_of(processor: Any) -> dict[str, torch.nn.Parameter]:
     """What one of our processors learns, by name; nothing of others'."""
-    if isinstance(processor, VideoAttentionProcessor) and isinstance(processor, torch.nn.Module):
+    if isinstance(processor, Bound) and isinstance(processor, torch.nn.Module):
         return dict(processor.named_parameters())
     return {}
 
 
-def own_processors(transformer: torch.nn.Module) -> list[tuple[Any, VideoAttentionProcessor, Any]]:
+def own_processors(transformer: torch.nn.Module) -> list[tuple[Any, Bound, Any]]:
     """(module, our processor, the one it had before) of all that `apply` gave one of ours, in the order of layers."""
-    record = getattr(transformer, _ATTRIBUTE, None)
+    record = record_of(transformer)
     return [
         (attn, ours, original)
         for attn, original in (record.originals if record else ())
@@ -417,35 +380,21 @@ def is_applied(pipe_or_transformer: Any) -> bool:
 
 def _has_ours(transformer: torch.nn.Module) -> bool:
     """Whether a module has a processor of ours, applied or not."""
-    return any(ours_of(module) is not None for module in transformer.modules())
-
-
-def _remove_hooks(transformer: torch.nn.Module) -> None:
-    # Not by their handles, which a copied transformer does not have.
-    for hooks, ours, options in (
-        (transformer._forward_pre_hooks, _record_call, transformer._forward_pre_hooks_with_kwargs),
-        (transformer._forward_hooks, _end_call, transformer._forward_hooks_always_called),
-    ):
-        for key in [key for key, hook in hooks.items() if hook is ours]:
-            del hooks[key]
-            options.pop(key, None)
+    return any(map(_is_ours, transformer.modules()))
 
 
 def _restore(transformers: dict[str, torch.nn.Module]) -> None:
     for transformer in transformers.values():
-        if hasattr(transformer, _ATTRIBUTE):
+        if record_of(transformer) is not None:
             check_restorable(transformer)
     for transformer in transformers.values():
-        record = getattr(transformer, _ATTRIBUTE, None)
+        record = record_of(transformer)
         if record is None and not _has_ours(transformer):
             continue
-        originals = _original_processors(transformer)
+        originals = original_processors(transformer)
         if record is not None:
-            _remove_hooks(transformer)
-            carry_call(transformer, None)
-            delattr(transformer, _ATTRIBUTE)
+            keep(transformer, None)
             restore_enabling(transformer)
-            record.context.forget()
             _remove_lora(transformer, record.lora)
         for attn, original in originals:
             _set_processor(attn, original)

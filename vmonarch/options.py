@@ -6,7 +6,6 @@ import dataclasses
 import inspect
 import math
 import numbers
-import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self, TypeVar
@@ -209,7 +208,7 @@ def takes_options(function: Function) -> Function:
 
 
 def has_options(kind: type, *own: str, without: tuple[str, ...] = ()) -> Callable[[Class], Class]:
-    """Give a processor the options of an op, as attributes and in its signature, and list all that it has.
+    """Give a processor the options of an op, in its signature too, and list all that it has.
 
     Args:
         kind: the dataclass of the op's options.
@@ -219,8 +218,6 @@ def has_options(kind: type, *own: str, without: tuple[str, ...] = ()) -> Callabl
 
     def decorate(owner: Class) -> Class:
         names = [field.name for field in dataclasses.fields(kind)]
-        for name in names:
-            setattr(owner, name, property(operator.attrgetter(f"options.{name}")))
         cls: Any = owner
         cls._KIND = kind
         cls._OPTIONS = (*names, *own, *(name for name in cls.COMMON if name not in without))

@@ -10,12 +10,14 @@ import inspect
 from typing import Any
 
 from diffusers import ContextParallelConfig
+from diffusers.hooks.first_block_cache import FBCBlockHook, FBCHeadBlockHook
 
+from vmonarch.base import VideoAttentionProcessor
+from vmonarch.borrowed import Borrowed
+from vmonarch.call import current_call
 from vmonarch.context_parallel import context_parallel_config, own_tokens
 from vmonarch.families import Family, heads_of, known_family
-from vmonarch.seam import ours_of
 from vmonarch.spread import Spread
-from vmonarch.video_processor import VideoAttentionProcessor
 
 
 def _config_of(transformer: Any) -> Any:
@@ -69,6 +71,21 @@ def _check_processor(transformer: Any, processor: VideoAttentionProcessor, confi
         check(config, heads_of(attn))
 
 
+def check_no_first_block_cache(transformer: Any) -> None:
+    """Raise NotImplementedError under context parallelism if First Block Cache may skip blocks."""
+    if _config_of(transformer) is None:
+        return
+    for block in (block for name in known_family(transformer).blocks for block in getattr(transformer, name)):
+        registry = getattr(block, "_diffusers_hook", None)
+        hooks = () if registry is None else registry.hooks.values()
+        if any(isinstance(hook, (FBCHeadBlockHook, FBCBlockHook)) for hook in hooks):
+            raise NotImplementedError(
+                "First Block Cache is not supported under context parallelism: each rank decides by its own tokens"
+                " whether to skip blocks, and ranks that decide differently wait for each other for ever;"
+                " disable_cache, and use one that does not look at the tokens, such as MagCacheConfig"
+            )
+
+
 def replace_enabling(transformer: Any) -> None:
     """Let `enable_parallelism` of a transformer beyond the Wan family do what a processor of ours needs."""
     if not known_family(transformer).own:
@@ -99,11 +116,10 @@ def _enable_parallelism(transformer: Any, *, config: Any, cp_plan: Any = None) -
     if cp_plan is not None:
         raise ValueError("cp_plan must be left alone while a processor of vmonarch is applied, which brings its own")
     for attn in _sharing(transformer):
-        ours = ours_of(attn)
-        if ours is None:
-            _check_even(attn, parallel)
+        if isinstance(attn.processor, Borrowed):
+            attn.processor.spec.check_joint_context_parallel(parallel, heads_of(attn))
         else:
-            ours.check_joint_context_parallel(parallel, heads_of(attn))
+            _check_even(attn, parallel)
     enable(cp_plan=None if spread.plan is None else spread.plan(transformer.config))
     share_parallel_config(transformer)
     if spread.leading is not None:
@@ -160,10 +176,8 @@ def _split_leading(transformer: Any, family: Family, argument: str) -> None:
 
 def _count_own(position: int, family: Family, block: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
     """Forward pre-hook of a block: args (video, others, …), of which that at `position` is a number of tokens."""
+    attn: Any
     (attn,) = family.attention_in(block)
-    ours = ours_of(attn)
-    assert ours is not None
-    grid, _ = ours.joint_grid(args[0].shape[1] + args[1].shape[1])
-    own = own_tokens(context_parallel_config(ours._parallel_config), grid.tokens)
+    own = own_tokens(context_parallel_config(attn.processor._parallel_config), current_call().grid.tokens)
     count = min(max(args[position] - own.start, 0), len(own))
     return (*args[:position], count, *args[position + 1 :])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from vmonarch.video_processor import VideoAttentionProcessor
+    from vmonarch.base import VideoAttentionProcessor
 
 # Of the methods those to choose from; the others are controls and parts of studies.
 _PRESETS = {

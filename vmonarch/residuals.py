@@ -124,6 +124,7 @@ class Branch:
     """The calls of a transformer in one run that differ in nothing but step and latents, and their residuals.
 
     Args:
+        sharing: what they are shared by.
         layers: how many keep a residual.
         step: of the latest call.
         due: a residual must have been made in this step or later to be used.
@@ -132,6 +133,7 @@ class Branch:
         arriving: those that are on their way from the host.
     """
 
+    sharing: ResidualSharing
     layers: int
     step: int = -1
     due: int = 0
@@ -143,10 +145,10 @@ class Branch:
         """How many layers may keep their residual on a device."""
         return self.layers
 
-    def enter(self, step: int, steps: int, refresh: Refresh) -> None:
+    def enter(self, step: int, steps: int) -> None:
         """A forward call begins in this step of so many."""
         self.step = step
-        self.due, self.kept = refresh.at(step, steps)
+        self.due, self.kept = self.sharing.refresh.at(step, steps)
         self.arriving.clear()
 
 
@@ -237,7 +239,7 @@ class ResidualSharing:
         Raises:
             RuntimeError: no pipeline has called the transformer, or its scheduler does not tell the step.
         """
-        step = denoising_step(transformer, "refresh", NO_REFRESH)
+        step = denoising_step(transformer, arguments.get("timestep"), "refresh", NO_REFRESH)
         latents = arguments.get("hidden_states")
         conditioning = {name: x for name, x in arguments.items() if name not in ("hidden_states", *by_step)}
         if latents is not None:
@@ -247,6 +249,7 @@ class ResidualSharing:
             branch = next((b for b in self._branches if b.is_of(step, transformer, conditioning)), None)
             if branch is None:
                 branch = PipelineBranch(
+                    sharing=self,
                     layers=len(_sharing_layers(transformer)),
                     run=weakref.ref(step.timesteps),
                     pipeline=weakref.ref(step.pipeline),
@@ -257,7 +260,7 @@ class ResidualSharing:
                 self._branches.append(branch)
                 at_end_of_call(step.pipeline, self.end_runs_of)
             branch.evaluation, branch.last = step.evaluation, step.last
-            branch.enter(step.step, step.steps, self.refresh)
+            branch.enter(step.step, step.steps)
         self._fetch(branch, next(iter(branch.residuals), None))
         return branch
 
@@ -366,7 +369,8 @@ class ResidualSharing:
 
 def _sharing_layers(transformer: torch.nn.Module) -> list[torch.nn.Module]:
     """The layers of a transformer that keep residuals."""
-    return [m for m in transformer.modules() if getattr(getattr(m, "processor", None), "refresh", None) is not None]
+    spec = lambda module: getattr(getattr(module, "processor", None), "spec", None)
+    return [module for module in transformer.modules() if getattr(spec(module), "refresh", None) is not None]
 
 
 def _free_bytes(device: torch.device) -> int | None:

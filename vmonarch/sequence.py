@@ -1,21 +1,17 @@
-"""Sequences of a video and other tokens, [before | T·H·W video | after], in one softmax.
+"""Sequences of a video and other tokens, [before | T·H·W video | after].
 
-The video's queries attend to its keys by a method of ours and to all other keys exactly; other queries are exact.
-
-Shapes: B batch, S tokens in all, N = T·H·W of the video, X = S − N others, H heads, D head dim, E value dim.
+Shapes: B batch, S tokens in all, H heads, D head dim, E value dim, R rank of a bias.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import torch
 
+from vmonarch.call import Call
 from vmonarch.grid import LatentGrid
 from vmonarch.kernels.flash_bias.api import flash_bias_attention
-from vmonarch.kernels.flash_entropy.api import flash_entropy_attention
-from vmonarch.kernels.merge.api import merge_partials
 
 
 class TokenSequence(NamedTuple):
@@ -46,10 +42,11 @@ class TokenSequence(NamedTuple):
         before = others if before is None else before
         return cls(grid, before, others - before)
 
-    @property
-    def others(self) -> int:
-        """X, the number of tokens that are not the video's."""
-        return self.before + self.after
+    @classmethod
+    def in_call(cls, call: Call) -> Self:
+        """Where the video of a call lies in its sequence."""
+        assert call.before is not None
+        return cls(call.grid, call.before, call.after)
 
     def video(self, x: torch.Tensor) -> torch.Tensor:
         """The video's part of [B, S, …]: a view."""
@@ -68,41 +65,6 @@ class TokenSequence(NamedTuple):
     def padded(self, factor: torch.Tensor) -> torch.Tensor:
         """A factor [B or 1, N, H or 1, R] of a bias as [B or 1, S, H or 1, R]: other tokens have none."""
         return torch.nn.functional.pad(factor, (0, 0, 0, 0, self.before, self.after))
-
-
-def joint_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    sequence: TokenSequence,
-    key_mask: torch.Tensor | None,
-    *,
-    video: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]],
-    exact: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor],
-    implementation: str = "auto",
-) -> torch.Tensor:
-    """Attention of a whole sequence: [B, S, H, D], [B, S, H, D], [B, S, H, E] -> [B, S, H, E].
-
-    The softmax over video and other keys is the mean of the softmaxes over each, weighted by their partition functions.
-    Where `video` is VMonarch attention, its partition function is a lower bound, e^{-KL} of the true one, and the other
-    keys weigh e^{KL} as much as they should.
-
-    Args:
-        key_mask: boolean [B, S], true where a key may be attended; every key of the video. None for all.
-        video: (out [B, N, H, E], lse [B, H, N]) of the video's queries and keys.
-        exact: exact attention of queries [B, X, H, D] to all keys.
-        implementation: as in `flash_entropy_attention`.
-    """
-    # Of a number of tokens that is known on the device alone, torch.compile cannot tell.
-    torch._check(sequence.others > 0)
-    q, k, v = sequence.video(query), sequence.beside(key), sequence.beside(value)
-    ours = video(q, sequence.video(key), sequence.video(value))
-    if key_mask is None:
-        out, lse, _ = flash_entropy_attention(q, k, v, implementation=implementation)
-    else:
-        out, lse = masked_attention(q, k, v, sequence.beside(key_mask), implementation=implementation)
-    merged, _ = merge_partials(ours, (out, lse), implementation=implementation)
-    return sequence.joined(merged, exact(sequence.beside(query), key, value))
 
 
 # Added to a logit, it leaves a weight of nothing beside any other; float16 holds it.

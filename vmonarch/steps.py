@@ -8,41 +8,29 @@ at work is the one whose method has called the transformer, and its scheduler te
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
 
 
-def method_calls() -> Iterator[Mapping[str, Any]]:
-    """The variables, with `self`, of each method that has been called and has not returned, from the innermost.
-
-    diffusers does not tell a processor which model, block's hook or pipeline it is called by, and nothing that could be
-    remembered would tell as surely.
-    """
-    frame = inspect.currentframe()
-    while frame is not None:
-        # Locals are copied when they are read: only where one of them is wanted.
-        if frame.f_code.co_varnames[:1] == ("self",) and "self" in frame.f_locals:
-            yield frame.f_locals
-        frame = frame.f_back
-
-
-def callers() -> Iterator[Any]:
-    """The `self` of each method that has been called and has not returned, from the innermost."""
-    return (variables["self"] for variables in method_calls())
-
-
 def running_pipeline(transformer: torch.nn.Module | None) -> Any:
     """The diffusers pipeline with this transformer whose method the running thread is in, the innermost; None if none.
 
-    It may be a modular one. The transformer may be inside a wrapper (torch.compile, accelerate) there.
+    It may be a modular one. The transformer may be inside a wrapper (torch.compile, accelerate) there. diffusers does
+    not tell a model by which pipeline it is called, and a transformer may be in several: the frames of the running
+    thread tell it as surely as nothing that could be remembered.
     """
     # Only imported where a pipeline cannot run without it.
     from diffusers import DiffusionPipeline, ModularPipeline
 
-    pipelines = (caller for caller in callers() if isinstance(caller, (DiffusionPipeline, ModularPipeline)))
-    return next((pipe for pipe in pipelines if _has(pipe, transformer)), None)
+    frame = inspect.currentframe()
+    while frame is not None:
+        # Locals are copied when they are read: only those of methods.
+        caller = frame.f_locals.get("self") if frame.f_code.co_varnames[:1] == ("self",) else None
+        if isinstance(caller, (DiffusionPipeline, ModularPipeline)) and _has(caller, transformer):
+            return caller
+        frame = frame.f_back
+    return None
 
 
 def _has(pipe: Any, transformer: torch.nn.Module | None) -> bool:
@@ -77,10 +65,11 @@ class DenoisingStep(NamedTuple):
 
 
 @torch.compiler.disable(reason="dense_steps and refresh look for the pipeline; compile_repeated_blocks leaves that out")
-def denoising_step(transformer: torch.nn.Module | None, needed_by: str, instead: str) -> DenoisingStep:
+def denoising_step(transformer: torch.nn.Module | None, timestep: Any, needed_by: str, instead: str) -> DenoisingStep:
     """The step that the pipeline which calls this transformer is in; never waits for a GPU.
 
     Args:
+        timestep: that the transformer is called with, for schedulers that do not count.
         needed_by, instead: for the errors: what needs the step, and what else can be done.
 
     Raises:
@@ -92,63 +81,35 @@ def denoising_step(transformer: torch.nn.Module | None, needed_by: str, instead:
             f"{needed_by} needs the denoising step, but no pipeline calls this transformer here: run it by a diffusers"
             f" pipeline that has it, in the same thread, or {instead}"
         )
-    scheduler = pipe.scheduler
-    timesteps, order = getattr(scheduler, "timesteps", None), getattr(scheduler, "order", 1)
-    timestep, loop = _loop(pipe, timesteps)
-    if timestep is None:
+    if getattr(pipe, "_current_timestep", 0) is None:
         raise RuntimeError(
             f"{needed_by} needs the denoising step, but {type(pipe).__name__} calls this transformer outside of its"
             f" denoising loop; {instead}"
         )
-    evaluation = _place(timestep, loop)
-    if evaluation is not None and timesteps is not None and 0 <= evaluation < len(loop):
-        steps, last = -(-len(loop) // order), evaluation == len(loop) - 1
-        return DenoisingStep(evaluation // order, steps, evaluation, last, timesteps, pipe)
+    scheduler = pipe.scheduler
+    timesteps, order = getattr(scheduler, "timesteps", None), getattr(scheduler, "order", 1)
+    if isinstance(timesteps, torch.Tensor):
+        # A pipeline that starts inside the schedule goes through the last of the timesteps. A modular one tells none.
+        run = getattr(pipe, "_num_timesteps", None) or len(timesteps)
+        evaluation = _place(scheduler, timesteps, timestep, len(timesteps) - run)
+        if evaluation is not None and 0 <= evaluation < run:
+            steps, last = -(-run // order), evaluation == run - 1
+            return DenoisingStep(evaluation // order, steps, evaluation, last, timesteps, pipe)
     raise RuntimeError(
-        f"{needed_by} needs the denoising step, but the timestep of {type(pipe).__name__} is none of its scheduler's"
-        f" ({type(scheduler).__name__}): it may go through others, or another pipeline with the same scheduler may have"
-        f" begun since, then give each its own, copy.deepcopy(pipe.scheduler); or {instead}"
+        f"{needed_by} needs the denoising step, but {type(scheduler).__name__}, the scheduler of {type(pipe).__name__},"
+        " does not tell it here: another pipeline may have begun since, then give each a scheduler of its own,"
+        f" copy.deepcopy(pipe.scheduler); or {instead}"
     )
 
 
-def _loop(pipe: Any, timesteps: Any) -> tuple[Any, Any]:
-    """(where the denoising loop of a pipeline is, None outside of the loop; the timesteps that it goes through).
-
-    Args:
-        timesteps: of its scheduler. A pipeline that starts inside the schedule goes through the last of them.
-    """
-    from diffusers import ModularPipeline
-
-    if isinstance(pipe, ModularPipeline):
-        # The loop is in a block, which gets the pipeline as `components`; the pipeline itself knows nothing of it.
-        of_loop = (call for call in method_calls() if call.get("components") is pipe and "t" in call)
-        call = next(of_loop, {"t": None})
-        own = call.get("timesteps", getattr(call.get("block_state"), "timesteps", None))
-        return call["t"], timesteps if own is None else own
-    run = getattr(pipe, "_num_timesteps", 0)
-    own = timesteps[max(0, len(timesteps) - run) :] if isinstance(timesteps, torch.Tensor) else None
-    return _timestep(pipe, timesteps), own
-
-
-def _timestep(pipe: Any, timesteps: Any) -> Any:
-    """Where the denoising loop of a pipeline is in the timesteps of its scheduler; None outside of the loop.
-
-    Some pipelines do not keep it, or keep a number that they have computed from it. They have it in the variable `t` of
-    the method that runs the loop.
-    """
-    kept = getattr(pipe, "_current_timestep", None)
-    if hasattr(pipe, "_current_timestep") and (kept is None or _place(kept, timesteps) is not None):
-        return kept
-    return next((call["t"] for call in method_calls() if call["self"] is pipe and "t" in call), kept)
-
-
-def _place(timestep: Any, timesteps: Any) -> int | None:
-    """Which entry of `timesteps` [N] the tensor `timestep` is a view of; None if of none.
-
-    Values would not tell: they may occur twice, and to read them is to wait for the GPU.
-    """
-    if not isinstance(timestep, torch.Tensor) or not isinstance(timesteps, torch.Tensor):
+def _place(scheduler: Any, timesteps: torch.Tensor, timestep: Any, skipped: int) -> int | None:
+    """Which evaluation of the model comes next, after those at the schedule's start that are skipped."""
+    if hasattr(scheduler, "step_index"):
+        # It counts from its first step on.
+        return 0 if scheduler.step_index is None else scheduler.step_index - skipped
+    # Not by its value: it may occur twice, and to read it is to wait for the GPU.
+    if not isinstance(timestep, torch.Tensor):
         return None
-    if timestep.ndim or timestep.untyped_storage().data_ptr() != timesteps.untyped_storage().data_ptr():
+    if timestep.untyped_storage().data_ptr() != timesteps.untyped_storage().data_ptr():
         return None
-    return (timestep.storage_offset() - timesteps.storage_offset()) // timesteps.stride(0)
+    return (timestep.storage_offset() - timesteps.storage_offset()) // timesteps.stride(0) - skipped

@@ -23,13 +23,14 @@ from typing import Any
 
 import torch
 
+from vmonarch.base import Layer, VideoAttentionProcessor
+from vmonarch.call import Call
 from vmonarch.configs import InputError
 from vmonarch.configs.methods import resolve_method
-from vmonarch.context_parallel import Share, check_ring
+from vmonarch.context_parallel import Part, check_ring
 from vmonarch.enums import add_member
 from vmonarch.grid import LatentGrid
 from vmonarch.processors import FlashBiasProcessor, VMonarchProcessor
-from vmonarch.video_processor import VideoAttentionProcessor
 from vmonarch.xfuser_groups import SUPPORTED_XFUSER, import_xfuser, installed_xfuser, ulysses_rank, xfuser_groups
 
 # xfuser's own spelling, an underscore where its parser takes a hyphen too.
@@ -98,6 +99,8 @@ def _attention_function(
     processor: VMonarchProcessor | FlashBiasProcessor, dense: Callable[..., Any], groups: Any
 ) -> Callable[..., tuple[torch.Tensor, Any]]:
     """What xfuser calls for a backend: query, key, value [B, h, S, D] -> ([B, h, S, D], lse or None)."""
+    attend = processor.attention(Layer(attn=None, place=0, block=0, blocks=1))
+    assert attend is not None
 
     def attention(
         query: torch.Tensor,
@@ -124,12 +127,12 @@ def _attention_function(
                 f" and {key.shape[2]} keys on {ranks} ranks"
             )
         h = query.shape[1]
-        heads = Share(rank * h, (rank + 1) * h, ranks * h) if ranks > 1 else None
+        heads = Part(rank * h, (rank + 1) * h, ranks * h) if ranks > 1 else None
         # Autocast computes the norms of queries and keys in float32.
         q, k, v = (x[:, :, : grid.tokens].to(value.dtype).transpose(1, 2) for x in (query, key, value))
         # The ops choose their precision themselves: autocast would round their sums in float32.
         with torch.autocast(query.device.type, enabled=False):
-            out = processor.attend(q, k, v, grid, heads).transpose(1, 2)
+            out = attend(q, k, v, Call(grid, heads=heads))[0].transpose(1, 2)
         return torch.nn.functional.pad(out, (0, 0, 0, tokens - grid.tokens)), None
 
     return attention

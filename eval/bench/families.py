@@ -16,6 +16,9 @@ import torch
 from diffusers.models.attention_dispatch import attention_backend
 from torch.utils._pytree import tree_map_only
 
+from vmonarch.attend import Exact, Result
+from vmonarch.base import FullAttentionProcessor, Layer
+from vmonarch.call import Call
 from vmonarch.configs.methods import resolve_method
 from vmonarch.eval.bench.runner import Bench, Case, Way, Ways, bytes_of
 from vmonarch.eval.wan_models import random_model, share_weights
@@ -24,7 +27,6 @@ from vmonarch.families import known_family
 from vmonarch.grid import LatentGrid
 from vmonarch.installation import apply
 from vmonarch.processors import VMonarchProcessor
-from vmonarch.video_processor import FullAttentionProcessor
 
 PRESETS = ("vmonarch", "vmonarch-lite")
 METHODS = ("stock", "exact", *PRESETS)
@@ -134,13 +136,18 @@ CASES = (
 )
 
 
-class UnmaskedAttentionProcessor(FullAttentionProcessor):
+class Unmasked(Exact):
     """Exact attention of prompts that fill their places: a mask would tell nothing."""
 
-    def attend_joint(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, key_mask: torch.Tensor | None
-    ) -> torch.Tensor:
-        return super().attend_joint(query, key, value, None)
+    def __call__(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Call) -> Result:
+        return super().__call__(query, key, value, call._replace(key_mask=None))
+
+
+class UnmaskedAttentionProcessor(FullAttentionProcessor):
+    """`Unmasked` in all layers."""
+
+    def attention(self, layer: Layer) -> Unmasked:
+        return Unmasked()
 
 
 def inputs_of(case: Case, device: torch.device, dtype: torch.dtype) -> Inputs:

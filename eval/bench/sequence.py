@@ -11,15 +11,16 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import torch
 
+from vmonarch.attend import Beside, Exact, Op
+from vmonarch.call import Call
 from vmonarch.eval.bench.attention import BOTH, attention_way, case_of, exact, randn
 from vmonarch.eval.bench.runner import ATTENTION, Bench, Case, Way, Ways, sdpa
 from vmonarch.grid import LatentGrid
 from vmonarch.kernels.monarch.api import vmonarch_attention
-from vmonarch.sequence import TokenSequence, joint_attention, masked_attention
+from vmonarch.options import VMonarchOptions
 
 METHODS = ("exact", "video", "joint", "joint-compiled")
 FORMULAE = (
@@ -38,23 +39,14 @@ def ways(case: Case, device: torch.device, dtype: torch.dtype) -> Ways:
         key_mask = torch.ones(1, S, dtype=torch.bool, device=device)
         key_mask[:, S - case.text // 4 :] = False
 
-    sequence = TokenSequence(case.grid, after=case.text)
+    call = Call(case.grid, after=case.text, key_mask=key_mask)
 
-    def video(by: str, *qkv: torch.Tensor, lse: bool = False) -> Any:
-        return vmonarch_attention(*qkv, grid=case.grid, return_lse=lse, implementation=by)
-
-    def others(by: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        if key_mask is not None:
-            return masked_attention(q, k, v, key_mask, implementation=by)[0]
-        return exact(q, k, v) if by == "torch" else sdpa("sdpa", q, k, v)
-
-    def video_alone(by: str, *qkv: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = video(by, *map(sequence.video, qkv))
+    def video(by: str, *qkv: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = vmonarch_attention(*(x[:, :N] for x in qkv), grid=case.grid, implementation=by)
         return out
 
     def joint(by: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        own, others_by = partial(video, by, lse=True), partial(others, by)
-        return joint_attention(q, k, v, sequence, key_mask, video=own, exact=others_by, implementation=by)
+        return Beside(Op(VMonarchOptions(), by), Exact(by), by)(q, k, v, call)[0]
 
     def way(method: str) -> Way:
         attend: Callable[..., torch.Tensor]
@@ -62,7 +54,7 @@ def ways(case: Case, device: torch.device, dtype: torch.dtype) -> Ways:
         if method == "exact":
             attend, reference = partial(sdpa, "cudnn"), exact
         else:
-            attend, reference = (partial(video_alone if method == "video" else joint, by) for by in ("auto", "torch"))
+            attend, reference = (partial(video if method == "video" else joint, by) for by in ("auto", "torch"))
         if method == "joint-compiled":
             torch.compiler.reset()
             attend = torch.compile(attend, fullgraph=True, dynamic=False)

@@ -30,15 +30,17 @@ import numpy as np
 import torch
 
 from vmonarch import apply, restore
+from vmonarch.attend import Result
+from vmonarch.base import Layer, VideoAttentionProcessor
+from vmonarch.call import Call, running
 from vmonarch.configs import InputError
-from vmonarch.context_parallel import Share
 from vmonarch.grid import LatentGrid
 from vmonarch.installation import find_transformers, self_attention_modules
 from vmonarch.kernels.flash_entropy.api import flash_entropy_attention
 from vmonarch.options import Options, VMonarchOptions
 from vmonarch.plan import FULL, AttentionPlan, method_attention, method_dict, method_flops
 from vmonarch.processors import VMonarchProcessor
-from vmonarch.video_processor import VideoAttentionProcessor
+from vmonarch.steps import denoising_step
 
 FORMAT = "vmonarch-diagnosis-1"
 # A watched call has the reference in no more layers than these.
@@ -86,7 +88,7 @@ def measure(
 
 
 @dataclass(frozen=True)
-class Call:
+class Rerun:
     """A recorded call of a transformer, and the model's output `velocity` with full attention."""
 
     component: str
@@ -122,7 +124,7 @@ class Recorder:
     inputs: tuple[torch.Tensor, ...] = ()
     watched: bool = False
     step: int | None = None
-    again: Call | None = None
+    again: Rerun | None = None
     noise: torch.Generator = field(default_factory=lambda: torch.Generator().manual_seed(0))
 
     @property
@@ -149,7 +151,7 @@ def replaced_layers(layers: int) -> tuple[int, ...]:
 
 
 @contextlib.contextmanager
-def watched(recorder: Recorder, pipe: Any) -> Iterator[list[Call]]:
+def watched(recorder: Recorder, pipe: Any) -> Iterator[list[Rerun]]:
     """The recorded calls of transformers in the block, which are computed again after it: with gradients, to be
     measured then, and once for each of `replaced_layers`, with the reference in that layer.
 
@@ -158,11 +160,11 @@ def watched(recorder: Recorder, pipe: Any) -> Iterator[list[Call]]:
     Raises:
         InputError: see `differentiate`.
     """
-    calls: list[Call] = []
+    calls: list[Rerun] = []
 
     def keep(component: str, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         if recorder.step is not None:
-            calls.append(Call(component, recorder.step, module, args, kwargs, output[0]))
+            calls.append(Rerun(component, recorder.step, module, args, kwargs, output[0]))
         recorder.step = None
 
     with contextlib.ExitStack() as stack:
@@ -194,7 +196,7 @@ def _inner(noise: torch.Tensor, found: torch.Tensor) -> torch.Tensor:
     return (found.float() * noise).sum()
 
 
-def differentiate(call: Call, loss: Callable[[torch.Tensor], torch.Tensor]) -> float:
+def differentiate(call: Rerun, loss: Callable[[torch.Tensor], torch.Tensor]) -> float:
     """Compute a call again, with gradients of a loss of its output, and none of parameters; the loss.
 
     Blocks are checkpointed, so that no more than one keeps what its backward needs.
@@ -245,41 +247,31 @@ def when_differentiated(
         out.register_hook(lambda gradient: receive(gradient, *kept.pop(layer)))
 
 
-class DiagnosisProcessor(VideoAttentionProcessor):
-    """Full attention that lets a `Recorder` see what candidates would have made of the same inputs.
+@dataclass(frozen=True)
+class Diagnosed:
+    """Full attention of a layer that lets a `Recorder` see what candidates would have made of the same inputs."""
 
-    Apply it to a pipeline, and run that: `vmonarch.apply(pipe, DiagnosisProcessor(recorder))`.
-    """
+    recorder: Recorder
+    layer: Layer
+    # Of layers, while backward runs.
+    inputs: dict[int, tuple[torch.Tensor, ...]]
 
-    def __init__(self, recorder: Recorder) -> None:
-        super().__init__()
-        self.recorder = recorder
-        self._inputs: dict[int, tuple[torch.Tensor, ...]] = {}
-        self._needs_apply = "a diagnosis"
-
-    def attend_with_lse(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        grid: LatentGrid,
-        heads: Share | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        if heads is not None:
+    def __call__(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Call) -> Result:
+        if call.heads is not None:
             raise NotImplementedError("a diagnosis records all heads, but context parallelism spreads them over ranks")
-        recorder, context = self.recorder, self._context
-        assert context is not None
-        if (call := recorder.again) is not None:
+        recorder, grid = self.recorder, call.grid
+        if (again := recorder.again) is not None:
             out, lse, _ = flash_entropy_attention(query, key, value)
 
             def record(gradient: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
                 totals = measure(q, k, v, grid, recorder.candidates, gradient)[-1]
-                totals["velocity"] = call.velocity.double().square().sum().item()
-                recorder.add(call.component, call.step, self._layer, totals)
+                totals["velocity"] = again.velocity.double().square().sum().item()
+                recorder.add(again.component, again.step, self.layer.block, totals)
 
-            when_differentiated(out, self._inputs, self._layer, (query, key, value), record)
+            when_differentiated(out, self.inputs, self.layer.block, (query, key, value), record)
             return out, lse
-        step, *_ = context.step("a diagnosis", "call vmonarch.restore")
+        at, instead = running.now["timestep"], "call vmonarch.restore"
+        step, *_ = denoising_step(self.layer.transformer, at, "a diagnosis", instead)
         if step % recorder.every:
             return flash_entropy_attention(query, key, value)[:2]
         if recorder.grid not in (None, grid):
@@ -290,8 +282,20 @@ class DiagnosisProcessor(VideoAttentionProcessor):
             recorder.step = step
             return flash_entropy_attention(query, key, value)[:2]
         out, lse, totals = measure(query, key, value, grid, recorder.candidates)
-        recorder.add(context.component, step, self._layer, totals)
+        recorder.add(self.layer.component, step, self.layer.block, totals)
         return out, lse
+
+
+class DiagnosisProcessor(VideoAttentionProcessor):
+    """`Diagnosed` in all layers: `vmonarch.apply(pipe, DiagnosisProcessor(recorder))`, and run the pipeline."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()
+        self.recorder = recorder
+        self._inputs: dict[int, tuple[torch.Tensor, ...]] = {}
+
+    def attention(self, layer: Layer) -> Diagnosed:
+        return Diagnosed(self.recorder, layer, self._inputs)
 
 
 def document(recorder: Recorder, times: Mapping[str, float]) -> dict[str, Any]:

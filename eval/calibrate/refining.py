@@ -13,46 +13,55 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from vmonarch import apply, restore
-from vmonarch.eval.calibrate.diagnosis import Call, differentiate, when_differentiated
+from vmonarch.attend import Attend, Result
+from vmonarch.base import Layer
+from vmonarch.call import Call
+from vmonarch.eval.calibrate.diagnosis import Rerun, differentiate, when_differentiated
 from vmonarch.eval.calibrate.planning import InPlace
 from vmonarch.kernels.flash_entropy.api import flash_entropy_attention
 from vmonarch.plan import AttentionPlan
 from vmonarch.processors import VMonarchProcessor
 
 
-class SharesProcessor(VMonarchProcessor):
-    """VMonarch with a plan that adds up the shares of heads within `differentiate`.
+@dataclass(frozen=True)
+class Shares:
+    """Attention of a layer that adds the shares of its heads to `shares` [heads] (float64) within `differentiate`."""
 
-    Args:
-        shares: by transformer, [layers, heads] in float64: added to.
-    """
+    attend: Attend
+    shares: torch.Tensor
+    layer: int
+    inputs: dict[int, tuple[torch.Tensor, ...]]
+
+    def __call__(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Call) -> Result:
+        out, lse = self.attend(query, key, value, call)
+
+        def add(gradient: torch.Tensor, *kept: torch.Tensor) -> None:
+            q, k, v, approximate = kept
+            error = approximate.double() - flash_entropy_attention(q, k, v)[0].double()
+            self.shares.add_((gradient * error).sum((0, 1, 3)).cpu() / 2)
+
+        when_differentiated(out, self.inputs, self.layer, (query, key, value, out), add)
+        return out, lse
+
+
+class SharesProcessor(VMonarchProcessor):
+    """VMonarch with a plan that adds up the shares of heads: by transformer, [layers, heads]."""
 
     def __init__(self, plan: AttentionPlan, shares: Mapping[str, torch.Tensor]) -> None:
         super().__init__(plan=plan)
         self._shares = shares
         self._inputs: dict[int, tuple[torch.Tensor, ...]] = {}
 
-    def _attend_heads(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any
-    ) -> Any:
-        found = super()._attend_heads(query, key, value, *args, **kwargs)
-        out = found[0] if isinstance(found, tuple) else found
-        assert self._context is not None
-        shares = self._shares[self._context.component][self._layer]
-
-        def add(
-            gradient: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, approximate: torch.Tensor
-        ) -> None:
-            error = approximate.double() - flash_entropy_attention(q, k, v)[0].double()
-            shares.add_((gradient * error).sum((0, 1, 3)).cpu() / 2)
-
-        when_differentiated(out, self._inputs, self._layer, (query, key, value, out), add)
-        return found
+    def attention(self, layer: Layer) -> Attend | None:
+        attend = super().attention(layer)
+        of_layer = self._shares[layer.component][layer.block]
+        return None if attend is None else Shares(attend, of_layer, layer.block, self._inputs)
 
 
 def _change(velocity: torch.Tensor, found: torch.Tensor) -> torch.Tensor:
@@ -60,7 +69,7 @@ def _change(velocity: torch.Tensor, found: torch.Tensor) -> torch.Tensor:
     return (found.float() - velocity).square().sum() / velocity.square().sum()
 
 
-def measure_plan(pipe: Any, plan: AttentionPlan, calls: Sequence[Call]) -> InPlace:
+def measure_plan(pipe: Any, plan: AttentionPlan, calls: Sequence[Rerun]) -> InPlace:
     """What a plan changes in the output of recorded calls, on average, and the shares of its heads.
 
     Raises:
@@ -82,7 +91,7 @@ def measure_plan(pipe: Any, plan: AttentionPlan, calls: Sequence[Call]) -> InPla
 
 
 def refine(
-    pipe: Any, calls: Sequence[Call], make: Callable[[Sequence[InPlace]], AttentionPlan], rounds: int
+    pipe: Any, calls: Sequence[Rerun], make: Callable[[Sequence[InPlace]], AttentionPlan], rounds: int
 ) -> AttentionPlan:
     """The best of up to `rounds` plans, each of which goes by what the ones before it showed in place.
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from vmonarch.configs import InputError, read_document, suggest
 from vmonarch.eval.calibrate import planning
-from vmonarch.eval.calibrate.diagnosis import FORMAT, Call, DiagnosisProcessor, Recorder, document, head_times, watched
+from vmonarch.eval.calibrate.diagnosis import FORMAT, DiagnosisProcessor, Recorder, Rerun, document, head_times, watched
 from vmonarch.eval.calibrate.refining import refine
 from vmonarch.eval.calibrate.settings import CalibrateConfig
 from vmonarch.files import AtomicFiles, short_hash
@@ -55,7 +55,7 @@ def calibrate(config: CalibrateConfig, *, progress: bool = False, model: LoadedM
         raise InputError("time", f"must be measured on a GPU, but the model is on {model.device}; use flops")
     output = prepare_output_dir(config.output_dir)
     assert config.steps is not None
-    calls: list[Call] = []
+    calls: list[Rerun] = []
     every = config.every or max(1, config.steps // 10)
     recorder = Recorder(config.options, every)
     batches = config.batches()

@@ -23,13 +23,14 @@ from typing import Any, NamedTuple
 
 import torch
 
+from vmonarch.attend import Attend, Beside, Exact, Result
+from vmonarch.base import Layer
+from vmonarch.call import Call
 from vmonarch.configs import InputError
 from vmonarch.configs.methods import OLD_METHODS, resolve_method
-from vmonarch.dense import DenseSet
-from vmonarch.forward_context import ForwardContext
 from vmonarch.grid import LatentGrid
 from vmonarch.residuals import Branch, Refresh, ResidualSharing
-from vmonarch.sequence import TokenSequence, joint_attention
+from vmonarch.sequence import TokenSequence
 
 PRESETS = ("near-lossless", "fast", "vmonarch", "vmonarch-lite", "vmonarch-t1", "vmonarch-t3", "two-resolution")
 # What ComfyUI calls the override, and what keeps ours apart from those of other nodes.
@@ -254,6 +255,16 @@ class _Call:
     seen: Counter[Any] = dataclasses.field(default_factory=Counter)
 
 
+@dataclasses.dataclass(frozen=True)
+class _Theirs(Exact):
+    """Exact attention by ComfyUI's own, where the log-partition is not wanted."""
+
+    own: Any = None
+
+    def __call__(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Call) -> Result:
+        return super().__call__(query, key, value, call) if call.lse else (self.own(query, key, value), None)
+
+
 @dataclasses.dataclass(kw_only=True, eq=False)
 class SeamAttention:
     """VMonarch on one model: in every sampling run it begins anew. Its fields are the settings of the node.
@@ -301,8 +312,8 @@ class SeamAttention:
         self.processor = resolve_method(name | {"refresh": None}).processor()
         self.report: Report | None = None
         self._dense = parse_blocks(self.dense_blocks)
-        self._context = ForwardContext(DenseSet("dense_steps", 0), self.plan_part)
-        self._layers: dict[tuple[int, int, int], Any] = {}
+        # By block, number of blocks and number of heads; None where the plan leaves all heads exact.
+        self._layers: dict[tuple[int, int, int], Attend | None] = {}
         self._run: _Run | None = None
 
     def install(self, patcher: Any, callbacks: Any, wrappers: Any) -> None:
@@ -390,8 +401,8 @@ class SeamAttention:
             # Guidance may ask once more, with some blocks left out.
             replaced = {kind: frozenset(blocks) for kind, blocks in options.get("patches_replace", {}).items()}
             key = (tuple(options["uuids"]), x.shape, x.dtype, x.device, tuple(window), frozenset(replaced.items()))
-            branch = run.branches.setdefault(key, Branch(layers=family.layers(model)))
-            branch.enter(step, run.report.steps, run.sharing.refresh)
+            branch = run.branches.setdefault(key, Branch(sharing=run.sharing, layers=family.layers(model)))
+            branch.enter(step, run.report.steps)
         if sigma is not None and not run.sigma_end <= sigma <= run.sigma_start:
             why = "outside of start_percent to end_percent"
         elif run.sharing is not None and branch is None:
@@ -430,7 +441,7 @@ class SeamAttention:
         if isinstance(found, str):
             report.untouched[found] += 1
             return exact()
-        layer, processor, sequence = found
+        layer, attend, sequence = found
         report.attended += 1
         query, key, value = (_by_heads(x, heads, skip_reshape) for x in (q, k, v))
         # Rotary embeddings may leave them in another dtype.
@@ -440,11 +451,7 @@ class SeamAttention:
             return _by_heads(theirs(query.flatten(2), key.flatten(2), value.flatten(2), heads, **named), heads, False)
 
         def approximate() -> torch.Tensor:
-            if not sequence.others:
-                out: torch.Tensor = processor.attend(query, key, value, sequence.grid)
-                return out
-            video = lambda q, k, v: processor.attend_with_lse(q, k, v, sequence.grid)
-            return joint_attention(query, key, value, sequence, None, video=video, exact=own)
+            return Beside(attend, _Theirs(own=own))(query, key, value, Call(*sequence))[0]
 
         def renewing() -> torch.Tensor:
             report.exact += 1
@@ -467,8 +474,8 @@ class SeamAttention:
         mask: torch.Tensor | None,
         skip_reshape: bool,
         others: Arguments,
-    ) -> tuple[Any, Any, TokenSequence] | str:
-        """Layer, its processor and where the video is in the sequence, or why a call is not for the preset."""
+    ) -> tuple[Any, Attend, TokenSequence] | str:
+        """Layer, its attention of the video's tokens and where these are, or why a call is not for the preset."""
         if not q.shape == k.shape == v.shape or q.ndim != (4 if skip_reshape else 3):
             return "cross-attention"
         tokens, options = q.shape[-2], others.get("transformer_options") or {}
@@ -502,10 +509,12 @@ class SeamAttention:
         key = block, call.family.layers(call.model), heads
         if key not in self._layers:
             # Of the attention module a processor asks no more.
-            self._layers[key] = self.processor.bind(self._context, None, SimpleNamespace(heads=heads), *key[:2])
-        if self._layers[key] is None:
+            place = Layer(SimpleNamespace(heads=heads), block, *key[:2], component=self.plan_part)
+            self._layers[key] = self.processor.attention(place)
+        attend = self._layers[key]
+        if attend is None:
             return "that the plan leaves exact"
-        return layer, self._layers[key], TokenSequence.of(grid, call.before, tokens)
+        return layer, attend, TokenSequence.of(grid, call.before, tokens)
 
 
 def _model_of(patcher: Any) -> Any:

@@ -116,7 +116,7 @@ def test_untrained_parameters_have_to_be_asked_for(pipe) -> None:
     method.install(pipe)
     processors = [block.attn1.processor for block in pipe.transformer.blocks]
     assert [processor.kind for processor in processors] == ["both", "conv"]
-    assert processors[0].config["feature_dim"] == 4 and processors[0].dense_steps == 1
+    assert processors[0].spec.config["feature_dim"] == 4 and processors[0].spec.dense_steps == 1
     assert method.without_dense().options["dense_steps"] == 0
     resolve_method("full").install(pipe)
     assert not any(".processor." in name for name in pipe.transformer.state_dict())
@@ -125,7 +125,7 @@ def test_untrained_parameters_have_to_be_asked_for(pipe) -> None:
 def test_options_go_with_the_adapter_or_are_refused(pipe, tiny_adapter: Path) -> None:
     fitting = f"based:adapter={tiny_adapter},feature_dim=8,layers=[both, linear],window=[1, 3, 3],dense_steps=[0]"
     resolve_method(fitting).install(pipe)
-    assert pipe.transformer.blocks[1].attn1.processor.dense_steps == (0,)
+    assert pipe.transformer.blocks[1].attn1.processor.spec.dense_steps == (0,)
     for option, message in (
         ("feature_dim=4", "feature_dim is 8 in .*, got 4"),
         ("layers=both", "layers is .'both', 'linear'. in .*, got both"),

@@ -27,13 +27,13 @@ from vmonarch.eval.settings import CompareConfig
 from vmonarch.eval.similarity import PerceptualDistance, similarity
 from vmonarch.eval.summary import MEASURES, TIMES, differences, interval, statistics
 from vmonarch.files import file_name
+from vmonarch.installation import ours_of
 from vmonarch.pipelines import embedded, loading, outputs, sampling
 from vmonarch.pipelines.config import build_config, complete
 from vmonarch.pipelines.loading import load_model
 from vmonarch.pipelines.model_folder import find_model
 from vmonarch.pipelines.outputs import GenerationError
 from vmonarch.pipelines.video_io import read_video, to_uint8
-from vmonarch.processors import VMonarchProcessor
 
 PROMPTS = ("a red circle moving right", "a blue </script><b>../../square\" & 'plain'")
 TINY = {"height": 32, "width": 48, "num_frames": 9, "steps": 2, "negative_prompt": "", "device": "cpu"}
@@ -416,9 +416,8 @@ def test_every_method_is_warmed_up_with_itself(loaded, tmp_path: Path, monkeypat
     denoise = sampling.denoise
 
     def watched(model, settings, prompts, seeds, *, steps=None, **options):
-        processor = model.pipe.transformer.blocks[0].attn1.processor
-        sparse = isinstance(processor, VMonarchProcessor)
-        calls.append((steps, (processor.num_iterations, processor.dense_steps) if sparse else "full"))
+        ours = ours_of(model.pipe.transformer.blocks[0].attn1)
+        calls.append((steps, "full" if ours is None else (ours.spec.num_iterations, ours.spec.dense_steps)))
         return denoise(model, settings, prompts, seeds, steps=steps, **options)
 
     monkeypatch.setattr(module, "denoise", watched)

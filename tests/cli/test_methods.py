@@ -42,9 +42,10 @@ def test_every_method_installs_what_it_says(name: str, pipe, shipped_adapter: Pa
     if method.processor_name == "full":
         assert type(processor) is type(block.attn2.processor)
     elif method.processor_name == "based":
-        assert isinstance(processor, BasedProcessor)
+        assert isinstance(processor.spec, BasedProcessor)
     else:
-        assert isinstance(processor, type(method.processor())) and processor.config == method.processor().config
+        spec = processor.spec
+        assert type(spec) is type(method.processor()) and spec.config == method.processor().config
 
 
 def test_names_and_options_in_them_mean_what_they_say() -> None:
@@ -72,7 +73,7 @@ def test_options_after_the_name_are_those_of_one_word(tiny_adapter: Path, monkey
 def test_a_bias_falls_off_over_the_reach(pipe, spec: str) -> None:
     method = resolve_method(spec)
     method.install(pipe)
-    decay = pipe.transformer.blocks[0].attn1.processor.bias.decay
+    decay = pipe.transformer.blocks[0].attn1.processor.spec.bias.decay
     assert decay.tolist() == [[reach**-2 for reach in REACH]]
     assert resolve_method(method.to_dict()) == method
 

@@ -2,12 +2,14 @@
 
 import json
 from contextlib import nullcontext
+from functools import partial
 
 import pytest
 import torch
 
 import vmonarch
 from vmonarch import AttentionPlan, ExactBlocks, LatentGrid, VMonarchProcessor, vmonarch_attention
+from vmonarch.base import VideoAttentionProcessor
 from vmonarch.configs import InputError
 from vmonarch.eval.calibrate import diagnosis
 from vmonarch.eval.calibrate.diagnosis import (
@@ -30,7 +32,6 @@ from vmonarch.eval.calibrate.refining import measure_plan, refine
 from vmonarch.eval.calibrate.settings import Budget
 from vmonarch.flops import full_flops, vmonarch_flops
 from vmonarch.options import VMonarchOptions
-from vmonarch.video_processor import VideoAttentionProcessor
 
 GRID = LatentGrid(4, 3, 5)
 CANDIDATES = {
@@ -144,14 +145,14 @@ def test_the_output_error_is_what_the_error_of_a_head_changes_in_the_output(tiny
             super().__init__()
             self.layer, self.heads, self.share, self.options = layer, heads, share, options
 
-        def bind(self, context, original, attn, layer, layers):
-            return super().bind(context, original, attn, layer, layers) if layer == self.layer else original
+        def attention(self, layer):
+            return self.moved if layer.block == self.layer else None
 
-        def attend(self, query, key, value, grid):
+        def moved(self, query, key, value, call):
             out = diagnosis.flash_entropy_attention(query, key, value)[0]
-            target = vmonarch_attention(query, key, value, grid=grid, options=self.options)
+            target = vmonarch_attention(query, key, value, grid=call.grid, options=self.options)
             chosen = torch.tensor([head in self.heads for head in range(out.shape[2])])[:, None]
-            return out + self.share * chosen * (target - out)
+            return out + self.share * chosen * (target - out), None
 
     def output(*moved):
         vmonarch.apply(pipe.transformer, Towards(*moved))
@@ -360,13 +361,15 @@ class Moved(VMonarchProcessor):
         super().__init__(plan=plan)
         self.place, self.step = place, step
 
-    def _attend_heads(self, query, key, value, grid, heads, return_lse):
-        out = super()._attend_heads(query, key, value, grid, heads, return_lse)
-        if self._layer == self.place[0]:
-            head = slice(self.place[1], self.place[1] + 1)
-            exact = diagnosis.flash_entropy_attention(query, key, value)[0]
-            out[:, :, head] += self.step * (out - exact)[:, :, head]
-        return out
+    def attention(self, layer):
+        attend = super().attention(layer)
+        return partial(self.moved, attend) if layer.block == self.place[0] else attend
+
+    def moved(self, attend, query, key, value, call):
+        out, head = attend(query, key, value, call)[0], slice(self.place[1], self.place[1] + 1)
+        exact = diagnosis.flash_entropy_attention(query, key, value)[0]
+        out[:, :, head] += self.step * (out - exact)[:, :, head]
+        return out, None
 
 
 def change_by(pipe, calls, processor):

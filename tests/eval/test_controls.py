@@ -11,12 +11,13 @@ from diffusers import WanTransformer3DModel
 
 import vmonarch
 from vmonarch import ExactBlocks, LatentGrid, vmonarch_attention
+from vmonarch.call import Call
 from vmonarch.configs import InputError
 from vmonarch.configs.methods import resolve_method
 from vmonarch.eval.attention_flops import recorded_call, relative_flops
 from vmonarch.eval.controls import CONTROLS, FIXED, ControlProcessor
 from vmonarch.flops import full_flops, vmonarch_flops
-from vmonarch.installation import self_attention_modules
+from vmonarch.installation import ours_of, self_attention_modules
 from vmonarch.pipelines.embedded import embedded_model_path
 from vmonarch.projections import project
 
@@ -31,7 +32,7 @@ def qkv(grid, *, dtype=torch.float64):
 
 
 def attend(control, q, k, v, grid, **options):
-    return ControlProcessor(control, **options).attend(q, k, v, LatentGrid(*grid))
+    return ControlProcessor(control, **options).options.attend(q, k, v, LatentGrid(*grid))
 
 
 def per_head(attention_map, q, k, v):
@@ -234,7 +235,7 @@ def test_a_method_runs_its_control_in_every_layer_and_goes_away(transformer, con
     method = resolve_method(NAMES[control])
     assert resolve_method(method.to_dict()) == method
     method.install(transformer)
-    processors = [block.attn1.processor for block in transformer.blocks]
+    processors = [block.attn1.processor.spec for block in transformer.blocks]
     assert all(isinstance(p, ControlProcessor) and p.control == control for p in processors)
     again = ControlProcessor.from_config(processors[0].config)
     assert again.config == processors[0].config == method.processor().config
@@ -272,7 +273,7 @@ def test_work_is_that_of_the_pairs_and_blocks_that_are_kept(transformer):
 
 def test_dense_layers_keep_full_attention(transformer):
     resolve_method("local:dense_layers=[0, 2]").install(transformer)
-    kinds = [isinstance(block.attn1.processor, ControlProcessor) for block in transformer.blocks]
+    kinds = [ours_of(block.attn1) is not None for block in transformer.blocks]
     resolve_method("full").install(transformer)
     assert kinds == [False, True, False, True, True, True]
 
@@ -353,7 +354,7 @@ def test_what_is_learnt_is_added_to_block_sparse_attention(inputs, control):
     chosen = torch.zeros(*q.shape[:2], 4, 4, dtype=torch.bool).scatter(-1, best, True)[:, :, tiles()][..., tiles()]
     scale = q.shape[-1] ** -0.5
     near = ((q @ k.mT * scale).masked_fill(~chosen, -torch.inf).softmax(-1) @ v).transpose(1, 2).flatten(2)
-    before = layer.mix(attn, x, rotary, GRID)
+    before = layer.mix(attn, x, rotary, Call(GRID), None)
     torch.testing.assert_close(before, near)
     layer.learnt.weight.normal_(generator=torch.Generator().manual_seed(1))
     if control == "vsa":
@@ -362,7 +363,7 @@ def test_what_is_learnt_is_added_to_block_sparse_attention(inputs, control):
     else:
         weights = (q.softmax(-1) @ k.softmax(-1).mT).masked_fill(chosen, 0)
         added = layer.learnt(weights / weights.sum(-1, keepdim=True) @ v).transpose(1, 2).flatten(2)
-    torch.testing.assert_close(layer.mix(attn, x, rotary, GRID) - before, added, atol=2e-5, rtol=2e-4)
+    torch.testing.assert_close(layer.mix(attn, x, rotary, Call(GRID), None) - before, added, atol=2e-5, rtol=2e-4)
 
 
 @pytest.mark.parametrize("control", ["vsa", "sla"])

@@ -15,7 +15,8 @@ from tiny_families import FAMILIES, GRID
 from torch.utils._pytree import tree_map_only
 
 import vmonarch
-from vmonarch import VMonarchProcessor, residuals
+from vmonarch import VMonarchOptions, VMonarchProcessor, plan, residuals
+from vmonarch.attend import Exact, Op
 from vmonarch.cli import main
 from vmonarch.configs.methods import resolve_method
 from vmonarch.eval.attention_flops import step_kinds
@@ -28,7 +29,6 @@ from vmonarch.grid import LatentGrid
 from vmonarch.installation import is_applied
 from vmonarch.kernels.common.launch import interpreted
 from vmonarch.kernels.monarch import api
-from vmonarch.video_processor import VideoAttentionProcessor
 
 pytestmark = pytest.mark.skipif(not interpreted(), reason="needs TRITON_INTERPRET=1 when triton is imported")
 CPU = torch.device("cpu")
@@ -105,9 +105,9 @@ def test_a_method_that_fails_later_is_recorded_and_leaves_the_others_alone(measu
         calls.append(inputs)
         if len(calls) > 4:
             raise torch.OutOfMemoryError("CUDA out of memory")
-        return inputs[2]
+        return inputs[2], None
 
-    monkeypatch.setattr(VMonarchProcessor, "attend", fail)
+    monkeypatch.setattr(Op, "__call__", fail)
     rows = measure("vmonarch", "full")
     assert rows["vmonarch", "eager"]["status"] == "out of memory" and "step_s" not in rows["vmonarch", "eager"]
     assert rows["full", "eager"]["status"] == "ok"
@@ -164,7 +164,7 @@ def test_kinds_of_steps_and_the_fewest_that_hold_them(method, second, kinds, ste
 
 @pytest.fixture
 def calls():
-    """How often a function was called, by its name."""
+    """How often a function was called, by its name, or an element of the stack, by its class."""
     return collections.Counter()
 
 
@@ -173,8 +173,8 @@ def counted(calls, monkeypatch):
     """counted(owner, name): count the calls of this function."""
 
     def count(owner, name):
-        original = getattr(owner, name)
-        monkeypatch.setattr(owner, name, lambda *a, **b: calls.update([name]) or original(*a, **b))
+        original, label = getattr(owner, name), owner.__name__ if name == "__call__" else name
+        monkeypatch.setattr(owner, name, lambda *a, **b: calls.update([label]) or original(*a, **b))
 
     return count
 
@@ -186,7 +186,7 @@ def forwards(calls, counted, monkeypatch):
 
     def held(pipe):
         record = getattr(pipe.transformer, "_vmonarch_record", None)
-        sharing = None if record is None else record.context.sharing
+        sharing = None if record is None else record.sharing
         return 0 if sharing is None else sum(len(branch.residuals) for branch in sharing._branches)
 
     make = e2e.Steps.of
@@ -201,8 +201,8 @@ def forwards(calls, counted, monkeypatch):
         pipe.transformer.register_forward_hook(note)
         return pipe
 
-    counted(VMonarchProcessor, "attend")
-    counted(VMonarchProcessor, "attend_exactly")
+    counted(Op, "__call__")
+    counted(Exact, "__call__")
     counted(residuals, "attention_residual")
     counted(residuals, "add_residual")
     monkeypatch.setattr(e2e.Steps, "of", watched)
@@ -214,9 +214,9 @@ def test_each_kind_of_step_is_measured_as_it_is_in_a_run(measure, forwards):
     rows = measure(REFRESH, modes=e2e.MODES, steps=8, rounds=2)
     # What each forward call does in two layers, and the residuals after it, by text.
     expected = {
-        "exact": ({"attend_exactly": 2}, (0, 0)),
-        "kept": ({"attend_exactly": 2, "attend": 2, "attention_residual": 2}, (2, 4)),
-        "approximate": ({"attend": 2, "add_residual": 2}, (4, 4)),
+        "exact": ({"Exact": 2}, (0, 0)),
+        "kept": ({"Exact": 2, "Op": 2, "attention_residual": 2}, (2, 4)),
+        "approximate": ({"Op": 2, "add_residual": 2}, (4, 4)),
     }
     kinds = step_kinds(resolve_method(REFRESH), ["transformer"] * 8)
     eager, compiled, reference = dict.fromkeys(pipe for pipe, *_ in forwards)
@@ -246,7 +246,7 @@ def test_dense_steps_a_cache_and_a_second_transformer_count(measure, forwards, c
     for pipe, step, calls, _ in forwards:
         by_method[pipe][step] = calls
     _, dense, skipping = by_method.values()
-    whole = {"forward": 2, "attend": 2}
+    whole = {"forward": 2, "Op": 2}
     assert dense == {0: {"forward": 2}, 1: whole} and skipping == {0: whole, 6: whole, 7: {}}
 
 
@@ -361,15 +361,13 @@ def test_families_pass_the_gate_and_vmonarch_approximates(name, uncompiled):
 
 
 def test_families_with_a_wrong_kernel_or_an_infinite_result_get_no_speed(uncompiled, monkeypatch):
-    attend, masks, joint = api.vmonarch_attention, [], VideoAttentionProcessor.attend_joint
-    monkeypatch.setattr(
-        VideoAttentionProcessor, "attend_joint", lambda *inputs: masks.append(inputs[4]) or joint(*inputs)
-    )
+    attend, masks, exact = api.vmonarch_attention, [], Exact.__call__
+    monkeypatch.setattr(Exact, "__call__", lambda *inputs: masks.append(inputs[4].key_mask) or exact(*inputs))
     made = families.ways(small("hunyuan"), CPU, torch.float32)
     made["exact"]().run()
     way = made["vmonarch"]()
     results = way.run()
-    assert masks[:2] == [None, None] and len(masks) == 4 and all(mask is not None and mask.all() for mask in masks[2:])
+    assert masks[:2] == [None, None] and len(masks) == 6 and all(mask is not None and mask.all() for mask in masks[2:])
     with pytest.raises(RuntimeError, match="not finite"):
         way.found((results[0] * torch.inf,))
 
@@ -377,7 +375,7 @@ def test_families_with_a_wrong_kernel_or_an_infinite_result_get_no_speed(uncompi
         out, lse = attend(*tensors, **options)
         return out, lse + 1
 
-    monkeypatch.setattr("vmonarch.processors.vmonarch_attention", wrong)
+    monkeypatch.setitem(plan._OPS, VMonarchOptions, wrong)
     assert "out is off by" in gate.compare(way.found(results), way.expected(), torch.float32)[1]
 
 
@@ -410,8 +408,8 @@ def test_training_steps_of_every_size_and_method_are_measured(run_command, tiny_
 
 def test_a_step_trains_all_weights_with_the_attention_that_is_set(tiny_yaml, monkeypatch):
     transformer, step = train.training_step(read_model(tiny_yaml).transformer, (2, 4, 8), CPU)
-    attend, seen = VMonarchProcessor.attend, []
-    monkeypatch.setattr(VMonarchProcessor, "attend", lambda *inputs: seen.append(inputs[4]) or attend(*inputs))
+    attend, seen = Op.__call__, []
+    monkeypatch.setattr(Op, "__call__", lambda *inputs: seen.append(inputs[4].grid) or attend(*inputs))
     vmonarch.apply(transformer, VMonarchProcessor())
     before = [parameter.detach().clone() for parameter in transformer.parameters()]
     step()

@@ -24,6 +24,7 @@ from vmonarch.finetune.export import comfyui_name, export
 from vmonarch.finetune.models import Experts, compile_blocks, load_experts, lora_layers, model_facts, share_clips
 from vmonarch.finetune.objective import NoiseLevels
 from vmonarch.finetune.trainer import Trainer, TrainingError, _flat
+from vmonarch.installation import ours_of
 from vmonarch.pipelines.config import recommended_settings
 from vmonarch.pipelines.model_folder import find_model, find_wan_model
 from vmonarch.plan import AttentionPlan
@@ -143,7 +144,7 @@ def test_settings_reach_what_they_are_for(place, tmp_path, monkeypatch):
     assert trainer.objective.conditioning.share == 0.3
     assert equal(weights(trainer), weights(again)) and not equal(weights(trainer), weights(other))
     model = trainer.experts.parts["transformer"]
-    assert model.is_gradient_checkpointing and model.blocks[0].attn1.processor.dense_steps == 0
+    assert model.is_gradient_checkpointing and model.blocks[0].attn1.processor.spec.dense_steps == 0
     batch = next(iter(trainer.loader))
     assert batch.text.shape[1] == 512
     products = set()
@@ -175,8 +176,8 @@ def test_layers_move_from_full_attention_one_after_the_other(place, tmp_path):
     lines = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
     assert [line["dense_layers"] for line in lines if "loss" in line] == [2, 2, 1, 1, 0]
     trainer.annealing.at(2)
-    processors = [block.attn1.processor for block in trainer.experts.parts["transformer"].blocks]
-    assert [isinstance(processor, vmonarch.VMonarchProcessor) for processor in processors] == [False, True]
+    found = [ours_of(block.attn1) for block in trainer.experts.parts["transformer"].blocks]
+    assert found[0] is None and isinstance(found[1].spec, vmonarch.VMonarchProcessor)
 
 
 @pytest.mark.parametrize("steps,tolerance", [(3, 1e-5), pytest.param(200, 2e-3, marks=pytest.mark.gpu)])

@@ -29,13 +29,14 @@ from packaging.requirements import Requirement
 
 import vmonarch
 from vmonarch import VMonarchOptions, vmonarch_attention
+from vmonarch.attend import Beside, Exact, Op
+from vmonarch.call import Call
 from vmonarch.configs import InputError
 from vmonarch.configs.methods import resolve_method
 from vmonarch.kernels.residual.api import add_residual, attention_residual
 from vmonarch.pipelines import comfyui
 from vmonarch.pipelines.comfyui.seam import PRESETS, SeamAttention, parse_blocks, parse_refresh, step_of
 from vmonarch.residuals import Refresh
-from vmonarch.sequence import TokenSequence, joint_attention
 
 FOLDER = Path(comfyui.__file__).resolve().parent
 SCHEDULE = [1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.2, 0.0]
@@ -212,15 +213,7 @@ def test_reference_and_text_tokens_meet_the_video_in_one_softmax(kind, beside):
         # Of 2 × 4 tokens.
         found = ask(0.9, ("cond",), **({"reference": torch.zeros(1, 16, 4, 8)} if beside[0] == 8 else {}))
     query, key, value = inputs(model, (next(iter(model.lists)), 0, 0), 0.9, ("cond",), sum(beside))
-    expected = joint_attention(
-        query,
-        key,
-        value,
-        TokenSequence(GRID, *beside),
-        None,
-        video=lambda *qkv: vmonarch_attention(*qkv, grid=GRID, return_lse=True),
-        exact=exact,
-    )
+    expected, _ = Beside(Op(VMonarchOptions()), Exact())(query, key, value, Call(GRID, *beside))
     close(found[0], expected)
     assert seam.report.attended == len(model.lists)
 

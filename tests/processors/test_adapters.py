@@ -81,8 +81,8 @@ def test_a_pipeline_goes_through_a_file(tiny, tmp_path, kind, lora):
     installation = load_adapter(fresh, tmp_path / "adapter.safetensors")
     assert torch.equal(tiny.generate(fresh), expected) and not torch.equal(stock, expected)
     assert names_of(fresh) == [{name.replace(".default.", ".vmonarch.") for name in names} for names in names_of(pipe)]
-    processor = fresh.transformer.blocks[0].attn1.processor
-    assert processor.config == pipe.transformer.blocks[0].attn1.processor.config
+    processor = fresh.transformer.blocks[0].attn1.processor.spec
+    assert processor.config == pipe.transformer.blocks[0].attn1.processor.spec.config
     assert all(p.requires_grad for n, p in fresh.transformer.named_parameters() if ".processor." in n or ".lora_" in n)
     assert all(p.requires_grad == flag for p, flag in flags)
     assert list(installation.transformers) == (["transformer"] if kind == "t2v" else ["transformer", "transformer_2"])
@@ -144,7 +144,7 @@ def test_the_options_that_no_parameter_depends_on_may_differ(tiny, saved):
     pipe = tiny.pipeline("t2v")
     stock = tiny.generate(pipe)
     load_adapter(pipe, file, dense_steps=1.0, implementation="torch")
-    processor = pipe.transformer.blocks[0].attn1.processor
+    processor = pipe.transformer.blocks[0].attn1.processor.spec
     assert processor.dense_steps == 1.0 and processor.implementation == "torch"
     pipe.transformer.disable_adapters()
     assert torch.equal(tiny.generate(pipe), stock) and not torch.equal(stock, video)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
+import re
 import threading
 import warnings
 import weakref
@@ -16,9 +17,10 @@ import torch
 from diffusers.models.transformers.transformer_wan import WanAttnProcessor
 
 import vmonarch
-from vmonarch import VMonarchProcessor
+from vmonarch import LatentGrid, VMonarchProcessor
+from vmonarch.call import current_call, running
 from vmonarch.configs.methods import resolve_method
-from vmonarch.video_processor import VideoAttentionProcessor
+from vmonarch.own import Bound
 
 NEAR_LOSSLESS = VMonarchProcessor(num_iterations=1, exact=None, refresh=0.28)
 FAST = VMonarchProcessor(num_iterations=1, exact=None, refresh=0.16)
@@ -38,17 +40,12 @@ def snapshot(model):
     }
 
 
-def during_forward(model, action):
-    """Do something after the pre-hook of each forward call and before its blocks."""
-
-    def hook(*_):
-        action()
-
-    model.condition_embedder.register_forward_hook(hook)
+class Custom(WanAttnProcessor):
+    pass
 
 
 def is_ours(processor):
-    return isinstance(processor, VideoAttentionProcessor)
+    return isinstance(processor, Bound)
 
 
 @pytest.mark.parametrize(
@@ -105,9 +102,6 @@ def test_applying_again_replaces_and_still_restores_the_original(tiny):
 
 
 def test_processors_that_were_there_before_come_back(tiny):
-    class Custom(WanAttnProcessor):
-        pass
-
     model = tiny.transformer()
     custom = Custom()
     model.set_attn_processor(custom)
@@ -116,29 +110,25 @@ def test_processors_that_were_there_before_come_back(tiny):
     assert all(processor is custom for processor in model.attn_processors.values())
 
 
-def test_restore_undoes_direct_use_and_apply_on_top_of_it(tiny):
+@pytest.mark.parametrize("applied", ["before", "after", "never"])
+def test_restore_undoes_ours_that_was_set_on_single_modules(tiny, applied):
     model = tiny.transformer()
-    stock = tiny.run(model)
-    tiny.switch(model, VMonarchProcessor())
-    direct = tiny.run(model)
+    before, stock, expected = snapshot(model), tiny.run(model), tiny.run(tiny.applied_transformer())
+    if applied == "before":
+        vmonarch.apply(model, VMonarchProcessor())
+    for block in model.blocks:
+        block.attn1.set_processor(VMonarchProcessor())
+    with pytest.raises(RuntimeError, match="vmonarch.apply"):
+        tiny.run(model)
+    if applied == "after":
+        # As the error says.
+        vmonarch.apply(model, VMonarchProcessor())
+        assert torch.equal(tiny.run(model), expected)
     vmonarch.restore(model)
     assert torch.equal(tiny.run(model), stock)
-    tiny.switch(model, VMonarchProcessor(exact=None))
-    vmonarch.apply(model, VMonarchProcessor())
-    assert torch.equal(tiny.run(model), direct)
-    vmonarch.restore(model)
-    assert torch.equal(tiny.run(model), stock)
-    assert not any(is_ours(p) for p in model.attn_processors.values())
-
-
-def test_restore_undoes_a_processor_set_after_apply(tiny):
-    model = tiny.transformer()
-    before = snapshot(model)
-    vmonarch.apply(model, VMonarchProcessor())
-    tiny.switch(model, VMonarchProcessor(exact=None))
-    tiny.run(model)
-    vmonarch.restore(model)
-    assert snapshot(model) == before
+    assert {type(processor) for processor in model.attn_processors.values()} == {WanAttnProcessor}
+    # Where nothing was applied, the model's own are new ones.
+    assert applied != "before" or snapshot(model) == before
 
 
 def test_restoring_what_is_not_applied_does_nothing(tiny):
@@ -153,9 +143,6 @@ def test_restoring_what_is_not_applied_does_nothing(tiny):
 
 
 def test_processors_that_others_have_set_since_stay(tiny):
-    class Custom(WanAttnProcessor):
-        pass
-
     model, own = tiny.transformer(), Custom()
     before = snapshot(model)
     stock = model.blocks[0].attn2.processor
@@ -299,15 +286,13 @@ def test_replacing_one_of_two_transformers_restores_the_other(tiny):
     assert not any(is_ours(p) for p in pipe.transformer_2.attn_processors.values())
 
 
-@pytest.mark.parametrize("way", ["apply", "set_processor"])
-def test_two_threads_share_a_transformer(tiny, way):
-    model = tiny.transformer()
-    tiny.switch(model, VMonarchProcessor(), way)
+def test_two_threads_share_a_transformer(tiny):
+    model = tiny.applied_transformer()
     grids = [(3, 2, 4), (4, 2, 3)]
     expected = [tiny.run(model, grid) for grid in grids]
     # Both threads are inside forward before either reaches its blocks.
     barrier = threading.Barrier(2, timeout=20)
-    during_forward(model, barrier.wait)
+    model.condition_embedder.register_forward_hook(lambda *_: barrier.wait() < 0 or None)
     with ThreadPoolExecutor(2) as threads:
         outputs = list(threads.map(lambda grid: [tiny.run(model, grid) for _ in range(3)], grids))
     for found, wanted in zip(outputs, expected, strict=True):
@@ -372,3 +357,49 @@ def test_the_default_says_what_to_use_where_there_is_no_pipeline(tiny):
         tiny.run(transformer)
     vmonarch.apply(transformer, "vmonarch")
     tiny.run(transformer)
+
+
+# The grid: from the arguments of the transformer, or from `grid=`
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("grid", [(3, 2, 3), (1, 3, 2), (2, 1, 5), (5, 4, 1), (7, 1, 1)], ids=str)
+def test_both_ways_agree(tiny, grid, dtype):
+    model = tiny.transformer().to(dtype)
+    installation = vmonarch.apply(model, VMonarchProcessor())
+    applied = tiny.run(model, grid, dtype=dtype)
+    assert installation.grid == grid
+    vmonarch.apply(model, VMonarchProcessor(grid=grid))
+    assert torch.equal(tiny.run(model, grid, dtype=dtype), applied)
+
+
+def test_grids_of_equal_size_are_told_apart(tiny):
+    model = tiny.transformer()
+    grids = [(3, 2, 4), (3, 4, 2), (2, 3, 4), (1, 4, 6), (3, 2, 4)]
+    # Whole frames would make no difference between 2 × 4 and 4 × 2.
+    options = {"tiles": (1, 2), "exact": None}
+    expected = []
+    for grid in grids:
+        vmonarch.apply(model, VMonarchProcessor(grid=grid, **options))
+        expected.append(tiny.run(model, grid))
+    vmonarch.apply(model, VMonarchProcessor(**options))
+    for grid, output in zip(grids, expected, strict=True):
+        assert torch.equal(tiny.run(model, grid), output), grid
+    # The same latents on the wrong grid would give something else.
+    wrong = LatentGrid(3, 4, 2)
+    model.register_forward_pre_hook(lambda *_: running.now.update(call=current_call()._replace(grid=wrong)))
+    assert not torch.equal(tiny.run(model, (3, 2, 4)), expected[0])
+
+
+@pytest.mark.parametrize("grid", [(3, 3, 3), (3, 3, 2)], ids=["of-another-size", "of-equal-size"])
+def test_a_grid_that_the_transformer_is_not_given_is_refused(tiny, grid):
+    model = tiny.applied_transformer(grid=grid)
+    with pytest.raises(ValueError, match=re.escape(f"grid={grid}, but the transformer was given the grid (3, 2, 3)")):
+        tiny.run(model)
+
+
+def test_a_block_outside_of_a_call_of_its_transformer_is_refused(tiny):
+    model = tiny.applied_transformer()
+    tiny.run(model)
+    with pytest.raises(RuntimeError, match=r"call the transformer itself.*grid="):
+        model.blocks[0].attn1(torch.randn(1, 6, 24))

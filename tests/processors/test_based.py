@@ -16,6 +16,7 @@ import vmonarch
 from vmonarch import BasedProcessor, VMonarchProcessor, taylor_attention, window_attention
 from vmonarch.based import LinearPart, frame_decay, initial_projection
 from vmonarch.based_options import resolve_layers
+from vmonarch.call import Call, running
 
 EVERYTHING = (9, 7, 13)  # over every grid below
 ATTENTION = "blocks.0.attn1.processor"
@@ -68,7 +69,7 @@ def test_attention_layers_are_what_their_parts_give(tiny, layers, decay, grid):
     generator = torch.Generator().manual_seed(1)
     q, k, v = (torch.randn(2, math.prod(grid), 2, 12, generator=generator, dtype=torch.float64) for _ in range(3))
     with torch.no_grad():
-        actual = processor.attend(q, k, v, vmonarch.LatentGrid(*grid))
+        actual, _ = processor.attend(q, k, v, Call(vmonarch.LatentGrid(*grid)))
         near, near_lse = window_attention(q, k, v, window=(3, 3, 3), grid=grid, return_lse=True)
         if layers == "window":
             assert processor.linear is None
@@ -93,7 +94,7 @@ def test_attention_layers_are_what_their_parts_give(tiny, layers, decay, grid):
 
 @pytest.mark.parametrize("fused", [False, True], ids=["separate", "fused"])
 @pytest.mark.parametrize("grid", GRIDS, ids=str)
-def test_convolution_layers_follow_the_papers_formula(tiny, grid, fused):
+def test_convolution_layers_follow_the_papers_formula(tiny, grid, fused, monkeypatch):
     model = randomise(applied(tiny, layers="conv").double())
     attn = model.blocks[0].attn1
     T, Y, X = grid
@@ -110,7 +111,7 @@ def test_convolution_layers_follow_the_papers_formula(tiny, grid, fused):
     expected = (value * gate * torch.sigmoid(gate)) @ attn.to_out[0].weight.T + attn.to_out[0].bias
     if fused:
         attn.fuse_projections()
-    attn.processor.grid, attn.processor._context = vmonarch.LatentGrid(*grid), None
+    monkeypatch.setitem(running.now, "call", Call(vmonarch.LatentGrid(*grid)))
     torch.testing.assert_close(attn(u.flatten(1, 3)), expected)
 
 
@@ -311,14 +312,6 @@ def test_autocast_keeps_the_sums_in_float32(tiny, monkeypatch, layers):
     assert seen == ([] if layers == "conv" else [(torch.bfloat16, False)] * 2)
 
 
-def test_without_apply_it_says_what_to_do(tiny):
-    model = tiny.transformer()
-    tiny.switch(model, based())
-    with pytest.raises(RuntimeError, match="BasedProcessor needs vmonarch.apply"):
-        tiny.run(model)
-    assert not learnt(model)
-
-
 def set_one_by_one(model, processor):
     for module in reversed(list(model.modules())):
         if hasattr(module, "set_processor"):
@@ -370,7 +363,7 @@ def test_applying_on_top_of_learnt_parameters_is_refused_and_changes_nothing(tin
 def test_without_parameters_it_is_replaced_as_any_other(tiny):
     model = applied(tiny, layers="window")
     vmonarch.apply(model, VMonarchProcessor())
-    assert isinstance(model.blocks[0].attn1.processor, VMonarchProcessor)
+    assert isinstance(model.blocks[0].attn1.processor.spec, VMonarchProcessor)
 
 
 # ---------------------------------------------------------------------------------- together with torch and diffusers

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -16,6 +17,8 @@ from diffusers import (
 
 import vmonarch
 from vmonarch import VMonarchProcessor
+from vmonarch.attend import Residual
+from vmonarch.call import running
 
 STEPS = 6
 DENSE_STEPS = (0, 3)
@@ -146,8 +149,8 @@ def watch(model):
 
     def note(*_):
         computed[-1] = True
-        record = getattr(model, "_vmonarch_record", None)
-        exact.append((len(computed) - 1, record is not None and record.context.call.exact))
+        call = running.now.get("call")
+        exact.append((len(computed) - 1, call is not None and call.dense))
 
     model.blocks[-1].attn1.to_q.register_forward_hook(note)
     return computed, exact
@@ -163,24 +166,15 @@ def three_layers(tiny):
     return pipe
 
 
-def with_each_guidance(names):
-    # diffusers' pyramid counts calls, not steps: the second of guidance would be given what the first computed.
-    return [
-        *((name, "none" if name == "pyramid" else "two-calls", "apply") for name in names),
-        # Which knows no step.
-        ("first-block", "two-calls", "set_processor"),
-    ]
-
-
-@pytest.mark.parametrize("name, guidance, way", with_each_guidance(CACHES))
+@pytest.mark.parametrize("name, dense_steps", [*((name, DENSE_STEPS) for name in CACHES), ("first-block", ())])
 @pytest.mark.parametrize("applied", ["before", "after"])
-def test_a_cache_reuses_what_vmonarch_computed(tiny, name, guidance, way, applied):
+def test_a_cache_reuses_what_vmonarch_computed(tiny, name, dense_steps, applied):
     never, often, where, predict = CACHES[name]
+    # diffusers' pyramid counts calls, not steps: the second of guidance would be given what the first computed.
+    guidance = "none" if name == "pyramid" else "two-calls"
     pipe = three_layers(tiny)
     stock = generate(tiny, pipe, guidance)
-    dense_steps = DENSE_STEPS if way == "apply" else ()
-    attention = VMonarchProcessor(dense_steps=dense_steps)
-    switch = lambda pipe: tiny.switch(pipe if way == "apply" else pipe.transformer, attention, way)
+    switch = lambda pipe: vmonarch.apply(pipe, VMonarchProcessor(dense_steps=dense_steps))
     plain = three_layers(tiny)
     switch(plain)
     uncached = generate(tiny, plain, guidance)
@@ -228,14 +222,15 @@ def test_a_refresh_that_a_cache_skips_is_made_up_for(tiny, monkeypatch, name, sk
     pipe.transformer.enable_cache(often(pipe))
     vmonarch.apply(pipe, attention)
     computed, _ = watch(pipe.transformer)
-    last, exact, attend_exactly = pipe.transformer.blocks[-1].attn1.processor, [], VMonarchProcessor.attend_exactly
+    exact, attend = [], Residual.__call__
 
-    def note(processor, *inputs):
-        if processor is last:
-            exact.append(len(computed) - 1)
-        return attend_exactly(processor, *inputs)
+    def note(element, *inputs):
+        # Of the last layer.
+        seen = exact if element.layer == 2 else []
+        noted = lambda *inputs: seen.append(len(computed) - 1) or element.exact(*inputs)
+        return attend(replace(element, exact=noted), *inputs)
 
-    monkeypatch.setattr(VMonarchProcessor, "attend_exactly", note)
+    monkeypatch.setattr(Residual, "__call__", note)
     cached = generate(tiny, pipe, guidance)
     assert not computed[calls * skipped] and sum(computed) > len(exact), "a refresh is skipped, residuals are used"
     assert exact == [calls * step + call for step in (0, skipped + 1) for call in range(calls)]

@@ -15,6 +15,8 @@ import torch.distributed as dist
 
 import vmonarch
 from vmonarch import BasedProcessor, LatentGrid, exchange
+from vmonarch.base import Layer
+from vmonarch.call import Call
 from vmonarch.context_parallel import TokenSplit
 from vmonarch.eval.calibrate.diagnosis import DiagnosisProcessor, Recorder
 from vmonarch.exchange import ALIGNMENT, split_evenly, ulysses_bytes
@@ -156,4 +158,6 @@ def test_a_diagnosis_needs_all_heads():
     q = torch.zeros(1, 18, 1, 12)
     share = TokenSplit(None, 0, (9, 9)).share(2)
     with pytest.raises(NotImplementedError, match="a diagnosis records all heads"):
-        DiagnosisProcessor(Recorder({"t1": {}})).attend(q, q, q, LatentGrid(3, 2, 3), share)
+        DiagnosisProcessor(Recorder({"t1": {}})).attention(Layer(None, 0, 0, 1))(
+            q, q, q, Call(LatentGrid(3, 2, 3), heads=share)
+        )

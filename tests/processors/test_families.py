@@ -23,18 +23,18 @@ from vmonarch import (
     VMonarchProcessor,
     families,
     residuals,
-    seam,
     vmonarch_attention,
 )
 from vmonarch.arguments import same_value
+from vmonarch.base import FullAttentionProcessor
 from vmonarch.bias import SpatioTemporalDecay
+from vmonarch.borrowed import Borrowed, _softmax, borrowed_class
+from vmonarch.call import running
 from vmonarch.eval.bench.families import compiled
 from vmonarch.grid import LatentGrid
 from vmonarch.installation import own_processors, self_attention_modules
 from vmonarch.kernels.residual.api import add_residual, attention_residual
-from vmonarch.seam import borrowed
 from vmonarch.sequence import TokenSequence, masked_attention
-from vmonarch.video_processor import FullAttentionProcessor, VideoAttentionProcessor
 
 EVERYTHING = ExactBlocks(band=100)
 each_family = pytest.mark.parametrize("name", FAMILIES)
@@ -57,14 +57,14 @@ def error(actual, expected):
 @pytest.fixture
 def calls(monkeypatch):
     """(processor, query, key, value, key_mask, out) of every joint attention."""
-    found, attend = [], VideoAttentionProcessor.attend_joint
+    found, attend = [], Borrowed.attend_joint
 
-    def noted(self, query, key, value, key_mask):
-        out = attend(self, query, key, value, key_mask)
-        found.append((self, query, key, value, key_mask, out))
+    def noted(self, query, key, value, call):
+        out = attend(self, query, key, value, call)
+        found.append((self, query, key, value, call.key_mask, out))
         return out
 
-    monkeypatch.setattr(VideoAttentionProcessor, "attend_joint", noted)
+    monkeypatch.setattr(Borrowed, "attend_joint", noted)
     return found
 
 
@@ -215,7 +215,7 @@ def test_it_is_restored_copied_and_pickled(name):
     assert torch.equal(run(model, inputs), stock)
     assert all(model.get_submodule(name).processor is processor for name, processor in processors.items())
     assert "enable_parallelism" not in vars(model)
-    # The copies have contexts and processors of their own.
+    # The copies have processors of their own.
     assert torch.equal(run(twin, inputs), ours)
     vmonarch.restore(twin)
     vmonarch.restore(pickled)
@@ -386,10 +386,10 @@ def test_a_call_that_does_not_tell_its_grid_asks_for_it():
 def test_several_prompts_of_ltx_tell_the_grid_by_their_coordinates():
     pipe, call = tiny_pipelines.ltx_of_prompts()
     stock, grids, kept = tiny_pipelines.sample(pipe, call), set(), []
-    branches = lambda: pipe.transformer._vmonarch_record.context.sharing._branches
+    branches = lambda: pipe.transformer._vmonarch_record.sharing._branches
 
     def note(model, *_):
-        grids.add(tuple(model._vmonarch_record.context.call.grid))
+        grids.add(tuple(model._vmonarch_record.grid))
         kept.append(sum(len(branch.residuals) for branch in branches()))
 
     with vmonarch.apply(pipe, VMonarchProcessor(exact=EVERYTHING)):
@@ -423,10 +423,11 @@ def test_coordinates_of_no_raster_tell_no_grid():
 
 @pytest.mark.parametrize("option", [{"scale": 1.0}, {"dropout_p": 0.1}, {"attention_kwargs": {"window": 3}}], ids=str)
 def test_options_of_the_softmax_that_are_not_ours_are_refused(monkeypatch, option):
-    query = torch.zeros(1, 72, 2, 10)
-    monkeypatch.setitem(seam._running.now, "processor", VMonarchProcessor())
+    model, query = FAMILIES["hunyuan"].make(), torch.zeros(1, 72, 2, 10)
+    vmonarch.apply(model, VMonarchProcessor())
+    monkeypatch.setitem(running.now, "borrowed", (own_processors(model)[0][1], None))
     with pytest.raises(NotImplementedError, match="VMonarchProcessor supports no dropout or scale"):
-        seam._dispatch(query, query, query, **option)
+        _softmax(query, query, query, **option)
 
 
 def test_fewer_tokens_than_the_grid_and_those_before_it_are_refused():
@@ -523,7 +524,7 @@ def test_an_unknown_processor_is_refused():
 
     for cls in (Own, ByTheLongName):
         with pytest.raises(RuntimeError, match=f"{cls.__name__} of diffusers .* computes its softmax in a way"):
-            borrowed(cls)
+            borrowed_class(cls)
     assert families.family_of(torch.nn.Linear(1, 1)) is None
 
 
@@ -659,7 +660,7 @@ def test_a_prompt_in_a_tuple_that_a_callback_changes_has_residuals_of_its_own(re
 @pytest.mark.parametrize("name", WITHOUT_A_STEP)
 def test_a_pipeline_that_goes_through_other_timesteps_than_its_scheduler_is_refused(name, option):
     pipe, call = tiny_pipelines.pipeline(name)
-    with pytest.raises(RuntimeError, match=f"{option} needs the denoising step, but the timestep of .* is none of its"):
+    with pytest.raises(RuntimeError, match=f"{option} needs the denoising step, but DDIMScheduler, .* does not tell"):
         sample_with(name, pipe, call, **{option: 1})
 
 

@@ -24,13 +24,14 @@ from vmonarch import (
     two_resolution_attention,
     vmonarch_attention,
 )
+from vmonarch.attend import ByHead, _some_heads
+from vmonarch.call import Call
 from vmonarch.configs import InputError, read_yaml
 from vmonarch.configs.methods import resolve_method
 from vmonarch.finetune.scenes import held_out_prompts
 from vmonarch.flops import full_flops, vmonarch_flops
 from vmonarch.pipelines.embedded import embedded_model_path
 from vmonarch.plan import plan_file, plan_names
-from vmonarch.processors import _some_heads
 
 ROOT = Path(__file__).resolve().parents[2]
 SPARSE = {"share": 0.3, "tile": (1, 2, 3)}
@@ -48,16 +49,8 @@ def plan_of(*layers, methods=METHODS, **more):
     return AttentionPlan(methods, {"transformer": layers, **more})
 
 
-def inputs(tiny):
-    model = tiny.transformer(num_attention_heads=4)
-    hidden_states = torch.randn(1, 16, 3, 4, 6, generator=torch.Generator().manual_seed(3))
-    text = torch.randn(1, 4, 16, generator=torch.Generator().manual_seed(4))
-    return model, {"hidden_states": hidden_states, "timestep": torch.tensor([500.0]), "encoder_hidden_states": text}
-
-
-def run(model, arguments):
-    with torch.no_grad():
-        return model(**arguments, return_dict=False)[0]
+def transformer(tiny):
+    return tiny.transformer(num_attention_heads=4)
 
 
 ORDERS = {
@@ -73,11 +66,11 @@ ORDERS = {
 @pytest.mark.parametrize("name", ORDERS)
 def test_every_head_computes_what_the_plan_says(tiny, name):
     heads = ORDERS[name]
-    model, _ = inputs(tiny)
+    model = transformer(tiny)
     vmonarch.apply(model, VMonarchProcessor(plan=plan_of(heads, heads)))
     grid = LatentGrid(3, 2, 3)
     q, k, v = torch.randn(3, 2, grid.tokens, 4, 12)
-    found = model.blocks[0].attn1.processor.attend(q, k, v, grid)
+    found, _ = model.blocks[0].attn1.processor.attend(q, k, v, Call(grid))
     for head, method in enumerate(heads):
         one = [x[:, :, head : head + 1] for x in (q, k, v)]
         if method == "full":
@@ -93,32 +86,33 @@ def test_every_head_computes_what_the_plan_says(tiny, name):
 
 
 def test_a_plan_of_the_default_is_the_default_and_one_of_full_attention_changes_nothing(tiny):
-    model, arguments = inputs(tiny)
-    stock = run(model, arguments)
+    model = transformer(tiny)
+    stock = tiny.run(model)
     vmonarch.apply(model, VMonarchProcessor())
-    default = run(model, arguments)
+    default = tiny.run(model)
     vmonarch.apply(model, VMonarchProcessor(plan=plan_of(["d"] * 4, ["d"] * 4, methods={"d": {}})))
-    assert torch.equal(run(model, arguments), default)
+    assert torch.equal(tiny.run(model), default)
     vmonarch.apply(model, VMonarchProcessor(plan=plan_of(["full"] * 4, ["full"] * 4)))
-    assert torch.equal(run(model, arguments), stock) and not torch.equal(stock, default)
+    assert torch.equal(tiny.run(model), stock) and not torch.equal(stock, default)
     vmonarch.apply(model, VMonarchProcessor(plan=plan_of(["full"] * 4, ["t1", "full", "t1", "own"])))
-    mixed = run(model, arguments)
+    mixed = tiny.run(model)
     assert not torch.equal(mixed, stock)
-    assert torch.equal(run(copy.deepcopy(model), arguments), mixed)
+    assert torch.equal(tiny.run(copy.deepcopy(model)), mixed)
     vmonarch.restore(model)
-    assert torch.equal(run(model, arguments), stock)
+    assert torch.equal(tiny.run(model), stock)
 
 
 def test_both_transformers_have_their_own_layers(tiny):
     pipe = tiny.pipeline("t2v-2.2")
     rows = {"transformer": [["t1", "own"]] * 2, "transformer_2": [["full", "full"], ["plain", "t1"]]}
     vmonarch.apply(pipe, VMonarchProcessor(plan=AttentionPlan(METHODS, rows)))
-    found = [
-        [getattr(block.attn1.processor, "_groups", None) for block in part.blocks]
-        for part in (pipe.transformer, pipe.transformer_2)
-    ]
-    assert found[0] == [{"t1": (0,), "own": (1,)}] * 2
-    assert found[1] == [None, {"plain": (0,), "t1": (1,)}]
+    for name, layers in rows.items():
+        for block, heads in zip(pipe.components[name].blocks, layers, strict=True):
+            ours = getattr(block.attn1.processor, "attend", None)
+            if heads == ["full", "full"]:
+                assert ours is None
+            else:
+                assert isinstance(ours, ByHead) and ours.heads == tuple(heads) and set(ours.methods) == set(heads)
     with pytest.raises(ValueError, match="plan: it is for transformer, but the pipeline has transformer_2 too"):
         vmonarch.apply(pipe, VMonarchProcessor(plan=plan_of(["t1", "own"], ["t1", "own"])))
 
@@ -146,48 +140,48 @@ def test_tangents_reach_heads_that_are_copied():
 
 
 def test_gradients_reach_every_head(tiny):
-    model, arguments = inputs(tiny)
+    model = transformer(tiny)
     vmonarch.apply(model, VMonarchProcessor(plan=plan_of(ORDERS["mixed"], ORDERS["one-each"])))
     model.train().requires_grad_(True)
-    model(**arguments, return_dict=False)[0].square().mean().backward()
+    model(**tiny.inputs())[0].square().mean().backward()
     for block in model.blocks:
         for part in (block.attn1.to_q, block.attn1.to_k, block.attn1.to_v):
             assert part.weight.grad.unflatten(0, (4, 12)).abs().amax((1, 2)).min() > 0
 
 
 def test_a_plan_trains_after_it_was_applied_and_run_in_inference_mode(tiny):
-    model, arguments = inputs(tiny)
     orders = [[*names[::-1], "t1"] for names in (*ORDERS.values(), ["t1"] * 4)]
     model = tiny.transformer(num_attention_heads=5, num_layers=len(orders))
     with torch.inference_mode():
         vmonarch.apply(model, VMonarchProcessor(plan=plan_of(*orders)))
-        expected = model(**arguments, return_dict=False)[0]
-    out = model(**arguments, return_dict=False)[0]
+        expected = model(**tiny.inputs())[0]
+    out = model(**tiny.inputs())[0]
     assert torch.equal(out, expected)
     out.sum().backward()
-    number = model.blocks[0].attn1.processor._number
-    assert number is not None and not number.is_inference(), "torch.compile saves it for backward"
+    assert not model.blocks[0].attn1.processor.attend.number.is_inference(), "torch.compile saves it for backward"
 
 
 def test_a_plan_compiles_without_a_graph_break(tiny):
-    model, arguments = inputs(tiny)
+    model = transformer(tiny)
     vmonarch.apply(model, VMonarchProcessor(plan=plan_of(ORDERS["mixed"], ORDERS["grouped"])))
-    wanted = run(model, arguments)
+    wanted = tiny.run(model)
     # What is around the blocks does not know of plans, and takes half a minute.
     model.compile_repeated_blocks(backend="eager", fullgraph=True)
-    torch.testing.assert_close(run(model, arguments), wanted, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(tiny.run(model), wanted, atol=1e-4, rtol=1e-4)
 
 
 def test_tangents_go_through_compiled_layers_that_all_differ(tiny, monkeypatch):
     monkeypatch.setattr(processors, "_LAYERS_INLINE", 0)
-    (model, arguments), found = inputs(tiny), []
+    model, given, found = transformer(tiny), tiny.inputs(), []
     vmonarch.apply(model, VMonarchProcessor(plan=plan_of(ORDERS["mixed"], ORDERS["mixed"])))
     for compiled in (False, True):
         if compiled:
             model.compile_repeated_blocks(backend="eager", fullgraph=True)
         with forward_ad.dual_level(), sdpa_kernel(SDPBackend.MATH):
-            latents = forward_ad.make_dual(arguments["hidden_states"], arguments["hidden_states"].sin())
-            found.append(forward_ad.unpack_dual(run(model, arguments | {"hidden_states": latents})).tangent)
+            latents = forward_ad.make_dual(given["hidden_states"], given["hidden_states"].sin())
+            with torch.no_grad():
+                out = model(**given | {"hidden_states": latents})[0]
+            found.append(forward_ad.unpack_dual(out).tangent)
     torch.testing.assert_close(found[1], found[0], atol=1e-4, rtol=1e-4)
 
 
@@ -199,10 +193,10 @@ def test_the_kernels_compute_a_plan(tiny, name):
     q, k, v = torch.randn(3, 2, grid.tokens, 4, 64, device="cuda").bfloat16()
     found = {}
     for implementation in ("torch", "triton"):
-        model, _ = inputs(tiny)
+        model = transformer(tiny)
         vmonarch.apply(model, VMonarchProcessor(plan=plan_of(heads, heads), implementation=implementation))
         tensors = (q, k, v) if implementation == "triton" else (x.double() for x in (q, k, v))
-        found[implementation] = model.blocks[0].attn1.processor.attend(*tensors, grid)
+        found[implementation], _ = model.blocks[0].attn1.processor.attend(*tensors, Call(grid))
     error = (found["triton"].double() - found["torch"]).norm() / found["torch"].norm()
     assert error < 8e-3, error
 
@@ -255,7 +249,7 @@ def test_a_plan_is_a_method_of_the_command_line(tmp_path, tiny):
     method = resolve_method(f"vmonarch:plan={path}")
     pipe = tiny.pipeline("t2v")
     method.install(pipe)
-    assert pipe.transformer.blocks[0].attn1.processor.plan.layers["transformer"][0] == ("t1", "full")
+    assert pipe.transformer.blocks[0].attn1.processor.spec.plan.layers["transformer"][0] == ("t1", "full")
     assert resolve_method(method.to_dict()) == method
     plan_of(["t1", "t1"], ["own", "own"]).save(path)
     with pytest.raises(InputError, match="plan .* is not the file that it was"):
@@ -270,13 +264,13 @@ def test_compiled_blocks_share_graphs_however_many_layers_differ(tiny, dynamo):
     layers = list(itertools.product(METHODS, repeat=2))[:6]
     model = tiny.transformer(num_attention_heads=2, num_layers=6)
     vmonarch.apply(model, VMonarchProcessor(plan=plan_of(*layers)))
-    arguments = inputs(tiny)[1]
+    given = tiny.inputs()
 
     def run_both(found):
         found.zero_grad()
         with torch.no_grad():
-            sampled = found(**arguments)[0]
-        trained = found(**arguments)[0]
+            sampled = found(**given)[0]
+        trained = found(**given)[0]
         trained.square().mean().backward()
         return sampled, trained, {name: parameter.grad for name, parameter in found.named_parameters()}
 
@@ -295,7 +289,7 @@ def test_cuda_graphs_leave_out_the_operator_that_looks_its_layer_up():
     import vmonarch.kernels.monarch.op  # noqa: F401
 
     graph = torch.fx.Graph()
-    for name in ("layer_attention", "layer_attention_backward"):
+    for name in ("attend", "attend_backward"):
         node = graph.call_function(getattr(torch.ops.vmonarch, name).default)
         assert is_cudagraph_unsafe_fx_node(node)
     assert not is_cudagraph_unsafe_fx_node(graph.call_function(torch.ops.vmonarch.monarch_forward.default))
@@ -349,36 +343,33 @@ test_what_is_no_plan_is_named = refuses({name: (make, ValueError, message) for n
 
 
 def test_a_plan_for_another_model_is_refused_before_anything_changes(tiny):
-    model, arguments = inputs(tiny)
-    stock = run(model, arguments)
+    model = transformer(tiny)
+    stock = tiny.run(model)
     with pytest.raises(ValueError, match="it is for 1 layers of 2 heads, but transformer has 2 of 4"):
         vmonarch.apply(model, VMonarchProcessor(plan=plan_of(["t1", "t1"])))
-    assert torch.equal(run(model, arguments), stock)
-    tiny.switch(model, VMonarchProcessor(plan=plan_of(["t1"] * 4, ["t1"] * 4)))
-    with pytest.raises(RuntimeError, match="plan needs vmonarch.apply"):
-        run(model, arguments)
+    assert torch.equal(tiny.run(model), stock)
 
 
 def test_of_each_size_it_is_said_once_if_it_is_too_small_or_not_the_plans(tiny, monkeypatch):
-    model, arguments = inputs(tiny)
+    model = transformer(tiny)
     heads = {"transformer": [["t1", "own", "t1", "own"]] * 2}
     plan = AttentionPlan(METHODS, heads, AttentionPlan.parse("embedded-1.00").about | {"grid": [3, 2, 3]})
-    larger = arguments | {"hidden_states": torch.randn(1, 16, 4, 4, 6)}
+    larger = (4, 2, 3)
 
-    def told(*calls):
+    def told(*grids):
         with warnings.catch_warnings(record=True) as found:
             warnings.simplefilter("always")
-            for call in calls:
-                run(model, call)
+            for grid in grids:
+                tiny.run(model, grid)
         return [str(warning.message) for warning in found]
 
     vmonarch.apply(model, VMonarchProcessor(plan=plan))
-    (small,) = told(arguments, arguments)
+    (small,) = told(tiny.GRID, tiny.GRID)
     assert small.startswith("videos of 18 tokens are too small for VMonarch to make them faster: with 3840")
     monkeypatch.setattr(processors, "_TOO_FEW_TOKENS", 18)
     (other,) = told(larger, larger)
     assert other.startswith("the plan was made for 3 × 2 × 3 latent tokens") and "have 4 × 2 × 3" in other
-    assert told(arguments | {"hidden_states": arguments["hidden_states"]})[0].startswith("videos of 18")
+    assert told(tiny.GRID)[0].startswith("videos of 18")
     vmonarch.apply(model, VMonarchProcessor(plan=plan_of(*heads["transformer"])))
     assert told(larger) == [], "a plan by hand is for no size"
 

@@ -13,10 +13,11 @@ from op_checks import in_interpreter
 
 import vmonarch
 from vmonarch import ExactBlocks, LatentGrid, VMonarchOptions, VMonarchProcessor, projections
+from vmonarch.base import FullAttentionProcessor, VideoAttentionProcessor
 from vmonarch.kernels.common import launch, trust
 from vmonarch.kernels.norm_rotary.reference import norm_rotary_reference
+from vmonarch.plan import _OPS
 from vmonarch.projections import project
-from vmonarch.video_processor import FullAttentionProcessor, VideoAttentionProcessor
 
 ALL_EXACT = ExactBlocks(band=1000)
 
@@ -28,9 +29,8 @@ class Spy(VideoAttentionProcessor):
         super().__init__(**options)
         self.seen = []
 
-    def attend(self, query, key, value, grid):
-        self.seen.append((query, key, value, grid))
-        return value
+    def attention(self, layer):
+        return lambda query, key, value, call: (self.seen.append((query, key, value, call.grid)) or value, None)
 
 
 def qkv_of_stock(monkeypatch, model, inputs):
@@ -78,17 +78,16 @@ def test_query_key_and_value_are_bit_identical_to_the_stock_processors(tiny, mon
 
 
 @pytest.mark.parametrize("build", ["transformer", "vace_transformer", "chronoedit_transformer", "skyreels_transformer"])
-@pytest.mark.parametrize("way", ["apply", "set_processor"])
-def test_all_blocks_exact_equals_the_stock_processor(tiny, build, way):
+def test_all_blocks_exact_equals_the_stock_processor(tiny, build):
     model = getattr(tiny, build)()
     inputs = tiny.inputs(batch=2)
     if build.startswith("vace"):
         inputs["control_hidden_states"] = torch.randn(2, 96, 3, 4, 6)
     with torch.no_grad():
         expected = model(**inputs)[0]
-        tiny.switch(model, VMonarchProcessor(exact=ALL_EXACT), way)
+        vmonarch.apply(model, VMonarchProcessor(exact=ALL_EXACT))
         actual = model(**inputs)[0]
-        tiny.switch(model, VMonarchProcessor(), way)
+        vmonarch.apply(model, VMonarchProcessor())
         approximate = model(**inputs)[0]
     torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
     assert (approximate - expected).abs().max() > 1e-3, "VMonarch did not run"
@@ -109,8 +108,7 @@ def test_patch_sizes_other_than_1x2x2(tiny):
         installation = vmonarch.apply(model, VMonarchProcessor())
         applied = model(**inputs)[0]
         assert installation.grid == (2, 5, 2)
-        vmonarch.restore(model)
-        tiny.switch(model, VMonarchProcessor())
+        vmonarch.apply(model, VMonarchProcessor(grid=(2, 5, 2)))
         assert torch.equal(model(**inputs)[0], applied)
 
 
@@ -131,9 +129,7 @@ def test_every_option_reaches_the_op(tiny, monkeypatch, blocks):
         "implementation": "torch",
     }
     seen = {}
-    monkeypatch.setattr(
-        "vmonarch.processors.vmonarch_attention", lambda query, key, value, **given: seen.update(given) or value
-    )
+    monkeypatch.setitem(_OPS, VMonarchOptions, lambda query, key, value, **given: seen.update(given) or value)
     model = tiny.transformer()
     model.set_attn_processor(VMonarchProcessor(**options, **more))
     tiny.run(model)
@@ -144,14 +140,12 @@ def test_every_option_reaches_the_op(tiny, monkeypatch, blocks):
     )
 
 
-def test_cross_attention_is_left_to_the_stock_processor(tiny):
-    model = tiny.transformer(image_dim=16, added_kv_proj_dim=24)
-    attn = model.blocks[0].attn2
-    states, context = torch.randn(2, 18, 24), torch.randn(2, 512 + 3, 24)
-    with torch.no_grad():
-        expected = attn(states, context)
-        attn.set_processor(VMonarchProcessor())
-        assert torch.equal(attn(states, context), expected)
+@pytest.mark.parametrize("name", ["attn1", "attn2"])
+def test_one_that_is_set_on_a_single_module_says_how_to_apply_it(tiny, name):
+    model = tiny.transformer()
+    getattr(model.blocks[0], name).set_processor(VMonarchProcessor())
+    with pytest.raises(RuntimeError, match="VMonarchProcessor was set on a single.*vmonarch.apply.*set_attn_processor"):
+        tiny.run(model)
 
 
 HOOKS = {
@@ -200,10 +194,9 @@ def test_query_and_key_have_the_dtype_of_value_whatever_their_norms_return(tiny,
 
 
 def test_attention_mask_in_self_attention_is_refused(tiny):
-    attn = tiny.transformer().blocks[0].attn1
-    attn.set_processor(VMonarchProcessor(grid=(1, 2, 3)))
+    model = tiny.applied_transformer()
     with pytest.raises(ValueError, match="attention_mask"):
-        attn(torch.randn(1, 6, 24), None, torch.ones(1, 6, dtype=torch.bool))
+        model.blocks[0].attn1(torch.randn(1, 6, 24), None, torch.ones(1, 6, dtype=torch.bool))
 
 
 def test_causal_skyreels_is_refused(tiny):
@@ -213,8 +206,7 @@ def test_causal_skyreels_is_refused(tiny):
         tiny.run(model)
 
 
-@pytest.mark.parametrize("way", ["apply", "set_processor"])
-def test_attention_backend_reaches_exact_attention_and_leaves_the_original_alone(tiny, monkeypatch, way):
+def test_attention_backend_reaches_exact_attention_and_leaves_the_original_alone(tiny, monkeypatch):
     pipe = tiny.pipeline("t2v")
     backends = []
     dispatch = transformer_wan.dispatch_attention_fn
@@ -225,7 +217,7 @@ def test_attention_backend_reaches_exact_attention_and_leaves_the_original_alone
 
     monkeypatch.setattr(transformer_wan, "dispatch_attention_fn", record)
     originals = list(pipe.transformer.attn_processors.values())
-    tiny.switch(pipe.transformer, VMonarchProcessor(dense_steps=[1] if way == "apply" else 0), way)
+    vmonarch.apply(pipe, VMonarchProcessor(dense_steps=[1]))
     tiny.generate(pipe)
     assert set(backends) == {None}
     backends.clear()
@@ -235,7 +227,7 @@ def test_attention_backend_reaches_exact_attention_and_leaves_the_original_alone
     finally:
         pipe.transformer.reset_attention_backend()
     # Two layers, three steps, guidance; self-attention in the one dense step.
-    assert len(backends) == 2 * 3 * 2 + (2 * 2 if way == "apply" else 0)
+    assert len(backends) == 2 * 3 * 2 + 2 * 2
     assert {backend.value for backend in backends} == {"_native_math"}
     assert all(processor._attention_backend is None for processor in originals)
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import itertools
 import pickle
 import re
 import threading
 import weakref
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
+from typing import Any
 
 import diffusers
 import pytest
@@ -64,22 +67,22 @@ def test_what_the_option_means(refresh, schedule):
 
 
 class ByHand(VMonarchProcessor):
-    """The oracle: it counts its calls, which a pipeline makes once for each step and guidance branch."""
+    """The oracle: layers count their calls, which a pipeline makes once for each step and guidance branch."""
 
-    schedule, steps, branches, starts, dtype = (0,), 1, 2, {}, "int8"
+    def attention(self, layer):
+        approximate, exact, numbers, kept = super().attention(layer), self.exact_attention, itertools.count(), {}
 
-    def attend(self, query, key, value, grid, heads=None):
-        number = vars(self).setdefault("number", 0)
-        self.number += 1
-        step, branch = divmod(number % (self.branches * self.steps), self.branches)
-        step += self.starts.get(self._context.component, 0)
-        kept = vars(self).setdefault("kept", {})
-        approximate = super().attend(query, key, value, grid, heads)
-        if step not in self.schedule and branch in kept:
-            return add_residual(approximate, kept[branch])
-        exact = self.attend_exactly(query, key, value, grid)
-        kept[branch] = attention_residual(exact, approximate, dtype=self.dtype)
-        return exact
+        def attend(query, key, value, call):
+            step, branch = divmod(next(numbers) % (self.branches * self.steps), self.branches)
+            step += self.starts.get(layer.component, 0)
+            near, _ = approximate(query, key, value, call)
+            if step not in self.schedule and branch in kept:
+                return add_residual(near, kept[branch]), None
+            out, _ = exact(query, key, value, call)
+            kept[branch] = attention_residual(out, near, dtype=self.dtype)
+            return out, None
+
+        return attend
 
 
 def by_hand(tiny, pipe, schedule, *, steps, dtype="int8", processor=None, **options):
@@ -150,27 +153,24 @@ def test_dense_steps_come_first_and_keep_nothing(tiny):
     assert tiny.taken(seen) == [True, False, True, False]
 
 
+@dataclass
+class Watched:
+    """The element that shares residuals, which tells of each call whether it is exact, and in which thread."""
+
+    inner: Any
+    seen: list
+
+    def __call__(self, *inputs):
+        exact = []
+        note = lambda *inputs: exact.append(True) or self.inner.exact(*inputs)
+        found = replace(self.inner, exact=note)(*inputs)
+        self.seen.append((threading.get_ident(), bool(exact)))
+        return found
+
+
 class Watching(VMonarchProcessor):
-    """Tells of each call of the first layer whether it is exact, and in which thread."""
-
-    def attend_exactly(self, *inputs, **options):
-        vars(self)["was_exact"] = True
-        return super().attend_exactly(*inputs, **options)
-
-    def _attend_sequence_exactly(self, *inputs, **options):
-        vars(self)["was_exact"] = True
-        return super()._attend_sequence_exactly(*inputs, **options)
-
-    def attend_layer(self, *inputs, **options):
-        vars(self)["was_exact"] = False
-        out = super().attend_layer(*inputs, **options)
-        self.seen.append((threading.get_ident(), self.was_exact))
-        return out
-
-    def bind(self, context, original, attn, layer, layers):
-        bound = super().bind(context, original, attn, layer, layers)
-        bound.seen = self.seen if layer == 0 else []
-        return bound
+    def stack(self, layer):
+        return Watched(super().stack(layer).inner, self.seen if layer.place == 0 else [])
 
 
 def watched(pipe, **options):
@@ -183,19 +183,14 @@ def watched(pipe, **options):
 
 def tensors_of(transformer):
     """Weak references to the residuals that there are."""
-    (branch,) = transformer._vmonarch_record.context.sharing._branches
-    return [weakref.ref(kept.residual.values) for kept in branch.residuals.values()]
-
-
-def held(transformer):
-    """How many residuals there are."""
-    return sum(len(branch.residuals) for branch in transformer._vmonarch_record.context.sharing._branches)
+    branches = transformer._vmonarch_record.sharing._branches
+    return [weakref.ref(kept.residual.values) for branch in branches for kept in branch.residuals.values()]
 
 
 def test_the_last_step_frees_them(tiny):
     pipe = tiny.applied("t2v", refresh=1)
     counts = []
-    tiny.generate(pipe, steps=3, callback_on_step_end=lambda *_: counts.append(held(pipe.transformer)) or {})
+    tiny.generate(pipe, steps=3, callback_on_step_end=lambda *_: counts.append(len(tensors_of(pipe.transformer))) or {})
     # Two layers, two branches.
     assert counts == [4, 4, 0]
 
@@ -205,7 +200,7 @@ def test_the_second_transformer_takes_the_place_of_the_first(tiny):
     holders = []
 
     def callback(pipe, step, timestep, tensors):
-        branches = pipe.transformer._vmonarch_record.context.sharing._branches
+        branches = pipe.transformer._vmonarch_record.sharing._branches
         names = {id(pipe.transformer): 1, id(pipe.transformer_2): 2}
         holders.append([names[id(branch.transformer())] for branch in branches if branch.residuals])
         return {}
@@ -239,7 +234,7 @@ def test_offloaded_they_come_back_one_layer_ahead(tiny, monkeypatch, dtype):
     monkeypatch.setattr(residuals.ResidualSharing, "_offloads", lambda *_: True)
     adding = lambda *inputs, **options: host().log.append("add") or add_residual(*inputs, **options)
     monkeypatch.setattr(residuals, "add_residual", adding)
-    host = lambda: next(iter(pipe.transformer._vmonarch_record.context.sharing._hosts.values()))
+    host = lambda: next(iter(pipe.transformer._vmonarch_record.sharing._hosts.values()))
     vmonarch.apply(pipe, VMonarchProcessor(refresh=Refresh([0, 2], dtype)))
     assert torch.equal(tiny.quickly(pipe, 5), expected)
     # Three layers, whose memory on the host is written to again; three steps that use residuals.
@@ -266,7 +261,7 @@ def test_memory_that_will_not_suffice_is_told_at_once(tiny, monkeypatch, dtype, 
 class Layer(torch.nn.Module):
     """One that keeps residuals, on a device that need not be there."""
 
-    processor = SimpleNamespace(refresh=Refresh(1))
+    processor = SimpleNamespace(spec=SimpleNamespace(refresh=Refresh(1)))
 
     def __init__(self, device):
         super().__init__()
@@ -283,8 +278,8 @@ def test_memory_is_asked_of_every_device_for_its_own_layers(monkeypatch):
     monkeypatch.setattr(residuals, "_free_bytes", free.get)
     at = lambda device: SimpleNamespace(shape=(1, 18, 2, 12), device=torch.device(device))
     kept = SimpleNamespace(residual=SimpleNamespace(values=at("cuda:0")))
-    branch = PipelineBranch(layers=4, run=None, pipeline=None, transformer=lambda: layers, conditioning={}, versions=[])
-    sharing = ResidualSharing(Refresh(1))
+    sharing, nothing = ResidualSharing(Refresh(1)), {"run": None, "pipeline": None, "conditioning": {}, "versions": []}
+    branch = PipelineBranch(sharing=sharing, layers=4, transformer=lambda: layers, **nothing)
     # The layer on the CPU is offloaded: it will come to one of them.
     sharing._check_memory(branch, at("cuda:0"))
     branch.residuals["layer"] = kept
@@ -301,8 +296,7 @@ def test_a_run_that_ends_early_frees_them(tiny, end):
     def callback(pipe, step, timestep, tensors):
         if step != 1:
             return {}
-        sharing = pipe.transformer._vmonarch_record.context.sharing
-        kept.extend(weakref.ref(k.residual.values) for branch in sharing._branches for k in branch.residuals.values())
+        kept.extend(tensors_of(pipe.transformer))
         if end == "restore":
             vmonarch.restore(pipe)
         elif end == "apply":
@@ -328,9 +322,9 @@ def test_the_end_of_another_pipeline_frees_its_own_alone(tiny):
     counts = []
 
     def callback(outer, step, timestep, tensors):
-        before = held(pipe.transformer)
+        before = len(tensors_of(pipe.transformer))
         tiny.quickly(other, 5, callback_on_step_end=tiny.stop_after(0))
-        counts.append((before, held(pipe.transformer)))
+        counts.append((before, len(tensors_of(pipe.transformer))))
         return {}
 
     tiny.quickly(pipe, 3, callback_on_step_end=callback)
@@ -380,9 +374,7 @@ def test_an_error_inside_the_transformer_leaves_nothing_to_use(tiny):
 
 def test_an_error_that_is_at_hand_holds_no_residuals(tiny, monkeypatch):
     """In a notebook the last error's frames stay, and what they hold: the run's timesteps, the branch."""
-    pipe = tiny.applied("t2v", refresh=1)
-
-    kept = []
+    pipe, kept = tiny.applied("t2v", refresh=1), []
 
     def fail(*_, **options):
         kept.extend(tensors_of(pipe.transformer))
@@ -393,7 +385,7 @@ def test_an_error_that_is_at_hand_holds_no_residuals(tiny, monkeypatch):
         tiny.quickly(pipe, 3)
     # The first layer had its own in its hands.
     assert error.tb is not None and [reference() is None for reference in kept] == [False, True]
-    assert held(pipe.transformer) == 0
+    assert tensors_of(pipe.transformer) == []
 
 
 def test_runs_that_interleave_keep_their_own(tiny):
@@ -446,11 +438,11 @@ def test_a_copy_holds_nothing(tiny, twin):
 
     tiny.generate(pipe, steps=3, callback_on_step_end=callback)
     (copied,) = twins
-    assert held(copied.transformer) == 0
+    assert tensors_of(copied.transformer) == []
     assert torch.equal(tiny.generate(copied, steps=3), expected)
 
 
-def replace(**changes):
+def changing(**changes):
     """A callback that changes the pipeline's tensors after its second step."""
 
     def callback(pipe, step, timestep, tensors):
@@ -475,7 +467,7 @@ def test_what_a_callback_changes(tiny, changes, exact):
     # It remembers nothing of the latents' old size.
     pipe.scheduler = FlowMatchEulerDiscreteScheduler(shift=3.0)
     _, seen = watched(pipe, refresh=1)
-    tiny.quickly(pipe, 4, **replace(**changes))
+    tiny.quickly(pipe, 4, **changing(**changes))
     assert tiny.taken(seen) == [True, False, exact, False]
 
 
@@ -502,7 +494,7 @@ def test_parts_of_a_transformer_have_none_after_its_call(tiny):
     attn, inputs = pipe.transformer.blocks[0].attn1, []
     attn.register_forward_hook(lambda module, args, output: inputs.append(args))
     tiny.quickly(pipe, 3, callback_on_step_end=tiny.stop_after(1))
-    with pytest.raises(RuntimeError, match="refresh needs forward calls of the transformer itself"), torch.no_grad():
+    with pytest.raises(RuntimeError, match="call the transformer itself"), torch.no_grad():
         attn(*inputs[0])
 
 
@@ -541,7 +533,7 @@ def test_a_scheduler_that_evaluates_twice(tiny):
 
 def test_a_step_that_a_cache_skips_refreshes_in_the_next(tiny, monkeypatch):
     pipe, seen = watched(tiny.pipeline("t2v"), refresh=[0, 2])
-    layer = pipe.transformer.blocks[1].attn1.processor
+    layer = pipe.transformer.blocks[1].attn1.processor.attend
     pipe.transformer.enable_cache(FirstBlockCacheConfig(threshold=0.0))
     skipped = iter([False, False, True, False, False])
     decide = lambda self, *_: not next(skipped)
@@ -601,7 +593,7 @@ def test_arguments_by_name_and_by_place(tiny, places):
     pipe.transformer.__class__ = Subclass
     pipe.transformer.register_forward_pre_hook(place, with_kwargs=True)
     _, seen = watched(pipe, refresh=1)
-    tiny.quickly(pipe, 4, **replace(prompt_embeds=lambda x: x + 1))
+    tiny.quickly(pipe, 4, **changing(prompt_embeds=lambda x: x + 1))
     assert tiny.taken(seen) == [True, False, True, False]
 
 

@@ -22,8 +22,8 @@ from diffusers import FirstBlockCacheConfig, MagCacheConfig
 
 import vmonarch
 from vmonarch import AttentionPlan, BasedProcessor, ExactBlocks, FlashBiasProcessor, VMonarchProcessor
+from vmonarch.base import FullAttentionProcessor
 from vmonarch.bias import SpatioTemporalDecay
-from vmonarch.video_processor import FullAttentionProcessor
 
 RANKS = 2
 METHODS = {"t1": {"num_iterations": 1}, "own": {"exact": {"band": 0}}, "full": None}
@@ -151,9 +151,6 @@ def orders(tiny, ranks):
         "apply-enable": [apply, ranks.enable],
         "enable-apply": [ranks.enable, apply],
         "apply-enable-apply": [apply, ranks.enable, apply],
-        "set-enable": [lambda model: tiny.switch(model, VMonarchProcessor()), ranks.enable],
-        "set-enable-apply": [lambda model: tiny.switch(model, VMonarchProcessor()), ranks.enable, apply],
-        "set-grid-enable": [lambda model: tiny.switch(model, VMonarchProcessor(grid=(5, 2, 3))), ranks.enable],
         "based": [ranks.enable, lambda model: vmonarch.apply(model, BasedProcessor(feature_dim=4))],
     }
     for name, steps in ways.items():
@@ -165,14 +162,6 @@ def orders(tiny, ranks):
         vmonarch.restore(model)
         found[f"{name}, restored"] = output(model)
     return found
-
-
-def set_later(tiny, ranks):
-    """A processor that is set after parallelism was enabled, which diffusers does not tell it."""
-    model = tiny.transformer()
-    ranks.enable(model)
-    tiny.switch(model, VMonarchProcessor())
-    return {"out": tiny.run(model, (4, 2, 3))}
 
 
 def dense_layers(tiny, ranks):
@@ -271,7 +260,6 @@ COUNTED = {"heads": 3, "grid": (5, 3, 3)}
 SAME = {
     **{f"{processor}-{split}": same(processor, split) for processor in PROCESSORS for split in SPLITS},
     "orders": orders,
-    "set-later": set_later,
     "dense-layers": dense_layers,
     "dense-steps": pipeline("t2v", lambda: VMonarchProcessor(dense_steps=(0, 2))),
     "bias-of-tensors": pipeline("t2v", lambda: FlashBiasProcessor(table(2, 18))),
@@ -342,19 +330,11 @@ def applied(processor, heads=2):
     return build
 
 
-def with_a_grid(tiny, enable):
-    model = tiny.transformer()
-    tiny.switch(model, VMonarchProcessor(grid=(5, 1, 3)))
-    enable(model)
-    return model
-
-
 def with_first_block_cache(*steps):
     def build(tiny, enable):
         model = tiny.transformer()
         take = {
             "apply": lambda: vmonarch.apply(model, VMonarchProcessor()),
-            "set": lambda: tiny.switch(model, VMonarchProcessor()),
             "cache": lambda: model.enable_cache(FirstBlockCacheConfig(threshold=0.1)),
             "parallel": lambda: enable(model),
         }
@@ -393,12 +373,13 @@ REFUSED = {
         refused_on(applied(FlashBiasProcessor(table(2, 30)), heads=4)),
         "ValueError: bias has 2 heads, but attention has 4"),
     "other-grid": (
-        refused_on(with_a_grid), "ValueError: grid (5, 1, 3) has 15 tokens, but self-attention was given 30"),
+        refused_on(applied(VMonarchProcessor(grid=(5, 1, 3)))),
+        "ValueError: grid=(5, 1, 3), but the transformer was given the grid (5, 2, 3)"),
     **{
         f"first-block-cache-{'-'.join(steps)}": (
             refused_on(with_first_block_cache(*steps)),
             "NotImplementedError: First Block Cache is not supported under context parallelism")
-        for steps in (("apply", "cache", "parallel"), ("set", "cache", "parallel"), ("parallel", "cache", "set"))
+        for steps in (("apply", "cache", "parallel"), ("parallel", "cache", "apply"))
     },
     "compiled-whole": (
         refused_on(compiled_whole), "attention under context parallelism exchanges tokens between processes"),

@@ -13,10 +13,10 @@ from tiny_families import FAMILIES, GRID, first
 
 import vmonarch
 from vmonarch import AttentionPlan, FlashBiasProcessor, TwoResolutionProcessor, VMonarchProcessor
+from vmonarch.base import FullAttentionProcessor
 from vmonarch.bias import SpatioTemporalDecay
 from vmonarch.families import FAMILIES as RECORDS
 from vmonarch.installation import self_attention_modules
-from vmonarch.video_processor import FullAttentionProcessor
 
 # 105 tokens: 53 and 52.
 ODD = (5, 7, 3)

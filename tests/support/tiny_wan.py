@@ -218,16 +218,6 @@ def applied_transformer(num_layers: int = 2, **options: Any) -> WanTransformer3D
     return model
 
 
-def switch(model: Any, processor: Any, way: str = "set_processor") -> None:
-    """Attention by `processor`: by "apply", or set on every module, which tells it nothing of its transformer."""
-    if way == "apply":
-        vmonarch.apply(model, processor)
-    else:
-        for module in model.modules():
-            if hasattr(module, "set_processor"):
-                module.set_processor(processor)
-
-
 def add_lora(model: Any, *targets: str, seed: int = 5, **options: Any) -> None:
     """LoRA layers that have learnt something."""
     targets = targets or ("to_q", "to_k", "to_v", "to_out.0")

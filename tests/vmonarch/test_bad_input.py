@@ -229,14 +229,11 @@ def test_layers_and_frames_that_do_not_exist():
         tiny_wan.run(model)
 
 
-def test_attention_of_other_models_is_refused():
-    processor = VMonarchProcessor()
-    attention = diffusers.models.attention_processor.Attention(8, heads=1, dim_head=8)
-    with pytest.raises(TypeError, match=r"modules of the Wan family, got Attention; use vmonarch\.apply"):
-        processor(attention, torch.randn(1, 6, 8))
+def test_arguments_of_other_models_are_refused():
+    attention = tiny_wan.applied_transformer().blocks[0].attn1
     for name in ("image_rotary_emb", "window"):
         with pytest.raises(TypeError, match=f"supports no {name} in WanAttention"):
-            processor(tiny_wan.transformer().blocks[0].attn1, torch.randn(1, 6, 24), **{name: 1})
+            attention.processor(attention, torch.randn(1, 6, 24), **{name: 1})
 
 
 def test_a_transformer_called_without_latents_says_what_stock_says():

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Self
 
 import torch
 
 from vmonarch.bias.exact import SpatioTemporalDecay
-from vmonarch.context_parallel import Share
+from vmonarch.context_parallel import Part
 from vmonarch.grid import LatentGrid
 
 Factors = tuple[torch.Tensor, torch.Tensor]
@@ -46,7 +46,7 @@ class BiasOption:
         self,
         grid: LatentGrid,
         device: torch.device,
-        heads: Share | None = None,
+        heads: Part | None = None,
         shared: dict[Any, Any] | None = None,
     ) -> Factors:
         """(φq, φk) for the tokens of a grid, on the device of the query; for some of the heads, or all (None).
@@ -75,6 +75,10 @@ class BiasOption:
         query_factor, key_factor = self.bias if isinstance(self.bias, tuple) else self.bias(grid)
         return query_factor.to(device), key_factor.to(device)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        # What it learns is saved by its owner, and copies of a model share it.
+        return self
+
     def config(self) -> Any:
         """The bias as JSON-serialisable values.
 
@@ -87,6 +91,6 @@ class BiasOption:
         return config
 
 
-def _of_heads(factor: torch.Tensor, heads: Share) -> torch.Tensor:
+def _of_heads(factor: torch.Tensor, heads: Part) -> torch.Tensor:
     """[1, S, H or 1, R] -> [1, S, h or 1, R]. Other shapes are for the op to refuse."""
     return heads.of(factor, 2, "bias") if factor.ndim == 4 and factor.shape[2] != 1 else factor

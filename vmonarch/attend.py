@@ -1,0 +1,273 @@
+"""The attention stack: small callables of one shape, each of which may call the next.
+
+    Attend = (query, key, value [B, S, H, D], Call) -> (out [B, S, H, E], lse [B, H, S] where call.lse asks, else None)
+
+`stack_of` (`vmonarch.base`) builds it once for every layer, of the elements that the options need, top to bottom:
+
+    Share      ranks that hold some tokens of all heads attend with all tokens of some heads
+    Dense      exact in the steps of `dense_steps`
+    Opaque     one operator for torch.compile (`vmonarch.opaque`)
+    Residual   exact in some steps, and approximate with what it lacked then in the others
+    Beside     other tokens beside the video's: text, sound
+    ByHead     a method for every head
+    Op         an op on the video's tokens; Exact, Biased: softmax over any tokens
+
+They are frozen dataclasses, which print, copy, pickle and compile; closures only compile.
+
+Shapes: B batch, S tokens, of which N = T·H·W are the video's, H heads, D head dim, E value dim.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from diffusers.models.attention_dispatch import dispatch_attention_fn
+from torch.fx.experimental.symbolic_shapes import guard_or_false
+
+from vmonarch.bias.video import BiasOption
+from vmonarch.call import Call
+from vmonarch.kernels.common.launch import auto_takes_kernels, carry_tangents, learns
+from vmonarch.kernels.flash_bias.api import flash_bias_attention
+from vmonarch.kernels.flash_entropy.api import flash_entropy_attention
+from vmonarch.kernels.merge.api import merge_partials
+from vmonarch.options import Options
+from vmonarch.plan import heads_by_method, method_attention
+from vmonarch.sequence import TokenSequence, masked_attention
+
+# (out, lse or None)
+Result = tuple[torch.Tensor, Any]
+Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Call], Result]
+
+
+@dataclass(frozen=True)
+class Op:
+    """An op of ours on the video's tokens, with a bias if it has one.
+
+    Args:
+        options: of the op, which tell it.
+        implementation: "auto", "triton" or "torch".
+    """
+
+    options: Options
+    implementation: str = "auto"
+    bias: BiasOption | None = None
+
+    def __call__(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Call) -> Result:
+        given: dict[str, Any] = {"grid": call.grid, "return_lse": call.lse, "implementation": self.implementation}
+        if self.bias is not None:
+            given["bias"] = self.bias.factors(call.grid, query.device, call.heads, call.shared)
+        found = method_attention(query, key, value, self.options, **given)
+        return found if call.lse else (found, None)
+
+
+@dataclass(frozen=True)
+class Exact:
+    """Softmax over any tokens: by the backend that the user has chosen, or else by the fastest there is for a mask."""
+
+    implementation: str = "auto"
+
+    def __call__(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Call) -> Result:
+        mask, by = call.key_mask, self.implementation
+        ours = call.backend is None and by != "torch" and auto_takes_kernels(query.device)
+        if mask is not None and (call.lse or ours):
+            return masked_attention(query, key, value, mask, implementation=by)
+        if call.lse:
+            return flash_entropy_attention(query, key, value, implementation=by)[:2]
+        pairs = None if mask is None else mask[:, None, None]
+        return dispatch_attention_fn(query, key, value, attn_mask=pairs, backend=call.backend), None
+
+
+@dataclass(frozen=True)
+class Biased:
+    """Softmax over any tokens, with a low-rank bias of the video's."""
+
+    bias: BiasOption
+    implementation: str = "auto"
+
+    def __call__(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Call) -> Result:
+        factors: Sequence[torch.Tensor] = self.bias.factors(call.grid, query.device, call.heads, call.shared)
+        if not guard_or_false(call.others == 0):
+            factors = [TokenSequence.in_call(call).padded(factor) for factor in factors]
+        given: dict[str, Any] = {
+            "key_mask": call.key_mask,
+            "return_lse": call.lse,
+            "implementation": self.implementation,
+        }
+        found = flash_bias_attention(query, key, value, *factors, **given)
+        return found if call.lse else (found, None)
+
+
+@dataclass(frozen=True)
+class ByHead:
+    """A method for every head, as a plan says; heads of one method are computed together.
+
+    Args:
+        methods: by name. heads: the name of the method of each of the module's heads.
+    """
+
+    methods: Mapping[str, Attend]
+    heads: tuple[str, ...]
+
+    def __call__(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Call) -> Result:
+        names = self.heads if call.heads is None else self.heads[call.heads.start : call.heads.stop]
+        groups = heads_by_method(names)
+        found = []
+        for name, own in groups.items():
+            q, k, v = (_some_heads(x, own) for x in (query, key, value))
+            found.append(self.methods[name](q, k, v, call))
+        if len(groups) == 1:
+            return found[0]
+        out = _side_by_side(_in_order(groups, _wide(*(out for out, _ in found)), 2), query.dtype)
+        return out, torch.cat(_in_order(groups, [lse for _, lse in found], 1), 1) if call.lse else None
+
+
+@dataclass(frozen=True)
+class Beside:
+    """Other tokens beside the video's, in one softmax with them: [before | T·H·W video | after].
+
+    The video's queries attend to its keys by `video` and to all other keys exactly; other queries are exact. The
+    softmax over video and other keys is the mean of the softmaxes over each, weighted by their partition functions.
+    Where `video` is VMonarch attention, its partition function is a lower bound, e^{-KL} of the true one, and the other
+    keys weigh e^{KL} as much as they should.
+
+    Args:
+        video: attention of the video's tokens alone, with its log-partition.
+    """
+
+    video: Attend
+    exact: Attend
+    implementation: str = "auto"
+
+    def __call__(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Call) -> Result:
+        if guard_or_false(call.others == 0):
+            return self.video(query, key, value, call)
+        # Of a number of tokens that is known on the device alone, torch.compile cannot tell.
+        torch._check(call.others > 0)
+        tokens = TokenSequence.in_call(call)
+        alone = call._replace(before=0, after=0, key_mask=None, lse=True)
+        queries = tokens.video(query)
+        to_video = self.video(queries, tokens.video(key), tokens.video(value), alone)
+        mask = None if call.key_mask is None else tokens.beside(call.key_mask)
+        to_others = self.exact(queries, tokens.beside(key), tokens.beside(value), alone._replace(key_mask=mask))
+        merged, _ = merge_partials(to_video, to_others, implementation=self.implementation)
+        rows, _ = self.exact(tokens.beside(query), key, value, call)
+        return tokens.joined(merged, rows), None
+
+
+@dataclass(frozen=True)
+class Residual:
+    """Exact attention in some steps; in the others approximate attention and what it lacked in the last of those.
+
+    Args:
+        layer: no other layer of the transformer has this number.
+
+    Source: Yuan et al., DiTFastAttn (2024); see `vmonarch.residuals`.
+    """
+
+    approximate: Attend
+    exact: Attend
+    layer: int
+    implementation: str = "auto"
+
+    def __call__(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Call) -> Result:
+        if call.branch is None:
+            raise RuntimeError("refresh needs forward calls of the transformer itself; use refresh=None for its parts")
+        exact = lambda: self.exact(query, key, value, call)[0]
+        approximate = lambda: self.approximate(query, key, value, call)[0]
+        # FasterCache leaves half of a batch out of some steps.
+        layer = self.layer, len(query)
+        return call.branch.sharing.attend(call.branch, layer, exact, approximate, self.implementation), None
+
+
+@dataclass(frozen=True)
+class Dense:
+    """Exact attention in the steps of `dense_steps`, where ranks share tokens by a plan of ours.
+
+    There, the model's own attention would count text once for every rank. On one rank, that answers for these steps.
+    """
+
+    inner: Attend
+    exact: Attend
+
+    def __call__(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Call) -> Result:
+        return (self.exact if call.dense else self.inner)(query, key, value, call)
+
+
+@dataclass(frozen=True)
+class Share:
+    """Ranks that hold some tokens of all heads attend with all tokens of some heads: one all-to-all in, one out."""
+
+    inner: Attend
+
+    def __call__(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Call) -> Result:
+        split = call.split
+        assert split is not None
+        heads = split.share(query.shape[2])
+        mask = None if call.key_mask is None else split.whole_mask(call.key_mask)
+        query, key, value = split.gather_tokens(query, key, value)
+        out, _ = self.inner(query, key, value, call._replace(heads=heads, key_mask=mask))
+        return split.gather_heads(out, heads.total), None
+
+
+def stack_lines(element: Any, name: str = "") -> Iterator[str]:
+    """An element and all below it, a line for each, top to bottom; of options those that are not the defaults."""
+    own: list[str] = []
+    below: dict[str, Any] = {}
+    for field in dataclasses.fields(element):
+        value = getattr(element, field.name)
+        if isinstance(value, Mapping):
+            below |= value
+        elif dataclasses.is_dataclass(value) and callable(value):
+            below[field.name] = value
+        elif isinstance(value, Options):
+            changed = ", ".join(f"{name}={option!r}" for name, option in value.changed().items())
+            own.append(f"{type(value).__name__}({changed})")
+        elif field.repr and value != field.default:
+            own.append(f"{field.name}={value!r}")
+    yield f"{name and name + ': '}{type(element).__name__}({', '.join(own)})"
+    for name, part in below.items():
+        yield from (f"  {line}" for line in stack_lines(part, name))
+
+
+def _in_order(groups: dict[str, tuple[int, ...]], of_groups: Sequence[Any], dim: int) -> list[torch.Tensor]:
+    """What is single heads' in tensors of groups of heads, along `dim`, by the number of the head."""
+    parts: dict[int, torch.Tensor] = {}
+    for own, x in zip(groups.values(), of_groups, strict=True):
+        parts |= zip(own, x.split(1, dim), strict=True)
+    return [parts[head] for head in range(len(parts))]
+
+
+def _side_by_side(heads: list[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+    """Heads [B, S, 1, D], which may be `_wide`, as [B, S, H, D]."""
+    joined = torch.cat(heads, 2)
+    return joined if joined.dtype == dtype else joined.view(dtype)
+
+
+def _wide(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The same memory as numbers of 16 bytes, if all allow it: torch copies single heads of these at full bandwidth."""
+    if torch.compiler.is_compiling() or learns(*tensors) or carry_tangents(*tensors):
+        # Compiled copies are fast as they are, and a view of other numbers has no gradient and no tangent.
+        return tensors
+    for x in tensors:
+        places = (x.shape[-1], x.storage_offset(), *x.stride()[:-1])
+        if x.stride(-1) != 1 or any(place * x.itemsize % 16 for place in places):
+            return tensors
+    return tuple(x.view(torch.complex128) for x in tensors)
+
+
+def _some_heads(x: torch.Tensor, heads: tuple[int, ...]) -> torch.Tensor:
+    """Some heads of [B, S, H, D]: a view, where they lie evenly apart and need no gradient."""
+    if len(heads) == x.shape[2]:
+        return x
+    step = heads[1] - heads[0] if len(heads) > 1 else 1
+    places = range(heads[0], heads[-1] + 1, step)
+    if heads == tuple(places) and not learns(x):
+        return x[:, :, places.start : places.stop : step]
+    # The gradient of a slice is as large as all heads. And an index would be copied from the CPU, which no CUDA graph
+    # can record.
+    parts = _wide(x)[0].split(1, 2)
+    return _side_by_side([parts[head] for head in heads], x.dtype)

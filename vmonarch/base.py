@@ -1,0 +1,275 @@
+"""What all attention processors for video transformers in diffusers share: their options, and what is built of them.
+
+Shapes: B batch, S tokens, of which N = T·H·W are the video's, H heads, D head dim; the latent grid is T frames × H rows
+× W columns of tokens. In most models, and in all of the Wan family, S = N.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from typing import Any, ClassVar, NamedTuple
+
+from vmonarch.attend import Attend, Beside, Biased, Dense, Exact, Residual
+from vmonarch.bias.video import BiasOption, GridBias
+from vmonarch.borrowed import borrow
+from vmonarch.context_parallel import check_heads, check_ring
+from vmonarch.dense import DenseSet
+from vmonarch.families import Family, heads_of
+from vmonarch.grid import LatentGrid
+from vmonarch.opaque import Opaque
+from vmonarch.options import NoOptions
+from vmonarch.own import Bound as Bound
+from vmonarch.own import Own
+from vmonarch.plan import AttentionPlan
+from vmonarch.residuals import Refresh
+from vmonarch.validation import check_implementation
+
+
+class Layer(NamedTuple):
+    """Where a processor is put: one self-attention module of the video.
+
+    Args:
+        attn: the module.
+        place: its number among those of the transformer, in the order in which they run.
+        block: the number of the transformer's block that it is in; `blocks`: how many there are.
+        family, transformer: of the model; None in an engine other than diffusers.
+        component: the name of the transformer in its pipeline.
+    """
+
+    attn: Any
+    place: int
+    block: int
+    blocks: int
+    family: Family | None = None
+    transformer: Any = None
+    component: str = "transformer"
+
+    @property
+    def heads(self) -> int:
+        """H."""
+        return heads_of(self.attn)
+
+
+class VideoAttentionProcessor:
+    """Base of the processors: options, of which `apply` makes an attention stack for every self-attention module.
+
+    A subclass defines `attention` and lists its options in `_OPTIONS`; those of its op are a dataclass, `_KIND`.
+
+        vmonarch.apply(pipe, processor)
+        pipe.set_attn_processor(processor)    # or pipe.transformer.set_attn_processor: the same
+
+    Args:
+        dense_steps, dense_layers, refresh: see `VMonarchProcessor`.
+        grid: the latent grid, (frames, height, width) in tokens; None to learn it from the transformer.
+        implementation: what the ops are given: "auto", "triton" or "torch".
+        **options: of the op, by name.
+    """
+
+    # What all have that are applied to a model.
+    COMMON: ClassVar[tuple[str, ...]] = ("dense_steps", "dense_layers", "refresh", "grid", "implementation")
+    _OPTIONS: tuple[str, ...] = COMMON
+    _KIND: type[Any] = NoOptions
+    # Whether bound processors have parameters.
+    LEARNS = False
+
+    def __init__(
+        self,
+        *,
+        dense_steps: object = 0,
+        dense_layers: object = 0,
+        refresh: object = None,
+        grid: object = None,
+        implementation: str = "auto",
+        **options: Any,
+    ) -> None:
+        for name in (*options, *(("refresh",) if refresh is not None else ())):
+            if name not in self._OPTIONS:
+                known = ", ".join(self._OPTIONS)
+                raise TypeError(f"{name} is no known option of {type(self).__name__}; known: {known}")
+        self.options = self._KIND(**options)
+        check_implementation(implementation)
+        self.implementation = implementation
+        steps, layers = DenseSet("dense_steps", dense_steps), DenseSet("dense_layers", dense_layers)
+        self.dense_steps, self.dense_layers = steps.dense, layers.dense
+        self.refresh = Refresh.parse(refresh)
+        self.grid = None if grid is None else LatentGrid.parse(grid)
+        self._dense = next((dense.argument for dense in (steps, layers) if dense.some), None)
+        self._bias: BiasOption | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        # The options of the op are attributes of the processor, too.
+        options = vars(self).get("options")
+        if name not in getattr(options, "__dataclass_fields__", ()):
+            raise AttributeError(f"{type(self).__name__} has no attribute {name}", name=name, obj=self)
+        return getattr(options, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in getattr(vars(self).get("options"), "__dataclass_fields__", ()):
+            raise AttributeError(f"{name} of {type(self).__name__} does not change: make another", name=name, obj=self)
+        super().__setattr__(name, value)
+
+    def attention(self, layer: Layer) -> Attend | None:
+        """What the layer computes of the video's tokens; None to leave the module's own processor as it is."""
+        raise NotImplementedError
+
+    @property
+    def exact_attention(self) -> Attend:
+        """What `attention` approximates, of any tokens."""
+        return Exact(self.implementation) if self._bias is None else Biased(self._bias, self.implementation)
+
+    def stack(self, layer: Layer) -> Attend | None:
+        """The attention stack of a layer: an element that no option needs is not in it."""
+        attend, exact = self.attention(layer), self.exact_attention
+        if attend is None:
+            return None
+        joint = layer.family is not None and not layer.family.own
+        if joint and not isinstance(attend, (Exact, Biased)):
+            attend = Beside(attend, Exact(self.implementation), self.implementation)
+        if self.refresh is not None:
+            attend = Residual(attend, exact, layer.place, self.implementation)
+        if self.is_opaque(layer):
+            attend = Opaque.around(attend, inference=self.refresh is not None)
+        # In the Wan family, the model's own processor is right on ranks, too.
+        return Dense(attend, Exact(self.implementation)) if joint and self._dense == "dense_steps" else attend
+
+    def is_opaque(self, layer: Layer) -> bool:
+        """Whether torch.compile is to see one operator for all layers of a transformer."""
+        return self.refresh is not None
+
+    def bind(self, layer: Layer, original: Any) -> Any:
+        """What an attention module gets in place of its processor `original`; that itself, to leave it as it is.
+
+        Raises:
+            RuntimeError: beyond the Wan family: `original` is of a class, or a version of diffusers, that is not known.
+        """
+        attend = self.stack(layer)
+        if attend is None:
+            return original
+        assert layer.family is not None
+        if layer.family.own:
+            return Own(self, attend, original)
+        videos = layer.family.videos(layer.transformer.config, layer.block, layer.blocks)
+        return borrow(self, attend, original, layer.family, videos=videos)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """An attention module calls its processor.
+
+        Raises:
+            RuntimeError: always; a single module tells neither the video's grid nor its layer nor the step.
+        """
+        raise RuntimeError(
+            f"{type(self).__name__} was set on a single attention module, which tells neither grid nor layer nor step:"
+            " use vmonarch.apply(pipe_or_transformer, processor), or set_attn_processor of the pipeline or transformer"
+        )
+
+    def check_context_parallel(self, config: Any, heads: int) -> None:
+        """Check that self-attention with this number of heads works under diffusers' `ContextParallelConfig`.
+
+        Raises:
+            NotImplementedError: ring attention.
+            ValueError: there are fewer heads than ranks; or the model's own attention, which `dense_steps` and
+                `dense_layers` keep, cannot share them.
+        """
+        check_ring(config.ring_degree, "ContextParallelConfig(ulysses_degree=…)")
+        ranks = config.ulysses_degree
+        check_heads(ranks, heads)
+        if self._dense is not None and heads % ranks and not config.ulysses_anything:
+            raise ValueError(
+                f"{self._dense} keeps the model's own attention, which shares heads evenly: its {heads} do not divide"
+                f" by ulysses_degree={ranks}; use ulysses_anything=True or {self._dense}=0"
+            )
+
+    def check_joint_context_parallel(self, config: Any, heads: int) -> None:
+        """`check_context_parallel` beyond the Wan family, where all attention of the video is ours.
+
+        Raises:
+            NotImplementedError: ring attention.
+            ValueError: there are fewer heads than ranks.
+        """
+        check_ring(config.ring_degree, "ContextParallelConfig(ulysses_degree=…)")
+        check_heads(config.ulysses_degree, heads)
+
+    def check_run(self, grid: LatentGrid, steps: int, layers: int) -> None:
+        """Raise ValueError if an option does not fit a run of so many steps of a transformer with so many layers."""
+        DenseSet("dense_steps", self.dense_steps).contains(0, steps)
+        DenseSet("dense_layers", self.dense_layers).contains(0, layers)
+        if self.refresh is not None:
+            self.refresh.schedule(steps)
+        self.check_grid(grid)
+
+    def check_grid(self, grid: LatentGrid) -> None:
+        """Raise ValueError if an option does not fit videos of this latent grid."""
+
+    def warn_of_size(self, grid: LatentGrid) -> None:
+        """Warn of what a user may not expect of videos of this grid, which the transformer is called with next."""
+
+    @property
+    def bias(self) -> GridBias | None:
+        """What makes the factors of the bias, for processors that have one."""
+        return None if self._bias is None else self._bias.bias
+
+    @property
+    def needs_raster(self) -> bool:
+        """Whether the method knows rows and columns, and not only frames."""
+        return True
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The options as JSON-serialisable values; `from_config` takes them back."""
+
+        def plain(option: Any) -> Any:
+            if self._bias is not None and option is self._bias.bias:
+                return self._bias.config()
+            if isinstance(option, AttentionPlan):
+                return option.to_dict()
+            if dataclasses.is_dataclass(option) and not isinstance(option, type):
+                return {name: plain(entry) for name, entry in dataclasses.asdict(option).items()}
+            return list(option) if isinstance(option, tuple) else option
+
+        return {name: plain(getattr(self, name)) for name in self._OPTIONS}
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> VideoAttentionProcessor:
+        """A processor with the options of a `config`.
+
+        Raises:
+            TypeError, ValueError: an unknown option, or one with an unsupported value.
+        """
+        # What ranks shared was an option once, with this default.
+        config = {name: value for name, value in config.items() if (name, value) != ("parallel_by", "heads")}
+        unknown = sorted(set(config) - set(cls._OPTIONS))
+        if unknown:
+            raise TypeError(f"{cls.__name__} has no option {', '.join(unknown)}; it has {', '.join(cls._OPTIONS)}")
+        return cls(**config)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> VideoAttentionProcessor:
+        # Options do not change, and copies of a model share its bias.
+        return copy.copy(self)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({', '.join(f'{name}={getattr(self, name)!r}' for name in self._OPTIONS)})"
+
+
+class FullAttentionProcessor(VideoAttentionProcessor):
+    """Exact attention, which ranks share as all these processors do: any number of heads, forward and backward.
+
+    diffusers' own shares heads evenly, and its backward pass wants query, key and value of one dtype, which autocast
+    does not leave them: it computes the norms of query and key in float32.
+    """
+
+    _OPTIONS = ()
+
+    def __init__(self) -> None:
+        super().__init__()
+
+    def attention(self, layer: Layer) -> Attend:
+        return Exact()
+
+    def of(self, original: Any) -> Own:
+        """It in place of the processor of a module of the Wan family, of which it needs to know no more."""
+        return Own(self, Exact(), original)
+
+    @property
+    def needs_raster(self) -> bool:
+        return False

@@ -1,0 +1,262 @@
+"""The first element of the attention stack beyond the Wan family: a model's own processor, whose softmax is the stack.
+
+The processors of diffusers project, normalise, rotate, gate and join streams, each model in its own way, and call one
+function for the softmax: `dispatch_attention_fn`, or `F.scaled_dot_product_attention`. The first time that a processor
+of a module of diffusers is borrowed, that name of the module becomes a function that asks whether a borrowed processor
+runs in this thread, and calls its stack, or the function as before. It stays there, and changes nothing for others.
+
+Known: diffusers 0.42. Another way to compute the softmax is an error when a processor is borrowed.
+
+Shapes: B batch, S tokens, H heads, D head dim, X other tokens.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import types
+from typing import TYPE_CHECKING, Any
+
+import diffusers
+import torch
+from diffusers.models.attention_dispatch import dispatch_attention_fn
+from torch.nn import functional
+
+from vmonarch.attend import Attend
+from vmonarch.call import Call, current_call, running
+from vmonarch.context_parallel import TokenSplit, context_parallel_config, split_sequence
+from vmonarch.families import Family
+from vmonarch.kernels.common.launch import carry_tangents, learns
+from vmonarch.own import Bound, run_stack
+from vmonarch.sequence import TokenSequence
+
+if TYPE_CHECKING:
+    from vmonarch.base import VideoAttentionProcessor
+
+
+def _softmax(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    attention_kwargs: dict[str, Any] | None = None,
+    *,
+    backend: Any = None,
+    parallel_config: Any = None,
+) -> torch.Tensor:
+    """In place of `dispatch_attention_fn` while a borrowed processor runs: [B, S, H, D] -> [B, S, H, D]."""
+    ours, last_mask = running.now["borrowed"]
+    if dropout_p or attention_kwargs or scale not in (None, query.shape[-1] ** -0.5):
+        raise NotImplementedError(f"{ours.name} supports no dropout or scale in this model")
+    if is_causal:
+        # Of text to itself.
+        return dispatch_attention_fn(query, key, value, is_causal=True, enable_gqa=enable_gqa, backend=backend)
+    if enable_gqa:
+        key, value = (x.repeat_interleave(query.shape[2] // x.shape[2], 2) for x in (key, value))
+    # Text that has keys alone comes first.
+    keys_alone = key.shape[1] - query.shape[1]
+    if keys_alone:
+        query = functional.pad(query, (0, 0, 0, 0, keys_alone, 0))
+    call = current_call()._replace(backend=backend, key_mask=_key_mask(ours.name, attn_mask, last_mask, key.shape[1]))
+    # Autocast, and norms in float32, leave queries and keys in another dtype than values.
+    return ours.attend_joint(query.to(value.dtype), key.to(value.dtype), value, call)[:, keys_alone:]
+
+
+def _key_mask(
+    name: str, attn_mask: torch.Tensor | None, last_mask: torch.Tensor | None, keys: int
+) -> torch.Tensor | None:
+    """Which keys may be attended, boolean [B, S]; None for all.
+
+    Args:
+        last_mask: of the last keys, which the processor was not shown.
+    """
+    if last_mask is not None:
+        return functional.pad(last_mask.bool(), (keys - last_mask.shape[1], 0), value=True)
+    if attn_mask is None:
+        return None
+    if attn_mask.dtype != torch.bool or attn_mask.shape[1:] != (1, 1, keys):
+        raise NotImplementedError(
+            f"{name} supports a mask of keys, boolean [B, 1, 1, S], in this model's self-attention, got"
+            f" {attn_mask.dtype} {tuple(attn_mask.shape)}"
+        )
+    return attn_mask[:, 0, 0]
+
+
+def _routed(original: Any) -> Any:
+    """`dispatch_attention_fn` of a module, and our softmax while a borrowed processor runs."""
+
+    @functools.wraps(original)
+    def routed(*args: Any, **kwargs: Any) -> Any:
+        return (original if running.now.get("borrowed") is None else _softmax)(*args, **kwargs)
+
+    vars(routed)["_takes_ours"] = True
+    return routed
+
+
+def _scaled_dot_product_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any
+) -> torch.Tensor:
+    """torch's, and our softmax while a borrowed processor runs: [B, H, S, D] -> [B, H, S, D]."""
+    if running.now.get("borrowed") is None:
+        return functional.scaled_dot_product_attention(query, key, value, *args, **kwargs)
+    query, key, value = (x.transpose(1, 2) for x in (query, key, value))
+    return _softmax(query, key, value, *args, **kwargs).transpose(1, 2)
+
+
+# `torch.nn.functional` for those modules: torch.compile looks names up in modules alone.
+_FUNCTIONAL = types.ModuleType("vmonarch.functional")
+vars(_FUNCTIONAL).update(vars(functional), scaled_dot_product_attention=_scaled_dot_product_attention)
+
+
+def _route(cls: Any) -> None:
+    """Let the module that a class of processors is from ask for our softmax.
+
+    Raises:
+        RuntimeError: it does not call one of the functions above, so that this version of diffusers is unknown.
+    """
+    module: Any = sys.modules[cls.__module__]
+    call = cls.__call__
+    names = set(call.__code__.co_names) if isinstance(call, types.FunctionType) else set()
+    dispatches, computes = "dispatch_attention_fn" in names, {"F", "scaled_dot_product_attention"} <= names
+    if dispatches == computes:
+        raise RuntimeError(
+            f"{cls.__name__} of diffusers {diffusers.__version__} computes its softmax in a way that vmonarch does not"
+            " know; it knows that of diffusers 0.42"
+        )
+    if computes:
+        module.F = _FUNCTIONAL
+    elif not hasattr(module.dispatch_attention_fn, "_takes_ours"):
+        module.dispatch_attention_fn = _routed(module.dispatch_attention_fn)
+
+
+class Borrowed(Bound):
+    """What a model's own processor does, with its softmax by the stack.
+
+    Args:
+        family: of the model.
+        videos: how many videos of the grid the sequence holds, one after the other.
+        kept: whether the layer is one of `dense_layers`, ours only where ranks share tokens.
+    """
+
+    family: Family
+    videos: int
+    kept: bool
+
+    @property
+    def name(self) -> str:
+        return type(self.spec).__name__
+
+    def run(self, processor: Any, attn: Any, *args: Any, **kwargs: Any) -> Any:
+        """`processor`, the method of the model's own class, with our softmax."""
+        exact = self.kept or ((call := running.now.get("call")) is not None and call.dense)
+        if exact and context_parallel_config(self._parallel_config) is None:
+            return processor(attn, *args, **kwargs)
+        sparse, unseen = self.family.sparse, self.family.unseen_mask
+        if sparse is not None and kwargs.get(sparse) is not None:
+            self._check_sparse(sparse, kwargs[sparse], exact)
+            kwargs[sparse] = None
+        last_mask = None if unseen is None else kwargs.get(unseen)
+        if unseen is not None and last_mask is not None:
+            # What the processor makes of it costs nothing, and is not looked at.
+            kwargs[unseen] = last_mask.to("meta")
+        running.now["borrowed"] = self, last_mask
+        try:
+            return processor(attn, *args, **kwargs)
+        finally:
+            # What it holds lives no longer than its transformer.
+            running.now["borrowed"] = None
+
+    def _check_sparse(self, name: str, options: Any, exact: bool) -> None:
+        if exact:
+            raise NotImplementedError(
+                f"dense_steps and dense_layers keep the model's sparse attention ({name}), which context parallelism"
+                " does not support: use dense_steps=0 and dense_layers=0"
+            )
+        if options["to_fractal"] and self.spec.needs_raster:
+            raise ValueError(
+                f"{name} puts the tokens of a frame in another order: VMonarchProcessor serves it with coarse=1,"
+                " tiles=(1, 1), row_share=1, r_share=1 and neither bias nor plan, and no other does"
+            )
+
+    def attend_joint(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Call) -> torch.Tensor:
+        """What the stack makes of the model's queries, keys and values: [B, S, H, D] -> [B, S, H, D].
+
+        Raises:
+            ValueError: there are fewer tokens than the video has.
+            NotImplementedError: gradients where those of the ranks have no meaning.
+        """
+        call = call._replace(grid=call.grid._replace(frames=self.videos * call.grid.frames))
+        if context_parallel_config(self._parallel_config) is not None:
+            return self._attend_on_a_rank(query, key, value, call)
+        return self._attend(query, key, value, call, TokenSequence.of(call.grid, call.before, query.shape[1]), None)
+
+    @torch.compiler.disable(reason="attention under context parallelism exchanges tokens between processes")
+    def _attend_on_a_rank(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Call
+    ) -> torch.Tensor:
+        spread = self.family.spread
+        assert spread is not None
+        if not spread.differentiable and (learns(query, key, value) or carry_tangents(query, key, value)):
+            raise NotImplementedError(
+                "gradients are not supported under context parallelism with this model: call it under torch.no_grad()"
+            )
+        config = context_parallel_config(self._parallel_config)
+        split, tokens = split_sequence(config, spread.others_whole, call.grid, call.before, query.shape[1])
+        return self._attend(query, key, value, call, tokens, split)
+
+    def _attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        call: Call,
+        tokens: TokenSequence,
+        split: TokenSplit | None,
+    ) -> torch.Tensor:
+        call = call._replace(before=tokens.before, after=tokens.after)
+        return run_stack(self.attend, query, key, value, call, split)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _made, (type(self).__bases__[1], vars(self))
+
+
+@functools.cache
+def borrowed_class(cls: Any) -> Any:
+    """The subclass of a class of processors whose softmax is ours.
+
+    Raises:
+        RuntimeError: the class is not as it is known.
+    """
+    _route(cls)
+
+    # Modules tell by the signature which arguments a processor takes.
+    @functools.wraps(cls.__call__)
+    def call(self: Any, attn: Any, *args: Any, **kwargs: Any) -> Any:
+        return self.run(functools.partial(cls.__call__, self), attn, *args, **kwargs)
+
+    return type(f"VMonarch{cls.__name__}", (Borrowed, cls), {"__call__": call, "__module__": __name__})
+
+
+def _made(cls: Any, state: dict[str, Any]) -> Any:
+    processor = object.__new__(borrowed_class(cls))
+    vars(processor).update(state)
+    return processor
+
+
+def borrow(
+    spec: VideoAttentionProcessor, attend: Attend, original: Any, family: Family, *, videos: int = 1, kept: bool = False
+) -> Any:
+    """A processor that does what `original` does, with its softmax by a stack.
+
+    Args:
+        videos, kept: as in `Borrowed`.
+
+    Raises:
+        RuntimeError: `original` is of a class, or a version of diffusers, that is not known.
+    """
+    ours = {"spec": spec, "attend": attend, "family": family, "videos": videos, "kept": kept}
+    return _made(type(original), vars(original) | ours)

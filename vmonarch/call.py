@@ -1,0 +1,127 @@
+"""What is known of a transformer's running forward call, and how it reaches the attention of its layers.
+
+The transformer's forward pre-hook (`vmonarch.installation`) makes a `Call`, which lies in the running thread until the
+forward hook takes it away. A block that is computed again in backward gets the call that it was computed in.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from vmonarch.grid import LatentGrid
+
+if TYPE_CHECKING:
+    from vmonarch.context_parallel import Part, TokenSplit
+    from vmonarch.residuals import Branch
+
+
+class Call(NamedTuple):
+    """What an element of the attention stack may know. The pre-hook makes it, elements pass on `call._replace(…)`.
+
+    Args:
+        grid: of the video's tokens.
+        before, after: how many other tokens there are on either side of the video; before=None: all that there are.
+        dense: whether the step is one of `dense_steps`. (Not which step: torch.compile would make a graph of each.)
+        branch: whose residuals the call uses.
+        shared: what the layers have made for each other in this call, by what it is; None where nothing is kept.
+        key_mask: boolean [B, S], true where a key may be attended; None for all.
+        split: how the tokens are spread over ranks; None where all of them are here.
+        heads: which of the module's heads these are; None for all.
+        lse: whether the log-partition is wanted, too.
+        backend: the exact attention that the user has chosen in diffusers; None for the default.
+    """
+
+    grid: LatentGrid
+    before: int | None = 0
+    after: int = 0
+    dense: bool = False
+    branch: Branch | None = None
+    shared: dict[Any, Any] | None = None
+    key_mask: torch.Tensor | None = None
+    split: TokenSplit | None = None
+    heads: Part | None = None
+    lse: bool = False
+    backend: Any = None
+
+    @property
+    def others(self) -> int:
+        """How many tokens there are beside the video's, once the sequence is known."""
+        assert self.before is not None
+        return self.before + self.after
+
+
+class _Running(threading.local):
+    """What the thread is in: "call", of a transformer, and "borrowed", a processor of the model's with our softmax.
+
+    "timestep" is what a transformer was called with last.
+    """
+
+    # In a dictionary, because torch.compile passes over what is written to attributes of a threading.local.
+    def __init__(self) -> None:
+        self.now: dict[str, Any] = {}
+
+
+running = _Running()
+
+
+def current_call() -> Call:
+    """The call that the running thread is in.
+
+    Raises:
+        RuntimeError: it is in none, or in one whose grid is not known.
+    """
+    call: Call | None = running.now.get("call")
+    if call is None:
+        raise RuntimeError(
+            "attention of vmonarch needs the grid of the transformer's forward call: call the transformer itself, not"
+            " its forward or its blocks, checkpoint blocks by its enable_gradient_checkpointing(), and pass"
+            " grid=(frames, height, width) to the processor where the transformer's arguments do not tell it"
+        )
+    return call
+
+
+class CarryingCheckpoint:
+    """A transformer's checkpointing function, which computes a block again in the call that it was computed in.
+
+    Backward may come after other forward calls, and on a GPU it runs in another thread.
+
+    Args:
+        checkpoint: the function whose place it takes.
+    """
+
+    def __init__(self, checkpoint: Callable[..., Any]) -> None:
+        self.checkpoint = checkpoint
+
+    def __call__(self, block: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        # In one graph, the whole transformer has its backward pass in it.
+        if not torch.compiler.is_compiling() and (call := running.now.get("call")) is not None:
+            block = _Carried(block, call._replace(shared=None))
+        return self.checkpoint(block, *args, **kwargs)
+
+
+class _Carried:
+    """A block together with the call that it belongs to."""
+
+    def __init__(self, block: Callable[..., Any], call: Call) -> None:
+        self.block, self.call = block, call
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        before, running.now["call"] = running.now.get("call"), self.call
+        try:
+            return self.block(*args, **kwargs)
+        finally:
+            running.now["call"] = before
+
+
+def carry_calls(transformer: torch.nn.Module, on: bool) -> None:
+    """Have the checkpointing functions of a transformer's modules carry its calls, or be as before."""
+    module: Any
+    for module in transformer.modules():
+        function = vars(module).get("_gradient_checkpointing_func")
+        carries = isinstance(function, CarryingCheckpoint)
+        if function is not None and carries != on:
+            module._gradient_checkpointing_func = CarryingCheckpoint(function) if on else function.checkpoint

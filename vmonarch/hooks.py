@@ -1,0 +1,126 @@
+"""What is kept on a transformer while a processor is applied, and its forward hooks, which make the `Call`."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+
+from vmonarch.base import VideoAttentionProcessor
+from vmonarch.call import Call, carry_calls, running
+from vmonarch.dense import DenseSet
+from vmonarch.families import Family
+from vmonarch.grid import LatentGrid
+from vmonarch.own import Bound
+from vmonarch.parallelism import check_no_first_block_cache
+from vmonarch.residuals import ResidualSharing
+from vmonarch.steps import denoising_step
+
+_ATTRIBUTE = "_vmonarch_record"
+
+
+@dataclasses.dataclass
+class Record:
+    """Kept on a transformer while a processor is applied to it; copied with it.
+
+    Args:
+        processor: the one that was given.
+        family: of the transformer. names: of the arguments of its forward.
+        originals: (module, its processor before) of all modules that have one.
+        bound: what `apply` made of the processor, in the order of layers.
+        sharing: the residuals of the pipeline, if they are shared between steps.
+        grid: of the latest call, in any thread.
+        lora: name of the LoRA layers that came with the processor's parameters (`load_adapter`), which go with it.
+        idle: whether others have replaced all processors of ours since (`note_processors`).
+    """
+
+    processor: VideoAttentionProcessor
+    family: Family
+    names: tuple[str, ...]
+    originals: list[tuple[torch.nn.Module, Any]]
+    bound: list[Bound]
+    sharing: ResidualSharing | None
+    grid: LatentGrid | None = None
+    lora: str | None = None
+    idle: bool = False
+
+
+def record_of(transformer: Any) -> Record | None:
+    """What is kept on a transformer; None where nothing is applied."""
+    return getattr(transformer, _ATTRIBUTE, None)
+
+
+def keep(transformer: torch.nn.Module, record: Record | None) -> None:
+    """Put a record in the place of the one there is, and the hooks on the transformer; None: take both away."""
+    before = record_of(transformer)
+    if before is not None and before.sharing is not None:
+        before.sharing.forget()
+    if record is None:
+        _remove_hooks(transformer)
+        carry_calls(transformer, False)
+        delattr(transformer, _ATTRIBUTE)
+        return
+    if before is None:
+        transformer.register_forward_pre_hook(_begin_call, with_kwargs=True)
+        transformer.register_forward_hook(_end_call, always_call=True)
+    setattr(transformer, _ATTRIBUTE, record)
+
+
+def _begin_call(transformer: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Forward pre-hook: tell the layers what they need to know of this call.
+
+    Stateless: what it writes to belongs to the module, so that copies of it stay apart.
+
+    Raises:
+        ValueError: the processor was given another grid.
+        RuntimeError: `dense_steps` or `refresh` are asked for, and the step is not known.
+        NotImplementedError: First Block Cache under context parallelism.
+    """
+    record = record_of(transformer)
+    assert record is not None
+    if record.idle:
+        return
+    check_no_first_block_cache(transformer)
+    arguments, compiling = dict(zip(record.names, args, strict=False)) | kwargs, torch.compiler.is_compiling()
+    if torch.is_grad_enabled() and not compiling:
+        carry_calls(transformer, True)
+    given, found = record.processor.grid, record.family.grid(arguments, transformer.config)
+    if given is not None and found not in (None, given):
+        raise ValueError(f"grid={tuple(given)}, but the transformer was given the grid {tuple(found)}")
+    grid = given or found
+    if grid is None:
+        running.now["call"] = None
+        return
+    if not compiling:
+        running.now["timestep"] = arguments.get("timestep")
+        if record.grid != grid:
+            record.processor.warn_of_size(grid)
+    record.grid = grid
+    dense, branch, steps = False, None, DenseSet("dense_steps", record.processor.dense_steps)
+    if steps.some:
+        step = denoising_step(transformer, arguments.get("timestep"), "dense_steps", "use dense_steps=0")
+        dense = steps.contains(step.step, step.steps)
+    if record.sharing is not None:
+        branch = record.sharing.begin(transformer, arguments, record.family.by_step)
+    shared: dict[Any, Any] | None = None if compiling else {}
+    running.now["call"] = Call(grid, record.family.before(arguments), dense=dense, branch=branch, shared=shared)
+
+
+def _end_call(transformer: torch.nn.Module, *_: Any) -> None:
+    """Forward hook, which runs after an error, too; stateless as well."""
+    call, sharing = running.now.get("call"), getattr(transformer, _ATTRIBUTE).sharing
+    running.now["call"] = None
+    if sharing is not None and call is not None:
+        sharing.end(call.branch)
+
+
+def _remove_hooks(transformer: torch.nn.Module) -> None:
+    # Not by their handles, which a copied transformer does not have.
+    for hooks, ours, options in (
+        (transformer._forward_pre_hooks, _begin_call, transformer._forward_pre_hooks_with_kwargs),
+        (transformer._forward_hooks, _end_call, transformer._forward_hooks_always_called),
+    ):
+        for key in [key for key, hook in hooks.items() if hook is ours]:
+            del hooks[key]
+            options.pop(key, None)

@@ -1,0 +1,147 @@
+"""Part of the attention stack as one operator for all layers, for torch.compile.
+
+Layers of a plan, whose heads compute different methods, differ in their code, and torch.compile would make a graph for
+each of them, of which it allows eight. Where residuals are shared, the steps differ. Here a layer is a number in a
+tensor, which the operator looks up when it runs: one graph serves all. The price is in training: backward computes the
+attention once more.
+
+Shapes: B batch, S tokens, H heads, D head dim, E value dim.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import weakref
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from vmonarch.attend import Attend, Result
+from vmonarch.call import Call, running
+from vmonarch.grid import LatentGrid
+from vmonarch.kernels.common.launch import carry_tangents, learns
+
+_ABOVE_AUTOGRAD = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
+_numbers = itertools.count()
+_layers: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+
+
+@dataclass(frozen=True)
+class Opaque:
+    """One operator where torch.compile compiles, and nothing elsewhere. A copy has a number of its own.
+
+    Args:
+        inference: whether what is inside has no gradient.
+        number: by which the operator finds it, int64 [1] on the CPU.
+    """
+
+    inner: Attend
+    inference: bool
+    number: torch.Tensor = field(repr=False, compare=False)
+
+    @classmethod
+    def around(cls, inner: Attend, inference: bool) -> Opaque:
+        """It with a new number, by which it is found as long as it lives."""
+        number = next(_numbers)
+        # torch.compile saves it for backward.
+        with torch.inference_mode(False):
+            made = cls(inner, inference, torch.tensor([number]))
+        _layers[number] = made
+        return made
+
+    def __call__(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Call) -> Result:
+        tangents = carry_tangents(query, key, value)
+        if self.inference and (tangents or learns(query, key, value)):
+            raise RuntimeError("refresh is for inference: residuals have no gradient; train with refresh=None")
+        # The operator has no forward-mode derivative.
+        if not torch.compiler.is_compiling() or tangents:
+            return self.inner(query, key, value, call)
+        # Of the call, it is given what belongs to the tokens; the rest it finds when it runs, or there would be a graph
+        # for every step.
+        return attend(query, key, value, self.number, call.key_mask, [*call.grid, call.before, call.after]), None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Opaque:
+        return Opaque.around(copy.deepcopy(self.inner, memo), self.inference)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Opaque.around, (self.inner, self.inference)
+
+
+# A recorded CUDA graph would repeat the layer that it was recorded for: inductor leaves such operators out of graphs.
+_UNRECORDED = (torch.Tag.cudagraph_unsafe,)
+
+
+@torch.library.custom_op("vmonarch::attend", mutates_args=(), tags=_UNRECORDED)
+def attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    number: torch.Tensor,
+    key_mask: torch.Tensor | None,
+    tokens: list[int],
+) -> torch.Tensor:
+    """What the layer of this number makes of [B, S, H, D] and a mask [B, S]: [B, S, H, E].
+
+    Args:
+        tokens: T, H, W of the grid, and how many other tokens come before and after the video.
+    """
+    return _attend(number, query, key, value, key_mask, tokens).contiguous()
+
+
+def _attend(
+    number: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    key_mask: torch.Tensor | None,
+    tokens: list[int],
+) -> torch.Tensor:
+    grid = LatentGrid(*tokens[:3])
+    # Backward may run outside of all calls; of them, it needs no more than the tokens.
+    call: Call = running.now.get("call") or Call(grid)
+    call = call._replace(grid=grid, before=tokens[3], after=tokens[4], key_mask=key_mask)
+    return _layers[int(number)].inner(query, key, value, call)[0]
+
+
+@attend.register_fake
+def _(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any) -> torch.Tensor:
+    return query.new_empty(*query.shape[:3], value.shape[3])
+
+
+@torch.library.custom_op("vmonarch::attend_backward", mutates_args=(), tags=_UNRECORDED)
+def attend_backward(
+    gradient: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    number: torch.Tensor,
+    key_mask: torch.Tensor | None,
+    tokens: list[int],
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(dq, dk, dv), each in the shape and dtype of its input."""
+    query, key, value = (tensor.detach().requires_grad_() for tensor in (query, key, value))
+    # Operators run below autograd; its graph is wanted here, also of what the backward pass computes again.
+    with torch._C._ForceDispatchKeyGuard(*_ABOVE_AUTOGRAD), torch.enable_grad():
+        out = _attend(number, query, key, value, key_mask, tokens)
+        found = torch.autograd.grad(out, (query, key, value), gradient)
+    dq, dk, dv = (tensor.contiguous() for tensor in found)
+    return dq, dk, dv
+
+
+@attend_backward.register_fake
+def _(gradient: torch.Tensor, *inputs: Any) -> tuple[torch.Tensor, ...]:
+    return tuple(x.new_empty(x.shape) for x in inputs[:3])
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    *tensors, ctx.tokens = inputs
+    ctx.save_for_backward(*tensors)
+
+
+def _backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    return *attend_backward(gradient, *ctx.saved_tensors, ctx.tokens), None, None, None
+
+
+attend.register_autograd(_backward, setup_context=_setup_context)

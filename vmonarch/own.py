@@ -1,0 +1,158 @@
+"""The first element of the attention stack in the Wan family, whose projections, norms and rotary embedding are ours.
+
+    hidden states [B, S, C] -> query, key, value [B, S, H, D] -> stack -> [B, S, C]
+
+Shapes: B batch, S tokens (s on this rank), H heads, D head dim, C = H·D channels.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import TYPE_CHECKING, Any, Self
+
+import torch
+
+from vmonarch.attend import Attend, Exact, Share, stack_lines
+from vmonarch.call import Call, current_call
+from vmonarch.context_parallel import TokenSplit, check_heads, context_parallel_config, split_tokens
+from vmonarch.grid import LatentGrid
+from vmonarch.projections import project
+from vmonarch.xfuser_groups import split_video
+
+if TYPE_CHECKING:
+    from vmonarch.base import VideoAttentionProcessor
+
+# Cosines and sines, [1, S, 1, D] each.
+Rotary = tuple[torch.Tensor, torch.Tensor] | None
+
+
+class Bound:
+    """What an attention module has for a processor while one of ours is applied. `repr` prints its stack.
+
+    Args:
+        spec: the processor that was applied.
+        attend: the stack below the first element.
+        original: the module's processor before, which computes dense steps.
+    """
+
+    spec: VideoAttentionProcessor
+    attend: Attend
+    # Declared for diffusers, which sets it on every processor that has it, as those of some models do not.
+    _parallel_config: Any = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        twin = object.__new__(type(self))
+        memo[id(self)] = twin
+        shared = ("spec", "_parallel_config", "_attention_backend")
+        state = {name: x if name in shared else copy.deepcopy(x, memo) for name, x in vars(self).items()}
+        vars(twin).update(state)
+        return twin
+
+    def __repr__(self) -> str:
+        return "\n".join([type(self).__name__, *(f"  {line}" for line in stack_lines(self.attend))])
+
+
+def run_stack(
+    attend: Attend, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Call, split: TokenSplit | None
+) -> torch.Tensor:
+    """What a stack makes of the tokens of this rank: [B, s, H, D] -> [B, s, H, D]."""
+    if split is not None:
+        attend, call = Share(attend), call._replace(split=split)
+    device = query.device.type
+    # Autocast does not know the meta device.
+    if device == "meta" or not torch.is_autocast_enabled(device):
+        return attend(query, key, value, call)[0]
+    # The ops choose their precision themselves: autocast would round their sums in float32.
+    with torch.autocast(device, enabled=False):
+        return attend(query, key, value, call)[0]
+
+
+class Own(Bound):
+    """The processor of a self-attention module of the Wan family."""
+
+    _attention_backend: Any = None
+
+    def __init__(self, spec: VideoAttentionProcessor, attend: Attend, original: Any) -> None:
+        self.spec, self.attend = spec, attend
+        # A copy, so that an attention backend chosen later reaches the dense steps and leaves the original alone.
+        self.original = copy.copy(original)
+        self._attention_backend = getattr(original, "_attention_backend", None)
+        # Whether the transformer is one of xfuser's, whose ranks may hold parts of the tokens.
+        self._in_xfuser = type(original).__module__.startswith("xfuser.")
+
+    def __call__(
+        self,
+        attn: Any,
+        hidden_states: torch.Tensor,
+        encoder_hidden_states: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        rotary_emb: Rotary = None,
+        **others: Any,
+    ) -> torch.Tensor:
+        """Self-attention of the module: hidden_states [B, S, C] -> [B, S, C].
+
+        Raises:
+            TypeError, ValueError: an argument that exact attention alone supports, a grid that does not fit the tokens,
+                or fewer heads than ranks under context parallelism.
+            NotImplementedError: tokens are spread over several ranks for ring attention.
+            RuntimeError: the grid or the step that an option needs is not known here.
+        """
+        name = type(attn).__name__
+        others |= {"encoder_hidden_states": encoder_hidden_states}
+        unknown = [argument for argument, value in others.items() if value is not None]
+        if unknown:
+            raise TypeError(f"self-attention of vmonarch supports no {', '.join(unknown)} in {name}")
+        if attention_mask is not None:
+            raise ValueError("attention_mask must be None in self-attention of vmonarch: every token attends to all")
+        if self._in_xfuser or context_parallel_config(self._parallel_config) is not None:
+            return self._on_a_rank(attn, hidden_states, rotary_emb)
+        return self._self_attention(attn, hidden_states, rotary_emb, None)
+
+    def _self_attention(
+        self, attn: Any, hidden_states: torch.Tensor, rotary_emb: Rotary, split: TokenSplit | None
+    ) -> torch.Tensor:
+        tokens = hidden_states.shape[1] if split is None else split.all_tokens
+        # Of exact attention, nothing but the number of tokens matters.
+        call = Call(LatentGrid(1, 1, tokens)) if isinstance(self.attend, Exact) else current_call()
+        if call.dense:
+            return self._exact(attn, hidden_states, rotary_emb)
+        if call.grid.tokens != tokens:
+            raise ValueError(
+                f"grid {tuple(call.grid)} has {call.grid.tokens} tokens, but self-attention was given {tokens}"
+            )
+        call = call._replace(backend=self._attention_backend)
+        to_out: Any = attn.to_out
+        return to_out[1](to_out[0](self.mix(attn, hidden_states, rotary_emb, call, split)))
+
+    def mix(
+        self, attn: Any, hidden_states: torch.Tensor, rotary_emb: Rotary, call: Call, split: TokenSplit | None
+    ) -> torch.Tensor:
+        """What a module computes before its output projection: [B, s, C] -> [B, s, C]."""
+        query, key, value = project(attn, hidden_states, rotary_emb, self.spec.implementation)
+        return run_stack(self.attend, query, key, value, call, split).flatten(2, 3)
+
+    def _exact(self, attn: Any, hidden_states: torch.Tensor, rotary_emb: Any) -> torch.Tensor:
+        """What the module's own processor computes."""
+        for name in ("_attention_backend", "_parallel_config"):
+            if getattr(self.original, name, None) is not getattr(self, name):
+                setattr(self.original, name, getattr(self, name))
+        return self.original(attn, hidden_states, None, None, rotary_emb)
+
+    @torch.compiler.disable(reason="attention under context parallelism exchanges tokens between processes")
+    def _on_a_rank(self, attn: Any, hidden_states: torch.Tensor, rotary_emb: Rotary) -> torch.Tensor:
+        """Self-attention where this process may have a part of the tokens."""
+        if not self._in_xfuser:
+            config = context_parallel_config(self._parallel_config)
+            self.spec.check_context_parallel(config, attn.heads)
+            return self._self_attention(attn, hidden_states, rotary_emb, split_tokens(config, hidden_states.shape[1]))
+        call = current_call()
+        split = None if call.dense else split_video(call.grid, hidden_states.shape[1])
+        if split is None:
+            return self._self_attention(attn, hidden_states, rotary_emb, None)
+        check_heads(len(split.tokens), attn.heads)
+        # What this rank has beyond its tokens is padding.
+        held = split.tokens[split.rank]
+        if rotary_emb is not None:
+            rotary_emb = rotary_emb[0][:, :held], rotary_emb[1][:, :held]
+        out = self._self_attention(attn, hidden_states[:, :held], rotary_emb, split)
+        return torch.nn.functional.pad(out, (0, 0, 0, hidden_states.shape[1] - held))
