@@ -407,10 +407,10 @@ class ControlProcessor(VideoAttentionProcessor):
     def bind(self, layer: Layer, original: Any) -> Any:
         return TrainedLayer(self, layer.attn, original) if self.LEARNS else super().bind(layer, original)
 
-    def check_context_parallel(self, config: Any, heads: int) -> None:
+    def check_context_parallel(self, config: Any, heads: int, joint: bool = False) -> None:
         if self.LEARNS:
             raise NotImplementedError(f"context parallelism is not supported with {self.control!r}")
-        super().check_context_parallel(config, heads)
+        super().check_context_parallel(config, heads, joint)
 
 
 class TrainedLayer(LearningLayer):

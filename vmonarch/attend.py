@@ -45,12 +45,7 @@ Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Call], Result]
 
 @dataclass(frozen=True)
 class Op:
-    """An op of ours on the video's tokens, with a bias if it has one.
-
-    Args:
-        options: of the op, which tell it.
-        implementation: "auto", "triton" or "torch".
-    """
+    """An op of ours on the video's tokens, which its options tell, with a bias if there is one."""
 
     options: Options
     implementation: str = "auto"
@@ -103,11 +98,7 @@ class Biased:
 
 @dataclass(frozen=True)
 class ByHead:
-    """A method for every head, as a plan says; heads of one method are computed together.
-
-    Args:
-        methods: by name. heads: the name of the method of each of the module's heads.
-    """
+    """A method for each of the module's heads, as a plan names them; heads of one method are computed together."""
 
     methods: Mapping[str, Attend]
     heads: tuple[str, ...]

@@ -163,8 +163,11 @@ class VideoAttentionProcessor:
             " use vmonarch.apply(pipe_or_transformer, processor), or set_attn_processor of the pipeline or transformer"
         )
 
-    def check_context_parallel(self, config: Any, heads: int) -> None:
+    def check_context_parallel(self, config: Any, heads: int, joint: bool = False) -> None:
         """Check that self-attention with this number of heads works under diffusers' `ContextParallelConfig`.
+
+        Args:
+            joint: whether the model is beyond the Wan family, so that all attention of the video is ours.
 
         Raises:
             NotImplementedError: ring attention.
@@ -174,21 +177,11 @@ class VideoAttentionProcessor:
         check_ring(config.ring_degree, "ContextParallelConfig(ulysses_degree=…)")
         ranks = config.ulysses_degree
         check_heads(ranks, heads)
-        if self._dense is not None and heads % ranks and not config.ulysses_anything:
+        if not joint and self._dense is not None and heads % ranks and not config.ulysses_anything:
             raise ValueError(
                 f"{self._dense} keeps the model's own attention, which shares heads evenly: its {heads} do not divide"
                 f" by ulysses_degree={ranks}; use ulysses_anything=True or {self._dense}=0"
             )
-
-    def check_joint_context_parallel(self, config: Any, heads: int) -> None:
-        """`check_context_parallel` beyond the Wan family, where all attention of the video is ours.
-
-        Raises:
-            NotImplementedError: ring attention.
-            ValueError: there are fewer heads than ranks.
-        """
-        check_ring(config.ring_degree, "ContextParallelConfig(ulysses_degree=…)")
-        check_heads(config.ulysses_degree, heads)
 
     def check_run(self, grid: LatentGrid, steps: int, layers: int) -> None:
         """Raise ValueError if an option does not fit a run of so many steps of a transformer with so many layers."""

@@ -66,9 +66,8 @@ def check_parallelism(transformer: Any, processor: VideoAttentionProcessor, appl
 
 def _check_processor(transformer: Any, processor: VideoAttentionProcessor, config: Any) -> None:
     family = known_family(transformer)
-    check = processor.check_context_parallel if family.own else processor.check_joint_context_parallel
     for _, attn in family.layers(transformer):
-        check(config, heads_of(attn))
+        processor.check_context_parallel(config, heads_of(attn), joint=not family.own)
 
 
 def check_no_first_block_cache(transformer: Any) -> None:
@@ -117,7 +116,7 @@ def _enable_parallelism(transformer: Any, *, config: Any, cp_plan: Any = None) -
         raise ValueError("cp_plan must be left alone while a processor of vmonarch is applied, which brings its own")
     for attn in _sharing(transformer):
         if isinstance(attn.processor, Borrowed):
-            attn.processor.spec.check_joint_context_parallel(parallel, heads_of(attn))
+            attn.processor.spec.check_context_parallel(parallel, heads_of(attn), joint=True)
         else:
             _check_even(attn, parallel)
     enable(cp_plan=None if spread.plan is None else spread.plan(transformer.config))
