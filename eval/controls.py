@@ -21,11 +21,12 @@ from typing import Any
 import torch
 
 from vmonarch.attend import Attend, Result
+from vmonarch.autocast import without_autocast
 from vmonarch.base import Layer, VideoAttentionProcessor
 from vmonarch.based import LearningLayer
 from vmonarch.call import Call
 from vmonarch.context_parallel import TokenSplit
-from vmonarch.exact import ExactBlocks
+from vmonarch.exact_blocks import ExactBlocks
 from vmonarch.grid import LatentGrid
 from vmonarch.kernels.flash_entropy.api import flash_entropy_attention
 from vmonarch.kernels.monarch.api import vmonarch_attention
@@ -36,7 +37,6 @@ from vmonarch.kernels.two_resolution.reference import chosen_tiles, tile_means
 from vmonarch.kernels.two_resolution.tiling import Tiling, places_of, tiling_of
 from vmonarch.options import Options, VMonarchOptions
 from vmonarch.own import Rotary
-from vmonarch.precision import own_precision
 from vmonarch.projections import project
 from vmonarch.two_resolution_options import TwoResolutionOptions
 from vmonarch.validation import check_flag, check_positive_integer
@@ -278,7 +278,7 @@ class Trained(TwoResolutionOptions, Control):
         raise NotImplementedError
 
 
-@own_precision
+@without_autocast
 def _near_and_far(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, grid: LatentGrid, control: Trained, implementation: str
 ) -> tuple[torch.Tensor, torch.Tensor]:

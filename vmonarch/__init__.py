@@ -19,7 +19,7 @@ from vmonarch.lazy import lazy_names
 _EXPORTS = {
     "__version__": "vmonarch.version",
     "LatentGrid": "vmonarch.grid",
-    "ExactBlocks": "vmonarch.exact",
+    "ExactBlocks": "vmonarch.exact_blocks",
     "VMonarchOptions": "vmonarch.options",
     "FirstOrderOptions": "vmonarch.options",
     "TwoResolutionOptions": "vmonarch.two_resolution_options",
@@ -57,7 +57,7 @@ if TYPE_CHECKING:
     from vmonarch.adapters import load_adapter as load_adapter
     from vmonarch.adapters import save_adapter as save_adapter
     from vmonarch.based import BasedProcessor as BasedProcessor
-    from vmonarch.exact import ExactBlocks as ExactBlocks
+    from vmonarch.exact_blocks import ExactBlocks as ExactBlocks
     from vmonarch.grid import LatentGrid as LatentGrid
     from vmonarch.installation import apply as apply
     from vmonarch.installation import restore as restore

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self, TypeVar
 
-from vmonarch.exact import ExactBlocks, resolve_exact
+from vmonarch.exact_blocks import ExactBlocks, resolve_exact
 from vmonarch.grid import LatentGrid
 from vmonarch.validation import check_flag, check_positive_integer, plain
 

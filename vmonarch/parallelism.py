@@ -37,10 +37,10 @@ def _spread_of(transformer: Any) -> Spread:
     return spread
 
 
-def _has_our_plan(transformer: Any) -> bool:
+def _has_our_cp_plan(transformer: Any) -> bool:
     """Whether context parallelism spreads the tokens of such a transformer by a plan of ours."""
     spread = known_family(transformer).spread
-    return spread is not None and spread.plan is not None
+    return spread is not None and spread.cp_plan is not None
 
 
 def check_parallelism(transformer: Any, processor: VideoAttentionProcessor, applied: bool) -> None:
@@ -56,7 +56,7 @@ def check_parallelism(transformer: Any, processor: VideoAttentionProcessor, appl
     config = _config_of(transformer)
     if config is None:
         return
-    if not applied and not known_family(transformer).own and _spread_of(transformer).plan is not None:
+    if not applied and not known_family(transformer).own and _spread_of(transformer).cp_plan is not None:
         raise ValueError(
             f"enable_parallelism has spread the tokens of a {type(transformer).__name__} in another way than"
             " vmonarch.apply needs: load it again, and apply before enable_parallelism"
@@ -119,7 +119,7 @@ def _enable_parallelism(transformer: Any, *, config: Any, cp_plan: Any = None) -
             attn.processor.spec.check_context_parallel(parallel, heads_of(attn), joint=True)
         else:
             _check_even(attn, parallel)
-    enable(cp_plan=None if spread.plan is None else spread.plan(transformer.config))
+    enable(cp_plan=None if spread.cp_plan is None else spread.cp_plan(transformer.config))
     share_parallel_config(transformer)
     if spread.leading is not None:
         _split_leading(transformer, family, spread.leading)
@@ -144,7 +144,7 @@ def share_parallel_config(transformer: Any) -> None:
 
 def _sharing(transformer: Any) -> list[Any]:
     """The attention modules whose ranks share heads: all by diffusers' plans, by ours those whose keys are split."""
-    if _has_our_plan(transformer):
+    if _has_our_cp_plan(transformer):
         return known_family(transformer).sharing(transformer)
     return _with_parallel_config(transformer)
 
@@ -156,7 +156,7 @@ def _with_parallel_config(transformer: Any) -> list[Any]:
 
 def check_restorable(transformer: Any) -> None:
     """Raise RuntimeError if tokens are spread in a way in which the model's own attention would be wrong."""
-    if _config_of(transformer) is not None and _has_our_plan(transformer):
+    if _config_of(transformer) is not None and _has_our_cp_plan(transformer):
         raise RuntimeError(
             f"a {type(transformer).__name__} cannot be restored under context parallelism: its tokens are spread by a"
             " plan of vmonarch's, with which its own attention would be wrong; load it again"

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from vmonarch.exact import ExactBlocks
+from vmonarch.exact_blocks import ExactBlocks
 from vmonarch.files import AtomicFiles
 from vmonarch.flops import first_order_flops, full_flops, two_resolution_flops, vmonarch_flops
 from vmonarch.grid import LatentGrid

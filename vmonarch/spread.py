@@ -20,7 +20,7 @@ class Spread:
     """How the tokens of a model are spread over ranks.
 
     Args:
-        plan: diffusers' plan, of a model's config: what is split and what is gathered; None for the one that its class
+        cp_plan: diffusers' plan, of a model's config: what is split and gathered; None for the one that its class
             has already.
         others_whole: whether every rank has all tokens beside the video's in its sequence. Otherwise ranks have parts
             of the whole sequence, one after the other.
@@ -31,7 +31,7 @@ class Spread:
             compute an output from whole tokens.
     """
 
-    plan: Callable[[Any], Plan] | None
+    cp_plan: Callable[[Any], Plan] | None
     others_whole: bool = False
     across: tuple[str, ...] = ()
     leading: str | None = None

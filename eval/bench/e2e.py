@@ -24,8 +24,8 @@ from vmonarch.configs.methods import AttentionMethod, resolve_method
 from vmonarch.eval.attention_flops import STEP_KINDS, step_kinds, transformers_by_step
 from vmonarch.eval.bench.gate import MODEL_BOUNDS, failure
 from vmonarch.eval.bench.machine import Clock, allocated, measured_dtype, release_memory, summary
+from vmonarch.eval.bench.rows import caption
 from vmonarch.eval.bench.runner import Bench, Way, Ways, choose, profiled
-from vmonarch.eval.bench.tables import caption
 from vmonarch.eval.render.table import shown_number
 from vmonarch.eval.wan_models import WanModel, read_model, share_weights
 from vmonarch.files import check_output, write_json

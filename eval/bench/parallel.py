@@ -24,8 +24,8 @@ from torch.multiprocessing.spawn import ProcessException
 from vmonarch.configs import InputError
 from vmonarch.eval.bench import e2e
 from vmonarch.eval.bench.machine import Clock, check_device, measured_dtype
+from vmonarch.eval.bench.rows import caption, digits
 from vmonarch.eval.bench.runner import left_out, run_bench
-from vmonarch.eval.bench.tables import caption, digits
 from vmonarch.eval.render.table import shown_number
 from vmonarch.eval.wan_models import read_model
 from vmonarch.exchange import split_evenly, ulysses_bytes

@@ -33,7 +33,7 @@ from vmonarch.eval.bench.machine import (
     release_memory,
     summary,
 )
-from vmonarch.eval.bench.tables import tables
+from vmonarch.eval.bench.rows import tables
 from vmonarch.files import check_output, write_json
 
 FORMAT = "vmonarch-bench-1"

@@ -6,15 +6,15 @@ from typing import Any
 
 import torch
 
+from vmonarch.autocast import without_autocast
 from vmonarch.grid import LatentGrid
 from vmonarch.kernels.common.checks import check_qkv
 from vmonarch.kernels.first_order.reference import first_order_attention_reference
 from vmonarch.options import FirstOrderOptions
-from vmonarch.precision import own_precision
 from vmonarch.validation import check_flag, check_implementation, resolve_scale
 
 
-@own_precision
+@without_autocast
 def first_order_attention(
     query: torch.Tensor,
     key: torch.Tensor,

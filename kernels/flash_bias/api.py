@@ -6,15 +6,15 @@ from typing import Any
 
 import torch
 
+from vmonarch.autocast import without_autocast
 from vmonarch.kernels.common.checks import check_factors, check_key_mask, check_qkv
 from vmonarch.kernels.common.launch import use_triton
 from vmonarch.kernels.flash_bias.factors import why_too_wide
 from vmonarch.kernels.flash_bias.reference import flash_bias_attention_reference
-from vmonarch.precision import own_precision
 from vmonarch.validation import check_flag, check_implementation, resolve_scale
 
 
-@own_precision
+@without_autocast
 def flash_bias_attention(
     query: torch.Tensor,
     key: torch.Tensor,

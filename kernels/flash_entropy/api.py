@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import torch
 
+from vmonarch.autocast import without_autocast
 from vmonarch.kernels.common.checks import check_qkv
 from vmonarch.kernels.common.launch import use_triton
 from vmonarch.kernels.flash_entropy.reference import flash_entropy_attention_reference
-from vmonarch.precision import own_precision
 from vmonarch.validation import check_flag, check_implementation, resolve_scale
 
 
-@own_precision
+@without_autocast
 def flash_entropy_attention(
     query: torch.Tensor,
     key: torch.Tensor,

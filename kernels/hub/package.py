@@ -1,6 +1,6 @@
 """VMonarch attention: structured attention for video diffusion transformers, forward and backward."""
 
-from vmonarch.exact import ExactBlocks
+from vmonarch.exact_blocks import ExactBlocks
 from vmonarch.grid import LatentGrid
 from vmonarch.kernels.flash_bias.api import flash_bias_attention
 from vmonarch.kernels.flash_entropy.api import flash_entropy_attention

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import torch
 
-from vmonarch.precision import own_precision
+from vmonarch.autocast import without_autocast
 
 
-@own_precision
+@without_autocast
 def merge_partials_reference(*partials: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
     """Arguments and result as in `merge_partials`."""
     outs = [out for out, _ in partials]

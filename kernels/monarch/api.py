@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from vmonarch.autocast import without_autocast
 from vmonarch.grid import LatentGrid
 from vmonarch.kernels.common.checks import check_factors, check_key_mask, check_qkv
 from vmonarch.kernels.common.launch import use_triton
@@ -13,14 +14,13 @@ from vmonarch.kernels.flash_bias.factors import extended
 from vmonarch.kernels.monarch.blocks import exact_key_frames, grid_layout, sequence_layout
 from vmonarch.kernels.monarch.reference import monarch_attention_reference
 from vmonarch.options import VMonarchOptions, takes_options
-from vmonarch.precision import own_precision
 from vmonarch.validation import check_flag, check_implementation, check_positive_integer, resolve_scale
 
 PADDINGS = ("post", "pre")
 
 
 @takes_options
-@own_precision
+@without_autocast
 def vmonarch_attention(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -120,7 +120,7 @@ def _with_bias(query: torch.Tensor, key: torch.Tensor, bias: object, scale: floa
     return extended(query, key, query_factor, key_factor, scale)
 
 
-@own_precision
+@without_autocast
 def monarch_attention(
     query: torch.Tensor,
     key: torch.Tensor,

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from vmonarch.exact import ExactBlocks
+from vmonarch.exact_blocks import ExactBlocks
 from vmonarch.grid import LatentGrid
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from vmonarch.exact import ExactBlocks
+from vmonarch.exact_blocks import ExactBlocks
 from vmonarch.kernels.common.constants import kept
 from vmonarch.kernels.flash_entropy.segments import Segment
 from vmonarch.kernels.monarch.blocks import exact_key_frames

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from vmonarch.exact import ExactBlocks
+from vmonarch.exact_blocks import ExactBlocks
 from vmonarch.kernels.common.launch import learns, needs_operator
 from vmonarch.kernels.monarch.call import MonarchCall
 from vmonarch.kernels.monarch.fused import backward, forward, saved_shapes

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import torch
 
+from vmonarch.autocast import without_autocast
 from vmonarch.kernels.common.launch import KERNEL_DTYPES, TRITON_INSTALLED, interpreted, use_triton
 from vmonarch.kernels.norm_rotary.reference import norm_rotary_reference
-from vmonarch.precision import own_precision
 from vmonarch.validation import check_implementation, check_positive_integer
 
 # Channels that one program holds in its registers.
 MAX_CHANNELS = 16384
 
 
-@own_precision
+@without_autocast
 def norm_rotary(
     x: torch.Tensor,
     weight: torch.Tensor,

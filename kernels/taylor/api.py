@@ -6,18 +6,18 @@ from typing import Any
 
 import torch
 
+from vmonarch.autocast import without_autocast
 from vmonarch.kernels.common.checks import check_qkv
 from vmonarch.kernels.common.launch import MAX_HEAD_DIM, learns, use_triton
 from vmonarch.kernels.taylor.feature_maps import FEATURE_MAPS, FeatureMap
 from vmonarch.kernels.taylor.reference import LinearState, taylor_attention_reference
-from vmonarch.precision import own_precision
 from vmonarch.validation import check_flag, check_implementation, check_positive_integer, resolve_scale
 
 # Dims whose pairs the kernels hold; see `op.py`.
 MAX_TAYLOR_DIM = 32
 
 
-@own_precision
+@without_autocast
 def taylor_attention(
     query: torch.Tensor,
     key: torch.Tensor,

@@ -6,18 +6,18 @@ from typing import Any
 
 import torch
 
+from vmonarch.autocast import without_autocast
 from vmonarch.grid import LatentGrid
 from vmonarch.kernels.common.checks import check_key_mask, check_qkv
 from vmonarch.kernels.common.launch import use_triton
 from vmonarch.kernels.two_resolution.reference import chosen_tiles, two_resolution_attention_reference
 from vmonarch.kernels.two_resolution.selection import Selection
 from vmonarch.kernels.two_resolution.tiling import Tiling, tiling_of
-from vmonarch.precision import own_precision
 from vmonarch.two_resolution_options import TwoResolutionOptions
 from vmonarch.validation import check_flag, check_implementation, resolve_scale
 
 
-@own_precision
+@without_autocast
 def two_resolution_attention(
     query: torch.Tensor,
     key: torch.Tensor,

@@ -7,16 +7,16 @@ from typing import Any
 
 import torch
 
+from vmonarch.autocast import without_autocast
 from vmonarch.grid import LatentGrid
 from vmonarch.kernels.common.checks import check_qkv
 from vmonarch.kernels.common.launch import use_triton
 from vmonarch.kernels.window.neighbours import Window
 from vmonarch.kernels.window.reference import window_attention_reference
-from vmonarch.precision import own_precision
 from vmonarch.validation import check_flag, check_implementation, check_positive_integer, resolve_scale
 
 
-@own_precision
+@without_autocast
 def window_attention(
     query: torch.Tensor,
     key: torch.Tensor,

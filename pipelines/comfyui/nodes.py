@@ -12,7 +12,7 @@ from comfy_api.latest import ComfyExtension, io, ui
 
 from vmonarch.configs import InputError
 from vmonarch.configs.methods import OLD_METHODS
-from vmonarch.pipelines.comfyui.seam import KEY, PRESETS, SeamAttention
+from vmonarch.pipelines.comfyui.override import KEY, PRESETS, OverrideAttention
 from vmonarch.plan import plan_names
 from vmonarch.requirements import check_versions
 
@@ -34,7 +34,7 @@ class VMonarch(io.ComfyNode):
 
     @classmethod
     def define_schema(cls) -> Any:
-        """The inputs, whose names are those of `SeamAttention`'s settings."""
+        """The inputs, whose names are those of `OverrideAttention`'s settings."""
         return io.Schema(
             node_id="VMonarch",
             display_name="VMonarch Attention",
@@ -121,7 +121,7 @@ class VMonarch(io.ComfyNode):
     def execute(cls, model: Any, plan: str, **settings: Any) -> Any:
         """A copy of `model` with VMonarch on it, in place of an earlier one."""
         check_versions()
-        attention, patched = SeamAttention(plan=_whole(plan), **settings), model.clone()
+        attention, patched = OverrideAttention(plan=_whole(plan), **settings), model.clone()
         attention.install(patched, CallbacksMP, WrappersMP)
         return io.NodeOutput(patched)
 
@@ -147,10 +147,10 @@ class VMonarchReport(io.ComfyNode):
     @classmethod
     def execute(cls, model: Any, samples: Any) -> Any:
         """The samples, and the report."""
-        seam = model.get_attachment(KEY)
-        if seam is None:
+        attention = model.get_attachment(KEY)
+        if attention is None:
             raise InputError("model", "has no VMonarch node before it")
-        text = "VMonarch has not run yet." if seam.report is None else str(seam.report)
+        text = "VMonarch has not run yet." if attention.report is None else str(attention.report)
         return io.NodeOutput(samples, text, ui=ui.PreviewText(text))
 
 

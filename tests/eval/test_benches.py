@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from vmonarch.eval.bench import gate, kernels, machine, runner
+from vmonarch.eval.bench.rows import tables
 from vmonarch.eval.bench.runner import Bench, Case, Limits, Way, measure_ways
-from vmonarch.eval.bench.tables import tables
 from vmonarch.kernels.common.launch import interpreted
 
 CPU = torch.device("cpu")

@@ -35,7 +35,7 @@ from vmonarch.configs import InputError
 from vmonarch.configs.methods import resolve_method
 from vmonarch.kernels.residual.api import add_residual, attention_residual
 from vmonarch.pipelines import comfyui
-from vmonarch.pipelines.comfyui.seam import PRESETS, SeamAttention, parse_blocks, parse_refresh, step_of
+from vmonarch.pipelines.comfyui.override import PRESETS, OverrideAttention, parse_blocks, parse_refresh, step_of
 from vmonarch.residuals import Refresh
 
 FOLDER = Path(comfyui.__file__).resolve().parent
@@ -46,7 +46,7 @@ DUE = (0, 1, 4)
 
 def patched(model, **settings):
     patcher = Patcher(model).clone()
-    seam = SeamAttention(**settings)
+    seam = OverrideAttention(**settings)
     seam.install(patcher, CALLBACKS, WRAPPERS)
     return patcher, seam
 
@@ -241,7 +241,7 @@ def test_the_last_of_several_nodes_is_the_one_and_the_first_model_keeps_its_own(
     model = WanModel()
     first, of_first = patched(model, preset="vmonarch")
     second = first.clone()
-    of_second = SeamAttention(preset="vmonarch-t1")
+    of_second = OverrideAttention(preset="vmonarch-t1")
     of_second.install(second, CALLBACKS, WRAPPERS)
     for patcher, iterations in ((second, 1), (first, 2), (second.clone(), 1)):
         with sampling(patcher, SCHEDULE) as ask:
@@ -300,11 +300,11 @@ def test_there_are_fewer_steps_than_refresh_asks_for():
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_presets_are_the_named_methods(preset):
-    seam, method = SeamAttention(preset=preset, residuals="bfloat16"), resolve_method(preset).processor()
+    seam, method = OverrideAttention(preset=preset, residuals="bfloat16"), resolve_method(preset).processor()
     assert seam.processor.options == method.options
     expected = None if method.refresh is None else Refresh(method.refresh.steps, dtype="bfloat16")
     assert seam.sharing == expected and (expected is not None) == (preset in ("near-lossless", "fast"))
-    assert SeamAttention(preset=preset, refresh="none").sharing is None
+    assert OverrideAttention(preset=preset, refresh="none").sharing is None
 
 
 @pytest.mark.parametrize("text, steps", [("6", 6), ("0.16", 0.16), ("0, 3", [0, 3]), ("[0, 3]", [0, 3])])
@@ -315,7 +315,7 @@ def test_steps_and_blocks_are_read(text, steps):
 
 def test_a_workflow_with_an_old_name_of_a_preset_runs(nodes, caplog):
     assert nodes.VMonarch.validate_inputs("vmonarch-refresh-fast") is True
-    assert SeamAttention(preset="vmonarch-refresh-fast").preset == "fast"
+    assert OverrideAttention(preset="vmonarch-refresh-fast").preset == "fast"
     assert "The preset vmonarch-refresh-fast is called fast now" in caplog.text
     assert nodes.VMonarch.validate_inputs("local").startswith("preset must be one of near-lossless, fast")
 

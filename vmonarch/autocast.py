@@ -14,7 +14,7 @@ Arguments = ParamSpec("Arguments")
 Results = TypeVar("Results")
 
 
-def own_precision(op: Callable[Arguments, Results]) -> Callable[Arguments, Results]:
+def without_autocast(op: Callable[Arguments, Results]) -> Callable[Arguments, Results]:
     """Turn autocast off in an op, forward and backward: it would round float32 numbers to 16 bit in every product.
 
     torch runs a backward pass under the autocast of whoever calls it, which may be another than that of the forward

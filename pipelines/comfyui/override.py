@@ -1,7 +1,7 @@
 """VMonarch at the seam that ComfyUI has for attention, `optimized_attention_override`, in the sampling runs of a model.
 
 Nothing of ComfyUI is imported: it hands in what it has. Around every forward call of the model, the override is put in
-the call's `transformer_options`, on top of the one that is there, and taken out again (`SeamAttention.forward`).
+the call's `transformer_options`, on top of the one that is there, and taken out again (`OverrideAttention.forward`).
 
 Shapes: B batch, S tokens, of which N = T·H·W are the video's, H heads, D head dim; latents are [B, C, T, H, W].
 """
@@ -40,7 +40,7 @@ _LOG = logging.getLogger(__name__)
 Arguments = Mapping[str, Any]
 
 
-class Family(NamedTuple):
+class ComfyModel(NamedTuple):
     """What there is to know of the models of one class of ComfyUI.
 
     Args:
@@ -73,7 +73,7 @@ class Family(NamedTuple):
         told = all(self.blocks.values())
         if not told or "block_index" not in options:
             # A subclass may attend more often than once in a block, as VACE does, so that the count is not the block's.
-            counts = not told or type(model).__name__ in FAMILIES
+            counts = not told or type(model).__name__ in MODELS
             return seen if counts else "in a block that this ComfyUI does not tell; newer versions do"
         before = 0
         for name, kind in self.blocks.items():
@@ -97,30 +97,30 @@ class Family(NamedTuple):
 
 
 def _wan_reference(model: Any, arguments: Arguments) -> int:
-    """Tokens of a reference image, which come first; all others that the family knows come last."""
+    """Tokens of a reference image, which come first; all others that are known come last."""
     reference = arguments.get("reference_latent")
     if reference is None or getattr(model, "ref_conv", None) is None:
         return 0
     return math.prod(n // p for n, p in zip(reference.shape[-2:], model.patch_size[1:], strict=True))
 
 
-FAMILIES: dict[str, Family] = {
-    "WanModel": Family({"blocks": "double"}, _wan_reference, fills_up=True),
+MODELS: dict[str, ComfyModel] = {
+    "WanModel": ComfyModel({"blocks": "double"}, _wan_reference, fills_up=True),
     # Text comes first, and after it the reference, if there is one.
-    "HunyuanVideo": Family({"double_blocks": "double", "single_blocks": "single"}, lambda model, arguments: None),
-    "LTXVModel": Family({"transformer_blocks": ""}, lambda model, arguments: 0, joint=False, patch=(1, 1, 1)),
+    "HunyuanVideo": ComfyModel({"double_blocks": "double", "single_blocks": "single"}, lambda model, arguments: None),
+    "LTXVModel": ComfyModel({"transformer_blocks": ""}, lambda model, arguments: 0, joint=False, patch=(1, 1, 1)),
 }
 
 
-def family_of(model: Any) -> Family:
-    """The family of a model of ComfyUI (its `diffusion_model`).
+def known_model(model: Any) -> ComfyModel:
+    """What is known of a model of ComfyUI (its `diffusion_model`).
 
     Raises:
         InputError: it belongs to none.
     """
     for base in type(model).__mro__:
-        if base.__name__ in FAMILIES:
-            return FAMILIES[base.__name__]
+        if base.__name__ in MODELS:
+            return MODELS[base.__name__]
     supported = "Wan, HunyuanVideo and LTX-Video"
     got = type(model).__name__
     raise InputError("model", f"must be a video model of a supported family ({supported}), got {got}")
@@ -235,7 +235,7 @@ class _Call:
 
     Args:
         grid: from its arguments; what the model says itself goes before.
-        before: as in `Family`.
+        before: as in `ComfyModel`.
         prompts: numbers of tokens of what it attends to by cross-attention.
         why_exact: why all of it stays exact; empty if it does not.
         step: of the schedule; None if the sampler does not tell.
@@ -244,7 +244,7 @@ class _Call:
     """
 
     run: _Run
-    family: Family
+    known: ComfyModel
     model: Any
     grid: LatentGrid | None
     before: int | None
@@ -266,7 +266,7 @@ class _Theirs(Exact):
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)
-class SeamAttention:
+class OverrideAttention:
     """VMonarch on one model: in every sampling run it begins anew. Its fields are the settings of the node.
 
     Args:
@@ -324,10 +324,10 @@ class SeamAttention:
             callbacks, wrappers: ComfyUI's `CallbacksMP` and `WrappersMP`.
 
         Raises:
-            InputError: the model belongs to no supported family, or has fewer blocks than `dense_blocks` names.
+            InputError: the model is not supported, or has fewer blocks than `dense_blocks` names.
         """
         model = _model_of(patcher)
-        blocks = family_of(model).layers(model)
+        blocks = known_model(model).layers(model)
         last = max((several[-1] for several in self._dense), default=0)
         if last >= blocks:
             problem = f"names block {last}, but the model has {blocks} (0 to {blocks - 1})"
@@ -388,7 +388,7 @@ class SeamAttention:
 
     @torch.compiler.disable
     def _begin_call(self, run: _Run, model: Any, arguments: Arguments, options: Arguments) -> _Call:
-        family, x, step, why = family_of(model), arguments["x"], None, ""
+        known, x, step, why = known_model(model), arguments["x"], None, ""
         sigma = float(options["sigmas"][0]) if options.get("sigmas") is not None else None
         if sigma is not None and options.get("sample_sigmas") is not None:
             schedule = options["sample_sigmas"].tolist()
@@ -401,7 +401,7 @@ class SeamAttention:
             # Guidance may ask once more, with some blocks left out.
             replaced = {kind: frozenset(blocks) for kind, blocks in options.get("patches_replace", {}).items()}
             key = (tuple(options["uuids"]), x.shape, x.dtype, x.device, tuple(window), frozenset(replaced.items()))
-            branch = run.branches.setdefault(key, Branch(sharing=run.sharing, layers=family.layers(model)))
+            branch = run.branches.setdefault(key, Branch(sharing=run.sharing, layers=known.layers(model)))
             branch.enter(step, run.report.steps)
         if sigma is not None and not run.sigma_end <= sigma <= run.sigma_start:
             why = "outside of start_percent to end_percent"
@@ -410,8 +410,8 @@ class SeamAttention:
         run.report.forwards += 1
         context, image = arguments.get("context"), arguments.get("clip_fea")
         prompts = frozenset(x.shape[n] for x, n in ((context, 1), (image, -2)) if isinstance(x, torch.Tensor))
-        grid, before = family.grid(model, arguments), family.before(model, arguments)
-        return _Call(run, family, model, grid, before, prompts, why, step, branch)
+        grid, before = known.grid(model, arguments), known.before(model, arguments)
+        return _Call(run, known, model, grid, before, prompts, why, step, branch)
 
     @torch.compiler.disable
     def _attention(
@@ -486,9 +486,9 @@ class SeamAttention:
         if grid is None:
             return "where the model tells no latent grid"
         beside = tokens - grid.tokens
-        if beside < (call.before or 0) or (beside and not call.family.joint):
+        if beside < (call.before or 0) or (beside and not call.known.joint):
             return "of other tokens than the video's"
-        block = call.family.layer(call.model, options, call.seen.total())
+        block = call.known.layer(call.model, options, call.seen.total())
         if isinstance(block, str):
             return block
         call.run.report.grids.add(grid)
@@ -506,7 +506,7 @@ class SeamAttention:
             return call.why_exact
         if any(block in several for several in self._dense):
             return "in dense_blocks"
-        key = block, call.family.layers(call.model), heads
+        key = block, call.known.layers(call.model), heads
         if key not in self._layers:
             # Of the attention module a processor asks no more.
             place = Layer(SimpleNamespace(heads=heads), block, *key[:2], component=self.plan_part)

@@ -9,8 +9,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 from vmonarch import flash_bias_attention, vmonarch_attention
+from vmonarch.autocast import without_autocast
 from vmonarch.eval.studies import fuzz
-from vmonarch.precision import own_precision
 
 # Residuals have no gradient, and no product that autocast would round.
 OPS = [op for op in fuzz.OPS if op not in ("processor", "residual")]
@@ -84,7 +84,7 @@ def test_the_memory_of_the_op_is_freed_by_the_backward_pass():
 
     x = torch.ones(3, requires_grad=True)
     with autocast():
-        out = own_precision(lambda x: Product.apply(x * 1))(x)
+        out = without_autocast(lambda x: Product.apply(x * 1))(x)
     out.sum().backward()
     with pytest.raises(RuntimeError, match="after they have already been freed"):
         _ = freed[0].saved_tensors
@@ -104,7 +104,7 @@ def test_only_the_nodes_of_the_op_turn_it_off():
             seen.append(torch.is_autocast_enabled("cpu"))
             return gradient
 
-    op = own_precision(lambda x: Spy.apply(x))
+    op = without_autocast(lambda x: Spy.apply(x))
     x = torch.ones(3, requires_grad=True)
     with autocast():
         Spy.apply(op(Spy.apply(x))).sum().backward()
