@@ -65,9 +65,12 @@ def plant(package):
         forget(package / "vmonarch" / file)
 
 
-@pytest.mark.parametrize("name", TABLE["bugs"])
+FAULTS = [pytest.param(name, marks=pytest.mark.deep) for name in TABLE["faults"]]
+
+
+@pytest.mark.parametrize("name", [*TABLE["bugs"], *FAULTS])
 def test_a_planted_bug_is_caught(run_tests, package, plant, name):
-    planted = TABLE["bugs"][name]
+    planted = (TABLE["bugs"] | TABLE["faults"])[name]
     plant(planted["file"], planted["text"], planted["bug"])
     tests = planted.get("tests") or TABLE["tests"].get(planted["file"], TABLE["tests"]["default"])
     code, output = run_tests(package, tests, planted.get("keyword", ""))
