@@ -2,7 +2,7 @@
 
     Attend = (query, key, value [B, S, H, D], Call) -> (out [B, S, H, E], lse [B, H, S] where call.lse asks, else None)
 
-`stack_of` (`vmonarch.base`) builds it once for every layer, of the elements that the options need, top to bottom:
+`VideoAttentionProcessor.stack` builds it once for every layer, of the elements that the options need, top to bottom:
 
     Share      ranks that hold some tokens of all heads attend with all tokens of some heads
     Dense      exact in the steps of `dense_steps`

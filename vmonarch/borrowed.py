@@ -13,7 +13,6 @@ Shapes: B batch, S tokens, H heads, D head dim, X other tokens.
 from __future__ import annotations
 
 import functools
-import sys
 import types
 from typing import TYPE_CHECKING, Any
 
@@ -113,12 +112,11 @@ vars(_FUNCTIONAL).update(vars(functional), scaled_dot_product_attention=_scaled_
 
 
 def _route(cls: Any) -> None:
-    """Let the module that a class of processors is from ask for our softmax.
+    """Let the module that a class of processors computes in ask for our softmax.
 
     Raises:
         RuntimeError: it does not call one of the functions above, so that this version of diffusers is unknown.
     """
-    module: Any = sys.modules[cls.__module__]
     call = cls.__call__
     names = set(call.__code__.co_names) if isinstance(call, types.FunctionType) else set()
     dispatches, computes = "dispatch_attention_fn" in names, {"F", "scaled_dot_product_attention"} <= names
@@ -127,10 +125,11 @@ def _route(cls: Any) -> None:
             f"{cls.__name__} of diffusers {diffusers.__version__} computes its softmax in a way that vmonarch does not"
             " know; it knows that of diffusers 0.42"
         )
+    found = call.__globals__
     if computes:
-        module.F = _FUNCTIONAL
-    elif not hasattr(module.dispatch_attention_fn, "_takes_ours"):
-        module.dispatch_attention_fn = _routed(module.dispatch_attention_fn)
+        found["F"] = _FUNCTIONAL
+    elif not hasattr(found["dispatch_attention_fn"], "_takes_ours"):
+        found["dispatch_attention_fn"] = _routed(found["dispatch_attention_fn"])
 
 
 class Borrowed(Bound):
@@ -226,12 +225,7 @@ class Borrowed(Bound):
 
 @functools.cache
 def borrowed_class(cls: Any) -> Any:
-    """The subclass of a class of processors whose softmax is ours.
-
-    Raises:
-        RuntimeError: the class is not as it is known.
-    """
-    _route(cls)
+    """The subclass of a class of processors whose softmax is ours."""
 
     # Modules tell by the signature which arguments a processor takes.
     @functools.wraps(cls.__call__)
@@ -242,6 +236,7 @@ def borrowed_class(cls: Any) -> Any:
 
 
 def _made(cls: Any, state: dict[str, Any]) -> Any:
+    _route(cls)
     processor = object.__new__(borrowed_class(cls))
     vars(processor).update(state)
     return processor

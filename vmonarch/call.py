@@ -1,6 +1,6 @@
 """What is known of a transformer's running forward call, and how it reaches the attention of its layers.
 
-The transformer's forward pre-hook (`vmonarch.installation`) makes a `Call`, which lies in the running thread until the
+The transformer's forward pre-hook (`vmonarch.hooks`) makes a `Call`, which lies in the running thread until the
 forward hook takes it away. A block that is computed again in backward gets the call that it was computed in.
 """
 
@@ -57,12 +57,12 @@ class Call(NamedTuple):
 class _Running(threading.local):
     """What the thread is in: "call", of a transformer, and "borrowed", a processor of the model's with our softmax.
 
-    "timestep" is what a transformer was called with last.
+    "outer" are the calls around that of the running transformer, "timestep" is what that was called with.
     """
 
     # In a dictionary, because torch.compile passes over what is written to attributes of a threading.local.
     def __init__(self) -> None:
-        self.now: dict[str, Any] = {}
+        self.now: dict[str, Any] = {"call": None, "borrowed": None}
 
 
 running = _Running()

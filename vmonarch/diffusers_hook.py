@@ -55,13 +55,13 @@ def _change_models(module: ModuleType) -> None:
                     " layers but its dense_layers, or a plan, which gives every layer options of its own"
                 )
         elif _is_ours(processor):
-            plan = getattr(processor, "plan", None)
+            plan = getattr(getattr(processor, "spec", processor), "plan", None)
             if plan is not None and len(plan.layers) > 1:
                 raise ValueError(
                     f"plan: it is for {', '.join(plan.layers)}, and a transformer does not tell which of them it is:"
                     " use vmonarch.apply with the pipeline"
                 )
-            apply(self, processor)
+            apply(self, getattr(processor, "spec", processor))
             return
         own(self, processor)
         note_processors(self)
@@ -98,7 +98,7 @@ def set_attn_processor(self: Any, processor: Any) -> None:
     if own is not None:
         own(processor)
     elif _is_ours(processor):
-        apply(self, processor)
+        apply(self, getattr(processor, "spec", processor))
     elif processor is None:
         restore(self)
     elif isinstance(processor, type) or not (callable(processor) or isinstance(processor, Mapping)):

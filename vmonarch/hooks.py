@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import weakref
 from typing import Any
 
 import torch
@@ -77,12 +78,17 @@ def _begin_call(transformer: torch.nn.Module, args: tuple[Any, ...], kwargs: dic
         RuntimeError: `dense_steps` or `refresh` are asked for, and the step is not known.
         NotImplementedError: First Block Cache under context parallelism.
     """
-    record = record_of(transformer)
+    record, compiling = record_of(transformer), torch.compiler.is_compiling()
     assert record is not None
+    if not compiling:
+        _enter(transformer)
+    running.now["call"] = None
+    if record.idle:
+        record.idle = not any(isinstance(getattr(m, "processor", None), Bound) for m in transformer.modules())
     if record.idle:
         return
     check_no_first_block_cache(transformer)
-    arguments, compiling = dict(zip(record.names, args, strict=False)) | kwargs, torch.compiler.is_compiling()
+    arguments = dict(zip(record.names, args, strict=False)) | kwargs
     if torch.is_grad_enabled() and not compiling:
         carry_calls(transformer, True)
     given, found = record.processor.grid, record.family.grid(arguments, transformer.config)
@@ -90,7 +96,6 @@ def _begin_call(transformer: torch.nn.Module, args: tuple[Any, ...], kwargs: dic
         raise ValueError(f"grid={tuple(given)}, but the transformer was given the grid {tuple(found)}")
     grid = given or found
     if grid is None:
-        running.now["call"] = None
         return
     if not compiling:
         running.now["timestep"] = arguments.get("timestep")
@@ -107,12 +112,26 @@ def _begin_call(transformer: torch.nn.Module, args: tuple[Any, ...], kwargs: dic
     running.now["call"] = Call(grid, record.family.before(arguments), dense=dense, branch=branch, shared=shared)
 
 
+def _enter(transformer: torch.nn.Module) -> None:
+    """Keep the call that this one is inside of. An entry of the same transformer is of one that Ctrl-C has ended."""
+    outer, before = running.now.setdefault("outer", []), running.now["call"]
+    for place, (entered, call) in enumerate(outer):
+        if entered() is transformer:
+            before = call
+            del outer[place:]
+            break
+    outer.append((weakref.ref(transformer), before))
+
+
 def _end_call(transformer: torch.nn.Module, *_: Any) -> None:
     """Forward hook, which runs after an error, too; stateless as well."""
-    call, sharing = running.now.get("call"), getattr(transformer, _ATTRIBUTE).sharing
+    call, record, outer = running.now["call"], record_of(transformer), running.now.get("outer")
     running.now["call"] = None
-    if sharing is not None and call is not None:
-        sharing.end(call.branch)
+    if not torch.compiler.is_compiling() and outer and outer[-1][0]() is transformer:
+        running.now["call"] = outer.pop()[1]
+        running.now.pop("timestep", None)
+    if record is not None and record.sharing is not None and call is not None:
+        record.sharing.end(call.branch)
 
 
 def _remove_hooks(transformer: torch.nn.Module) -> None:

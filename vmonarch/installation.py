@@ -357,7 +357,7 @@ def _check_not_offloaded(name: str, transformer: torch.nn.Module) -> None:
 
 
 def restore(pipe_or_transformer: Any) -> None:
-    """Undo `apply`: the original processors are back, and no hook or attribute is left behind.
+    """Undo `apply`: the original processors are back, and no hook or attribute is left on a model.
 
     Where nothing is applied it does nothing. Processors that others have set since `apply` stay. Processors of ours
     that were set on modules one by one are replaced by the model's default ones. The parameters of a `BasedProcessor`

@@ -60,7 +60,8 @@ class Opaque:
             return self.inner(query, key, value, call)
         # Of the call, it is given what belongs to the tokens; the rest it finds when it runs, or there would be a graph
         # for every step.
-        return attend(query, key, value, self.number, call.key_mask, [*call.grid, call.before, call.after]), None
+        tokens, backend = [*call.grid, call.before, call.after], getattr(call.backend, "value", call.backend)
+        return attend(query, key, value, self.number, call.key_mask, tokens, backend), None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Opaque:
         return Opaque.around(copy.deepcopy(self.inner, memo), self.inference)
@@ -81,13 +82,15 @@ def attend(
     number: torch.Tensor,
     key_mask: torch.Tensor | None,
     tokens: list[int],
+    backend: str | None,
 ) -> torch.Tensor:
     """What the layer of this number makes of [B, S, H, D] and a mask [B, S]: [B, S, H, E].
 
     Args:
         tokens: T, H, W of the grid, and how many other tokens come before and after the video.
+        backend: as in `Call`.
     """
-    return _attend(number, query, key, value, key_mask, tokens).contiguous()
+    return _attend(number, query, key, value, key_mask, tokens, backend).contiguous()
 
 
 def _attend(
@@ -97,11 +100,12 @@ def _attend(
     value: torch.Tensor,
     key_mask: torch.Tensor | None,
     tokens: list[int],
+    backend: str | None,
 ) -> torch.Tensor:
     grid = LatentGrid(*tokens[:3])
     # Backward may run outside of all calls; of them, it needs no more than the tokens.
     call: Call = running.now.get("call") or Call(grid)
-    call = call._replace(grid=grid, before=tokens[3], after=tokens[4], key_mask=key_mask)
+    call = call._replace(grid=grid, before=tokens[3], after=tokens[4], key_mask=key_mask, backend=backend)
     return _layers[int(number)].inner(query, key, value, call)[0]
 
 
@@ -119,12 +123,13 @@ def attend_backward(
     number: torch.Tensor,
     key_mask: torch.Tensor | None,
     tokens: list[int],
+    backend: str | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(dq, dk, dv), each in the shape and dtype of its input."""
     query, key, value = (tensor.detach().requires_grad_() for tensor in (query, key, value))
     # Operators run below autograd; its graph is wanted here, also of what the backward pass computes again.
     with torch._C._ForceDispatchKeyGuard(*_ABOVE_AUTOGRAD), torch.enable_grad():
-        out = _attend(number, query, key, value, key_mask, tokens)
+        out = _attend(number, query, key, value, key_mask, tokens, backend)
         found = torch.autograd.grad(out, (query, key, value), gradient)
     dq, dk, dv = (tensor.contiguous() for tensor in found)
     return dq, dk, dv
@@ -136,12 +141,12 @@ def _(gradient: torch.Tensor, *inputs: Any) -> tuple[torch.Tensor, ...]:
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    *tensors, ctx.tokens = inputs
+    *tensors, ctx.tokens, ctx.backend = inputs
     ctx.save_for_backward(*tensors)
 
 
 def _backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    return *attend_backward(gradient, *ctx.saved_tensors, ctx.tokens), None, None, None
+    return *attend_backward(gradient, *ctx.saved_tensors, ctx.tokens, ctx.backend), None, None, None, None
 
 
 attend.register_autograd(_backward, setup_context=_setup_context)

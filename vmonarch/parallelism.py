@@ -18,6 +18,7 @@ from vmonarch.call import current_call
 from vmonarch.context_parallel import context_parallel_config, own_tokens
 from vmonarch.families import Family, heads_of, known_family
 from vmonarch.spread import Spread
+from vmonarch.xfuser_groups import ulysses_rank, xfuser_groups
 
 
 def _config_of(transformer: Any) -> Any:
@@ -71,8 +72,9 @@ def _check_processor(transformer: Any, processor: VideoAttentionProcessor, confi
 
 
 def check_no_first_block_cache(transformer: Any) -> None:
-    """Raise NotImplementedError under context parallelism if First Block Cache may skip blocks."""
-    if _config_of(transformer) is None:
+    """Raise NotImplementedError if ranks share tokens and First Block Cache may skip blocks."""
+    in_xfuser = type(transformer).__module__.startswith("xfuser.")
+    if _config_of(transformer) is None and not (in_xfuser and ulysses_rank(xfuser_groups())[0] > 1):
         return
     for block in (block for name in known_family(transformer).blocks for block in getattr(transformer, name)):
         registry = getattr(block, "_diffusers_hook", None)

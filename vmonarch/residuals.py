@@ -285,6 +285,8 @@ class ResidualSharing:
         for branch in filter(over, self._branches):
             branch.residuals.clear()
             branch.arriving.clear()
+            # An interrupted call may still hold the branch.
+            branch.conditioning = {}
         self._branches = [branch for branch in self._branches if not over(branch)]
 
     def attend(

@@ -69,7 +69,7 @@ def denoising_step(transformer: torch.nn.Module | None, timestep: Any, needed_by
     """The step that the pipeline which calls this transformer is in; never waits for a GPU.
 
     Args:
-        timestep: that the transformer is called with, for schedulers that do not count.
+        timestep: that the transformer is called with.
         needed_by, instead: for the errors: what needs the step, and what else can be done.
 
     Raises:
@@ -89,10 +89,16 @@ def denoising_step(transformer: torch.nn.Module | None, timestep: Any, needed_by
     scheduler = pipe.scheduler
     timesteps, order = getattr(scheduler, "timesteps", None), getattr(scheduler, "order", 1)
     if isinstance(timesteps, torch.Tensor):
-        # A pipeline that starts inside the schedule goes through the last of the timesteps. A modular one tells none.
-        run = getattr(pipe, "_num_timesteps", None) or len(timesteps)
-        evaluation = _place(scheduler, timesteps, timestep, len(timesteps) - run)
-        if evaluation is not None and 0 <= evaluation < run:
+        # A pipeline that starts inside the schedule goes through the last of the timesteps. Not all tell how many.
+        run = min(getattr(pipe, "_num_timesteps", None) or len(timesteps), len(timesteps))
+        skipped = len(timesteps) - run
+        places = (_place(kept, timesteps) for kept in (getattr(pipe, "_current_timestep", None), timestep))
+        place = next((place for place in places if place is not None), None)
+        if place is None and hasattr(scheduler, "step_index"):
+            # It counts from its first step on.
+            place = skipped if scheduler.step_index is None else scheduler.step_index
+        if place is not None and skipped <= place < len(timesteps):
+            evaluation = place - skipped
             steps, last = -(-run // order), evaluation == run - 1
             return DenoisingStep(evaluation // order, steps, evaluation, last, timesteps, pipe)
     raise RuntimeError(
@@ -102,14 +108,13 @@ def denoising_step(transformer: torch.nn.Module | None, timestep: Any, needed_by
     )
 
 
-def _place(scheduler: Any, timesteps: torch.Tensor, timestep: Any, skipped: int) -> int | None:
-    """Which evaluation of the model comes next, after those at the schedule's start that are skipped."""
-    if hasattr(scheduler, "step_index"):
-        # It counts from its first step on.
-        return 0 if scheduler.step_index is None else scheduler.step_index - skipped
-    # Not by its value: it may occur twice, and to read it is to wait for the GPU.
+def _place(timestep: Any, timesteps: torch.Tensor) -> int | None:
+    """Which entry of `timesteps` [N] the tensor `timestep` is a view of; None if of none.
+
+    Values would not tell: they may occur twice, and to read them is to wait for the GPU.
+    """
     if not isinstance(timestep, torch.Tensor):
         return None
     if timestep.untyped_storage().data_ptr() != timesteps.untyped_storage().data_ptr():
         return None
-    return (timestep.storage_offset() - timesteps.storage_offset()) // timesteps.stride(0) - skipped
+    return (timestep.storage_offset() - timesteps.storage_offset()) // timesteps.stride(0)

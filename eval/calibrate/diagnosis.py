@@ -252,7 +252,7 @@ class Diagnosed:
     """Full attention of a layer that lets a `Recorder` see what candidates would have made of the same inputs."""
 
     recorder: Recorder
-    layer: Layer
+    layer: Layer = field(repr=False)
     # Of layers, while backward runs.
     inputs: dict[int, tuple[torch.Tensor, ...]]
 

@@ -403,3 +403,12 @@ def test_a_block_outside_of_a_call_of_its_transformer_is_refused(tiny):
     tiny.run(model)
     with pytest.raises(RuntimeError, match=r"call the transformer itself.*grid="):
         model.blocks[0].attn1(torch.randn(1, 6, 24))
+
+
+def test_a_transformer_inside_a_call_of_another_leaves_it_its_call(tiny):
+    outer, inner = tiny.applied_transformer(), tiny.applied_transformer()
+    expected, of_inner = tiny.run(outer), tiny.run(inner, grid=(2, 2, 2))
+    found = []
+    outer.blocks[0].register_forward_hook(lambda *_: found.append(tiny.run(inner, grid=(2, 2, 2))) or None)
+    assert torch.equal(tiny.run(outer), expected) and torch.equal(found[0], of_inner)
+    assert running.now["call"] is None and not running.now["outer"]

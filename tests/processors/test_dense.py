@@ -262,7 +262,7 @@ def test_a_pipeline_runs_in_the_callback_of_another(tiny):
         return {}
 
     tiny.quickly(pipe, 3, callback_on_step_end=callback)
-    assert within == [[], [False, False, True, False], []], "in step 2; then three steps of video to video"
+    assert within == [[], [True, False, True, False], []], "in step 1; then three steps of video to video"
     assert tiny.taken(seen) == [False, True, False]
 
 

@@ -26,9 +26,10 @@ from vmonarch import (
     vmonarch_attention,
 )
 from vmonarch.arguments import same_value
+from vmonarch.attend import Exact
 from vmonarch.base import FullAttentionProcessor
 from vmonarch.bias import SpatioTemporalDecay
-from vmonarch.borrowed import Borrowed, _softmax, borrowed_class
+from vmonarch.borrowed import Borrowed, _softmax, borrow
 from vmonarch.call import running
 from vmonarch.eval.bench.families import compiled
 from vmonarch.grid import LatentGrid
@@ -524,8 +525,18 @@ def test_an_unknown_processor_is_refused():
 
     for cls in (Own, ByTheLongName):
         with pytest.raises(RuntimeError, match=f"{cls.__name__} of diffusers .* computes its softmax in a way"):
-            borrowed_class(cls)
+            borrow(VMonarchProcessor(), Exact(), cls(), families.FAMILIES["MochiTransformer3DModel"])
     assert families.family_of(torch.nn.Linear(1, 1)) is None
+
+
+def test_another_function_in_the_place_of_the_softmax_is_replaced_again():
+    model, call = FAMILIES["hunyuan"].make(), FAMILIES["hunyuan"].call()
+    module = diffusers.models.transformers.transformer_hunyuan_video
+    with vmonarch.apply(model, VMonarchProcessor()):
+        expected = run(model, call)
+    module.dispatch_attention_fn = module.dispatch_attention_fn.__wrapped__
+    vmonarch.apply(model, VMonarchProcessor())
+    assert torch.equal(run(model, call), expected)
 
 
 @pytest.fixture

@@ -14,6 +14,7 @@ from torch.autograd import forward_ad
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import vmonarch
+import vmonarch.attend
 from vmonarch import (
     AttentionPlan,
     ExactBlocks,
@@ -260,7 +261,7 @@ def test_a_plan_is_a_method_of_the_command_line(tmp_path, tiny):
         resolve_method(f"vmonarch:plan={path},coarse=2")
 
 
-def test_compiled_blocks_share_graphs_however_many_layers_differ(tiny, dynamo):
+def test_compiled_blocks_share_graphs_however_many_layers_differ(tiny, dynamo, monkeypatch):
     layers = list(itertools.product(METHODS, repeat=2))[:6]
     model = tiny.transformer(num_attention_heads=2, num_layers=6)
     vmonarch.apply(model, VMonarchProcessor(plan=plan_of(*layers)))
@@ -281,6 +282,17 @@ def test_compiled_blocks_share_graphs_however_many_layers_differ(tiny, dynamo):
     torch.testing.assert_close(run_both(model), expected, atol=1e-5, rtol=1e-4)
     # With gradients and without.
     assert dynamo["stats"]["unique_graphs"] == 2 and not dynamo["graph_break"]
+    backends, exact = set(), vmonarch.attend.dispatch_attention_fn
+    monkeypatch.setattr(
+        "vmonarch.attend.dispatch_attention_fn",
+        lambda *tensors, **options: backends.add(options["backend"]) or exact(*tensors, **options),
+    )
+    model.set_attention_backend("_native_math")
+    try:
+        run_both(model)
+    finally:
+        model.reset_attention_backend()
+    assert backends == {"_native_math"}
 
 
 def test_cuda_graphs_leave_out_the_operator_that_looks_its_layer_up():
