@@ -10,7 +10,7 @@ from pathlib import Path
 
 # By folder: the most lines that it may have now, and the aim.
 MOST_LINES = {
-    "vmonarch": (8_770, 8_600),
+    "vmonarch": (8_640, 8_600),
     "vmonarch/cli": (1_350, 900),
     "kernels": (15_310, 16_000),
     "pipelines": (3_450, 2_700),
@@ -18,8 +18,8 @@ MOST_LINES = {
     "eval": (8_090, 6_300),
     "configs": (640, 400),
     "examples": (200, 200),
-    "tests": (28_450, 26_000),
-    "": (69_250, 64_000),
+    "tests": (28_290, 26_000),
+    "": (68_970, 64_000),
 }
 MOST_CHARACTERS_A_LINE, MOST_FILES, MOST_WORDS = (47, 47), (566, 500), (36_000, 36_000)
 ROOT = Path(__file__).resolve().parents[1]
