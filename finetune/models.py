@@ -228,7 +228,8 @@ def share_clips(experts: Experts, size: int, device: torch.device, at_times_full
     from diffusers import ContextParallelConfig
 
     from vmonarch.base import FullAttentionProcessor
-    from vmonarch.installation import ours_of, self_attention_modules
+    from vmonarch.installation import self_attention_modules
+    from vmonarch.own import ours_of
 
     shape = dist.get_world_size() // size, 1, size
     mesh = dist.device_mesh.init_device_mesh(device.type, shape, mesh_dim_names=("data", "ring", "ulysses"))

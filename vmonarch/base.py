@@ -19,7 +19,6 @@ from vmonarch.families import Family, heads_of
 from vmonarch.grid import LatentGrid
 from vmonarch.opaque import Opaque
 from vmonarch.options import NoOptions
-from vmonarch.own import Bound as Bound
 from vmonarch.own import Own
 from vmonarch.plan import AttentionPlan
 from vmonarch.residuals import Refresh

@@ -1,9 +1,9 @@
 """The first element of the attention stack beyond the Wan family: a model's own processor, whose softmax is the stack.
 
 The processors of diffusers project, normalise, rotate, gate and join streams, each model in its own way, and call one
-function for the softmax: `dispatch_attention_fn`, or `F.scaled_dot_product_attention`. The first time that a processor
-of a module of diffusers is borrowed, that name of the module becomes a function that asks whether a borrowed processor
-runs in this thread, and calls its stack, or the function as before. It stays there, and changes nothing for others.
+function for the softmax: `dispatch_attention_fn`, or `F.scaled_dot_product_attention`. When a processor is borrowed,
+that name in the module of its `__call__` becomes a function that asks whether a borrowed processor runs in this thread,
+and calls its stack, or the function as before. It stays there, and computes the same as before for others.
 
 Known: diffusers 0.42. Another way to compute the softmax is an error when a processor is borrowed.
 
@@ -90,7 +90,7 @@ def _routed(original: Any) -> Any:
 
     @functools.wraps(original)
     def routed(*args: Any, **kwargs: Any) -> Any:
-        return (original if running.now.get("borrowed") is None else _softmax)(*args, **kwargs)
+        return (original if running.now["borrowed"] is None else _softmax)(*args, **kwargs)
 
     vars(routed)["_takes_ours"] = True
     return routed
@@ -100,7 +100,7 @@ def _scaled_dot_product_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any
 ) -> torch.Tensor:
     """torch's, and our softmax while a borrowed processor runs: [B, H, S, D] -> [B, H, S, D]."""
-    if running.now.get("borrowed") is None:
+    if running.now["borrowed"] is None:
         return functional.scaled_dot_product_attention(query, key, value, *args, **kwargs)
     query, key, value = (x.transpose(1, 2) for x in (query, key, value))
     return _softmax(query, key, value, *args, **kwargs).transpose(1, 2)
@@ -151,7 +151,7 @@ class Borrowed(Bound):
 
     def run(self, processor: Any, attn: Any, *args: Any, **kwargs: Any) -> Any:
         """`processor`, the method of the model's own class, with our softmax."""
-        exact = self.kept or ((call := running.now.get("call")) is not None and call.dense)
+        exact = self.kept or ((call := running.now["call"]) is not None and call.dense)
         if exact and context_parallel_config(self._parallel_config) is None:
             return processor(attn, *args, **kwargs)
         sparse, unseen = self.family.sparse, self.family.unseen_mask

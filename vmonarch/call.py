@@ -62,7 +62,7 @@ class _Running(threading.local):
 
     # In a dictionary, because torch.compile passes over what is written to attributes of a threading.local.
     def __init__(self) -> None:
-        self.now: dict[str, Any] = {"call": None, "borrowed": None}
+        self.now: dict[str, Any] = {"call": None, "borrowed": None, "outer": [], "timestep": None}
 
 
 running = _Running()
@@ -74,7 +74,7 @@ def current_call() -> Call:
     Raises:
         RuntimeError: it is in none, or in one whose grid is not known.
     """
-    call: Call | None = running.now.get("call")
+    call: Call | None = running.now["call"]
     if call is None:
         raise RuntimeError(
             "attention of vmonarch needs the grid of the transformer's forward call: call the transformer itself, not"
@@ -98,7 +98,7 @@ class CarryingCheckpoint:
 
     def __call__(self, block: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         # In one graph, the whole transformer has its backward pass in it.
-        if not torch.compiler.is_compiling() and (call := running.now.get("call")) is not None:
+        if not torch.compiler.is_compiling() and (call := running.now["call"]) is not None:
             block = _Carried(block, call._replace(shared=None))
         return self.checkpoint(block, *args, **kwargs)
 
@@ -110,7 +110,7 @@ class _Carried:
         self.block, self.call = block, call
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        before, running.now["call"] = running.now.get("call"), self.call
+        before, running.now["call"] = running.now["call"], self.call
         try:
             return self.block(*args, **kwargs)
         finally:

@@ -30,8 +30,8 @@ def install() -> None:
 
 def _is_ours(processor: object) -> bool:
     """Whether an attention processor is of ours, bound or a class by mistake too; imports nothing."""
-    module, kind = sys.modules.get("vmonarch.base"), processor if isinstance(processor, type) else type(processor)
-    return module is not None and issubclass(kind, (module.VideoAttentionProcessor, module.Bound))
+    base, kind = sys.modules.get("vmonarch.base"), processor if isinstance(processor, type) else type(processor)
+    return base is not None and issubclass(kind, (base.VideoAttentionProcessor, sys.modules["vmonarch.own"].Bound))
 
 
 def _change_models(module: ModuleType) -> None:
@@ -55,13 +55,14 @@ def _change_models(module: ModuleType) -> None:
                     " layers but its dense_layers, or a plan, which gives every layer options of its own"
                 )
         elif _is_ours(processor):
-            plan = getattr(getattr(processor, "spec", processor), "plan", None)
+            spec = getattr(processor, "spec", processor)
+            plan = getattr(spec, "plan", None)
             if plan is not None and len(plan.layers) > 1:
                 raise ValueError(
                     f"plan: it is for {', '.join(plan.layers)}, and a transformer does not tell which of them it is:"
                     " use vmonarch.apply with the pipeline"
                 )
-            apply(self, getattr(processor, "spec", processor))
+            apply(self, spec)
             return
         own(self, processor)
         note_processors(self)

@@ -13,7 +13,7 @@ from vmonarch.call import Call, carry_calls, running
 from vmonarch.dense import DenseSet
 from vmonarch.families import Family
 from vmonarch.grid import LatentGrid
-from vmonarch.own import Bound
+from vmonarch.own import Bound, ours_of
 from vmonarch.parallelism import check_no_first_block_cache
 from vmonarch.residuals import ResidualSharing
 from vmonarch.steps import denoising_step
@@ -84,7 +84,7 @@ def _begin_call(transformer: torch.nn.Module, args: tuple[Any, ...], kwargs: dic
         _enter(transformer)
     running.now["call"] = None
     if record.idle:
-        record.idle = not any(isinstance(getattr(m, "processor", None), Bound) for m in transformer.modules())
+        record.idle = all(ours_of(module) is None for module in transformer.modules())
     if record.idle:
         return
     check_no_first_block_cache(transformer)
@@ -114,7 +114,7 @@ def _begin_call(transformer: torch.nn.Module, args: tuple[Any, ...], kwargs: dic
 
 def _enter(transformer: torch.nn.Module) -> None:
     """Keep the call that this one is inside of. An entry of the same transformer is of one that Ctrl-C has ended."""
-    outer, before = running.now.setdefault("outer", []), running.now["call"]
+    outer, before = running.now["outer"], running.now["call"]
     for place, (entered, call) in enumerate(outer):
         if entered() is transformer:
             before = call
@@ -125,11 +125,11 @@ def _enter(transformer: torch.nn.Module) -> None:
 
 def _end_call(transformer: torch.nn.Module, *_: Any) -> None:
     """Forward hook, which runs after an error, too; stateless as well."""
-    call, record, outer = running.now["call"], record_of(transformer), running.now.get("outer")
+    call, record, outer = running.now["call"], record_of(transformer), running.now["outer"]
     running.now["call"] = None
     if not torch.compiler.is_compiling() and outer and outer[-1][0]() is transformer:
         running.now["call"] = outer.pop()[1]
-        running.now.pop("timestep", None)
+        running.now["timestep"] = None
     if record is not None and record.sharing is not None and call is not None:
         record.sharing.end(call.branch)
 

@@ -26,7 +26,7 @@ from vmonarch.families import (
 )
 from vmonarch.grid import LatentGrid
 from vmonarch.hooks import Record, keep, record_of
-from vmonarch.own import Bound
+from vmonarch.own import Bound, ours_of
 from vmonarch.parallelism import (
     check_parallelism,
     check_restorable,
@@ -83,12 +83,6 @@ class Installation:
         self.restore()
 
 
-def ours_of(module: Any) -> Bound | None:
-    """What `apply` has bound to a module, which it still has."""
-    processor = getattr(module, "processor", None)
-    return processor if isinstance(processor, Bound) else None
-
-
 def _is_ours(module: Any) -> bool:
     """Whether the processor of a module is ours: applied, or by mistake set on it alone."""
     return isinstance(getattr(module, "processor", None), (Bound, VideoAttentionProcessor))
@@ -96,14 +90,14 @@ def _is_ours(module: Any) -> bool:
 
 def note_processors(transformer: Any) -> None:
     """Others have set processors: while none is ours, forward calls are not recorded. They may set ours back."""
-    record: Record | None = record_of(transformer)
+    record = record_of(transformer)
     if record is not None:
         record.idle = not _has_ours(transformer)
 
 
 def is_bound_to(transformer: Any, processor: Any) -> bool:
     """Whether a processor of ours is one that `apply` has made for this transformer."""
-    record: Record | None = record_of(transformer)
+    record = record_of(transformer)
     return record is not None and any(bound is processor for bound in record.bound)
 
 

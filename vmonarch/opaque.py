@@ -74,8 +74,7 @@ class Opaque:
 _UNRECORDED = (torch.Tag.cudagraph_unsafe,)
 
 
-@torch.library.custom_op("vmonarch::attend", mutates_args=(), tags=_UNRECORDED)
-def attend(
+def _attend(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -90,23 +89,14 @@ def attend(
         tokens: T, H, W of the grid, and how many other tokens come before and after the video.
         backend: as in `Call`.
     """
-    return _attend(number, query, key, value, key_mask, tokens, backend).contiguous()
-
-
-def _attend(
-    number: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    key_mask: torch.Tensor | None,
-    tokens: list[int],
-    backend: str | None,
-) -> torch.Tensor:
     grid = LatentGrid(*tokens[:3])
     # Backward may run outside of all calls; of them, it needs no more than the tokens.
-    call: Call = running.now.get("call") or Call(grid)
+    call: Call = running.now["call"] or Call(grid)
     call = call._replace(grid=grid, before=tokens[3], after=tokens[4], key_mask=key_mask, backend=backend)
-    return _layers[int(number)].inner(query, key, value, call)[0]
+    return _layers[int(number)].inner(query, key, value, call)[0].contiguous()
+
+
+attend = torch.library.custom_op("vmonarch::attend", _attend, mutates_args=(), tags=_UNRECORDED)
 
 
 @attend.register_fake
@@ -129,7 +119,7 @@ def attend_backward(
     query, key, value = (tensor.detach().requires_grad_() for tensor in (query, key, value))
     # Operators run below autograd; its graph is wanted here, also of what the backward pass computes again.
     with torch._C._ForceDispatchKeyGuard(*_ABOVE_AUTOGRAD), torch.enable_grad():
-        out = _attend(number, query, key, value, key_mask, tokens, backend)
+        out = _attend(query, key, value, number, key_mask, tokens, backend)
         found = torch.autograd.grad(out, (query, key, value), gradient)
     dq, dk, dv = (tensor.contiguous() for tensor in found)
     return dq, dk, dv

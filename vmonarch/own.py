@@ -32,7 +32,6 @@ class Bound:
     Args:
         spec: the processor that was applied.
         attend: the stack below the first element.
-        original: the module's processor before, which computes dense steps.
     """
 
     spec: VideoAttentionProcessor
@@ -52,6 +51,12 @@ class Bound:
         return "\n".join([type(self).__name__, *(f"  {line}" for line in stack_lines(self.attend))])
 
 
+def ours_of(module: Any) -> Bound | None:
+    """What `apply` has bound to a module, which it still has."""
+    processor = getattr(module, "processor", None)
+    return processor if isinstance(processor, Bound) else None
+
+
 def run_stack(
     attend: Attend, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Call, split: TokenSplit | None
 ) -> torch.Tensor:
@@ -68,7 +73,11 @@ def run_stack(
 
 
 class Own(Bound):
-    """The processor of a self-attention module of the Wan family."""
+    """The processor of a self-attention module of the Wan family.
+
+    Args:
+        original: the module's processor before, which computes dense steps.
+    """
 
     _attention_backend: Any = None
 

@@ -30,6 +30,7 @@ from vmonarch.configs.methods import resolve_method
 from vmonarch.context_parallel import Part, check_ring
 from vmonarch.enums import add_member
 from vmonarch.grid import LatentGrid
+from vmonarch.own import run_stack
 from vmonarch.processors import FlashBiasProcessor, VMonarchProcessor
 from vmonarch.xfuser_groups import SUPPORTED_XFUSER, import_xfuser, installed_xfuser, ulysses_rank, xfuser_groups
 
@@ -130,9 +131,7 @@ def _attention_function(
         heads = Part(rank * h, (rank + 1) * h, ranks * h) if ranks > 1 else None
         # Autocast computes the norms of queries and keys in float32.
         q, k, v = (x[:, :, : grid.tokens].to(value.dtype).transpose(1, 2) for x in (query, key, value))
-        # The ops choose their precision themselves: autocast would round their sums in float32.
-        with torch.autocast(query.device.type, enabled=False):
-            out = attend(q, k, v, Call(grid, heads=heads))[0].transpose(1, 2)
+        out = run_stack(attend, q, k, v, Call(grid, heads=heads), None).transpose(1, 2)
         return torch.nn.functional.pad(out, (0, 0, 0, tokens - grid.tokens)), None
 
     return attention

@@ -27,7 +27,7 @@ from vmonarch.eval.settings import CompareConfig
 from vmonarch.eval.similarity import PerceptualDistance, similarity
 from vmonarch.eval.summary import MEASURES, TIMES, differences, interval, statistics
 from vmonarch.files import file_name
-from vmonarch.installation import ours_of
+from vmonarch.own import ours_of
 from vmonarch.pipelines import embedded, loading, outputs, sampling
 from vmonarch.pipelines.config import build_config, complete
 from vmonarch.pipelines.loading import load_model

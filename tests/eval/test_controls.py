@@ -17,7 +17,8 @@ from vmonarch.configs.methods import resolve_method
 from vmonarch.eval.attention_flops import recorded_call, relative_flops
 from vmonarch.eval.controls import CONTROLS, FIXED, ControlProcessor
 from vmonarch.flops import full_flops, vmonarch_flops
-from vmonarch.installation import ours_of, self_attention_modules
+from vmonarch.installation import self_attention_modules
+from vmonarch.own import ours_of
 from vmonarch.pipelines.embedded import embedded_model_path
 from vmonarch.projections import project
 

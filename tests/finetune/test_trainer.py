@@ -24,7 +24,7 @@ from vmonarch.finetune.export import comfyui_name, export
 from vmonarch.finetune.models import Experts, compile_blocks, load_experts, lora_layers, model_facts, share_clips
 from vmonarch.finetune.objective import NoiseLevels
 from vmonarch.finetune.trainer import Trainer, TrainingError, _flat
-from vmonarch.installation import ours_of
+from vmonarch.own import ours_of
 from vmonarch.pipelines.config import recommended_settings
 from vmonarch.pipelines.model_folder import find_model, find_wan_model
 from vmonarch.plan import AttentionPlan
