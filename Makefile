@@ -11,7 +11,7 @@ TRITONS = $(shell sed -n 's|^TESTED_TRITON = ("\([^"]*\)".*"\([^"]*\)")$$|\1 \2|
 JOBS ?= 2
 PYTEST = $(BIN)/pytest --numprocesses $(JOBS) --dist worksteal --durations 20 -m
 QUICK = "not gpu and not deep"
-DEEP = "deep and not gpu"
+DEEP = "not gpu"
 COMPILES = tests/kernels/test_compiles.py
 MUTANTS = tests/test_planted_bugs.py
 PROMPT ?= a red circle moving to the right over a dark grey background
@@ -21,8 +21,8 @@ PROMPT ?= a red circle moving to the right over a dark grey background
 help:
 	@echo "make demo    the same video by full attention and by VMonarch, on the embedded model (CPU, two minutes)"
 	@echo "make finetune-demo  finetune the embedded model to VMonarch and export it (CPU, minutes)"
-	@echo "make test    run the tests; CONSTRAINTS=constraints-newest.txt: with the newest torch and Triton"
-	@echo "make test-deep  run the tests that take long, and compile with the oldest and the newest Triton (not part of check)"
+	@echo "make test    run the tests that find every planted bug, in five minutes; CONSTRAINTS=constraints-newest.txt: with the newest torch and Triton"
+	@echo "make test-deep  run all tests, and compile with the oldest and the newest Triton (before a release; not part of check)"
 	@echo "make compiles  compile every kernel for every architecture"
 	@echo "make mutants   plant bugs in the kernels and elsewhere; the tests have to find them"
 	@echo "make lint    ruff"

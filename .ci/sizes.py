@@ -10,18 +10,18 @@ from pathlib import Path
 
 # By folder: the most lines that it may have now, and the aim.
 MOST_LINES = {
-    "vmonarch": (8_640, 8_600),
-    "vmonarch/cli": (1_350, 900),
-    "kernels": (15_310, 16_000),
+    "vmonarch": (8_100, 6_500),
+    "vmonarch/cli": (1_200, 900),
+    "kernels": (14_040, 14_500),
     "pipelines": (3_450, 2_700),
     "finetune": (4_340, 2_700),
-    "eval": (8_090, 6_300),
+    "eval": (8_060, 6_300),
     "configs": (640, 400),
     "examples": (200, 200),
-    "tests": (28_290, 26_000),
-    "": (68_970, 64_000),
+    "tests": (22_500, 19_000),
+    "": (61_340, 53_000),
 }
-MOST_CHARACTERS_A_LINE, MOST_FILES, MOST_WORDS = (47, 47), (566, 500), (36_000, 36_000)
+MOST_CHARACTERS_A_LINE, MOST_FILES, MOST_WORDS = (47, 47), (528, 430), (36_000, 36_000)
 ROOT = Path(__file__).resolve().parents[1]
 
 

@@ -1,7 +1,8 @@
-"""YAML files, `key=value` overrides and JSON records, merged and checked against typed, frozen dataclasses.
+"""YAML files, `key=value` overrides and JSON records, merged onto frozen dataclasses and checked.
 
-Every wrong key or type is an `InputError` that names the key. Interpolations (`${…}`) are never evaluated: prompts may
-contain any text, and a recorded file must not reach the environment of who reads it.
+`methods.py` has attention methods and recipes by name. Every package but `kernels` may import both. A wrong key or type
+is an `InputError` that names the key. Interpolations (`${…}`) are never evaluated: a prompt may contain any text, and a
+record must not reach the environment of who reads it.
 """
 
 from __future__ import annotations
@@ -81,12 +82,12 @@ def deep_merge(base: Mapping[str, Any], top: Mapping[str, Any]) -> dict[str, Any
     return merged
 
 
-def read_document(argument: str, path: str | Path, form: str, kind: str) -> dict[str, Any]:
+def read_document(argument: str, path: str | Path, form: str, what: str) -> dict[str, Any]:
     """The mapping in a JSON file of ours, whose "format" must be `form`.
 
     Args:
         argument: of the user, for the errors.
-        kind: what the file should be, likewise, such as "diagnosis of `vmonarch calibrate`".
+        what: the file should be, likewise, such as "diagnosis of `vmonarch calibrate`".
 
     Raises:
         InputError: the file cannot be read, or is something else.
@@ -96,7 +97,7 @@ def read_document(argument: str, path: str | Path, form: str, kind: str) -> dict
     except (OSError, ValueError) as error:
         raise InputError(argument, f"{str(path)!r} cannot be read: {error}") from error
     if not isinstance(found, dict) or found.get("format") != form:
-        raise InputError(argument, f"{str(path)!r} is no {kind} (format {form})")
+        raise InputError(argument, f"{str(path)!r} is no {what} (format {form})")
     return found
 
 
@@ -126,8 +127,7 @@ def read_yaml(name: str, *, group: str, argument: str = "config") -> dict[str, A
     except (FileNotFoundError, IsADirectoryError, NotADirectoryError) as error:
         raise InputError(argument, f"must be a YAML file or one of {', '.join(known)}, got {name!r}") from error
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        reason = " ".join(str(error).split())
-        raise InputError(argument, f"{name!r} cannot be read as YAML: {reason}") from error
+        raise InputError(argument, f"{name!r} cannot be read as YAML: {' '.join(str(error).split())}") from error
     if contents is None:
         return {}
     if not isinstance(contents, dict) or not all(isinstance(key, str) for key in contents):
@@ -156,8 +156,7 @@ def build(schema: type[Config], values: Mapping[str, Any], *, prefix: str = "") 
     hints = typing.get_type_hints(schema)
     given = {}
     for key, value in values.items():
-        nested = dataclasses.is_dataclass(hints[key]) and isinstance(value, Mapping)
-        name = prefix + key
+        nested, name = dataclasses.is_dataclass(hints[key]) and isinstance(value, Mapping), prefix + key
         given[key] = build(hints[key], value, prefix=f"{name}.") if nested else _typed(name, hints[key], value)
     try:
         return schema(**given)

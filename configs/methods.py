@@ -71,6 +71,9 @@ _GONE = {
     "limit": (None, "plans go by one measure; give more flops, or measure"),
     "maps": ([], "reports have no maps of attention; leave it out"),
     "resize": ("crop", "videos are cropped; leave it out"),
+    "frames_per_block": (1, "blocks are frames; for the paper's ablation take the method monarch-t4 with length"),
+    "tiles": ([1, 1], "blocks are whole frames; leave it out, or save work with coarse"),
+    "r_share": (1.0, "the last R-step sees all keys of a frame; leave it out"),
     "max_failures": (1.0, "bad videos are in quarantine.jsonl; leave it out"),
 }
 
@@ -163,8 +166,7 @@ class AttentionMethod:
             InputError: it is none; the error says what takes its place.
         """
         if self.processor_name == "full":
-            problem = "cannot be 'full', the model's own attention, which vmonarch.restore puts back"
-            raise InputError("processor", problem)
+            raise InputError("processor", "cannot be 'full', the model's own attention: vmonarch.restore puts it back")
         if adapter := self.options.get("adapter"):
             raise InputError("processor", f"cannot be 'based' with {adapter!r}: vmonarch.load_adapter applies adapters")
         return _made(self.processor_name, self.options)

@@ -22,9 +22,9 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.flop_counter import FlopCounterMode
 
 from vmonarch.configs.methods import AttentionMethod, resolve_method
-from vmonarch.dense import DenseSet
 from vmonarch.installation import find_transformers, self_attention_modules
 from vmonarch.residuals import Refresh
+from vmonarch.validation import DenseSet
 
 # See `step_kinds`.
 STEP_KINDS = ("dense", "exact", "kept", "skipped", "approximate")
@@ -35,12 +35,12 @@ class TransformerCall:
     """One forward call of a transformer, tensors without their data.
 
     Args:
-        kind, config: of the transformer.
+        model_class, config: of the transformer.
         inputs: (args, kwargs) of the call.
         attention: those of the calls of its self-attention modules.
     """
 
-    kind: Any = None
+    model_class: Any = None
     config: Any = None
     inputs: Any = None
     attention: list[Any] = dataclasses.field(default_factory=list)
@@ -58,7 +58,7 @@ def recorded_call(pipe: Any) -> Iterator[TransformerCall]:
     call = TransformerCall()
 
     def record(module: Any, *inputs: Any) -> None:
-        call.kind, call.config = type(module), dict(module.config)
+        call.model_class, call.config = type(module), dict(module.config)
         call.inputs = tree_map_only(torch.Tensor, _without_data, inputs)
         call.attention.clear()
 
@@ -135,7 +135,7 @@ def attention_flops(call: TransformerCall, method: AttentionMethod, component: s
         # The counter sees torch's own operators only.
         method = dataclasses.replace(method, options=method.options | {"implementation": "torch"})
     with torch.device("meta"):
-        transformer = call.kind.from_config(call.config)
+        transformer = call.model_class.from_config(call.config)
     method.install(SimpleNamespace(**{"transformer": None, component: transformer}))
     modules = [module for _, module in self_attention_modules(transformer)]
 
@@ -150,9 +150,9 @@ def attention_flops(call: TransformerCall, method: AttentionMethod, component: s
     with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         transformer(*args, **kwargs)
     counts = {module: sum(flops.values()) for module, flops in counter.get_flop_counts().items()}
-    kind = call.kind.__name__
+    name_of_all = call.model_class.__name__
     linears = (name for name, module in transformer.named_modules() if isinstance(module, torch.nn.Linear))
-    return counts[kind] - sum(counts.get(f"{kind}.{name}", 0) for name in linears)
+    return counts[name_of_all] - sum(counts.get(f"{name_of_all}.{name}", 0) for name in linears)
 
 
 def relative_flops(

@@ -26,19 +26,16 @@ from vmonarch.base import Layer, VideoAttentionProcessor
 from vmonarch.based import LearningLayer
 from vmonarch.call import Call
 from vmonarch.context_parallel import TokenSplit
-from vmonarch.exact_blocks import ExactBlocks
 from vmonarch.grid import LatentGrid
 from vmonarch.kernels.flash_entropy.api import flash_entropy_attention
 from vmonarch.kernels.monarch.api import vmonarch_attention
-from vmonarch.kernels.monarch.blocks import grid_layout
-from vmonarch.kernels.monarch.reference import l_step, last_l_step, r_step
+from vmonarch.kernels.monarch.blocks import even_layout, grid_layout, sequence_layout
+from vmonarch.kernels.monarch.reference import l_step, last_l_step, monarch_attention_reference, r_step
 from vmonarch.kernels.two_resolution.api import two_resolution_attention
 from vmonarch.kernels.two_resolution.reference import chosen_tiles, tile_means
 from vmonarch.kernels.two_resolution.tiling import Tiling, places_of, tiling_of
-from vmonarch.options import Options, VMonarchOptions
-from vmonarch.own import Rotary
-from vmonarch.projections import project
-from vmonarch.two_resolution_options import TwoResolutionOptions
+from vmonarch.options import ExactBlocks, Options, TwoResolutionOptions, VMonarchOptions
+from vmonarch.own import Rotary, project
 from vmonarch.validation import check_flag, check_positive_integer
 
 # Which frames a term is held at its initial value for; the paper's superscripts 0, 1 and * (Table 5).
@@ -101,7 +98,7 @@ class Controlled(Control):
         check_flag("recompute", self.recompute)
 
     def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, grid: LatentGrid) -> torch.Tensor:
-        layout = grid_layout(grid, frames_per_block=1, tiles=(1, 1), coarse=1, device=query.device)
+        layout = grid_layout(grid, coarse=1, device=query.device)
         dtype = torch.promote_types(query.dtype, torch.float32)
         q, k, v = (layout.to_blocks(x.to(dtype)) for x in (query, key, value))  # [B, H, m, b, D]
         q = q * query.shape[-1] ** -0.5
@@ -111,12 +108,12 @@ class Controlled(Control):
         q_positions = by_position(q)
         z = q
         for _ in range(self.num_iterations - 1):
-            aL, cL, _ = r_step(z, k, None, None, False)
+            aL, cL, _ = r_step(z, k, None, None)
             cL = _hold(cL, -math.log(layout.positions), self.fix_cl)
             aR, cR = (by_block(x) for x in l_step(q_positions, by_position(aL), by_position(cL), None, None, None))
             least = max(self.min_mass, torch.finfo(dtype).tiny)
             z = aR / _hold(cR, 1.0, self.fix_cr).clamp(min=least).unsqueeze(-1)
-        aL, cL, y = r_step(z, k, None, v, False)
+        aL, cL, y = r_step(z, k, None, v)
         assert y is not None
         cL = _hold(cL, -math.log(layout.positions), self.fix_cl)
         o, _ = last_l_step(q_positions, by_position(aL), by_position(cL), by_position(y), None, None, None)
@@ -159,22 +156,25 @@ class SinkAverage(Control):
 
 @dataclass(frozen=True, kw_only=True)
 class Factorised(Control):
-    """Monarch attention with `blocks` blocks along one axis: the paper's (4, HWT/4), (4, WHT/4) and (4, THW/4).
+    """Monarch attention with other blocks than frames: the paper's (4, HWT/4), (4, WHT/4), (4, THW/4), and its "F".
 
-    Tokens are put in the order in which that axis comes first, cut there into blocks whose lengths along it differ by
-    at most one (places that are left over are masked), and put back afterwards.
+    Tokens are put in the order in which that axis comes first, cut there into blocks (places that are left over are
+    masked), and put back afterwards. In plain torch.
 
     Args:
         axis: "T", "H" or "W".
-        blocks: m.
+        blocks: m; their lengths along the axis differ by at most one. None with `length`.
+        length: places along the axis in a block, the last of which may be short; None with `blocks`. On the axis "T" it
+            is the paper's "F", latent frames in a block.
         num_iterations, min_mass: as in `vmonarch_attention`.
         recompute: answer the rows of the first frame exactly, as the default method does.
 
-    Source: VMonarch, App. K and Fig. 12.
+    Source: VMonarch, App. K and Fig. 12, and Table 2 ("F").
     """
 
     axis: str = "H"
-    blocks: int = 4
+    blocks: int | None = 4
+    length: int | None = None
     num_iterations: int = 2
     recompute: bool = True
     min_mass: float = 0.1
@@ -183,29 +183,39 @@ class Factorised(Control):
         super().__post_init__()
         if self.axis not in AXES:
             raise ValueError(f"axis must be one of {', '.join(AXES)}, got {self.axis!r}")
-        check_positive_integer("blocks", self.blocks)
+        if (self.blocks is None) == (self.length is None):
+            raise ValueError(
+                f"blocks must be None with length, and only then, got blocks={self.blocks} and length={self.length}"
+            )
+        name = "length" if self.blocks is None else "blocks"
+        check_positive_integer(name, getattr(self, name))
         VMonarchOptions(num_iterations=self.num_iterations, min_mass=self.min_mass)
         check_flag("recompute", self.recompute)
 
     def check_grid(self, grid: LatentGrid) -> None:
         """Raise ValueError unless the axis is as long as it is to have blocks."""
         length = grid[AXES[self.axis][0]]
-        if self.blocks > length:
+        if self.blocks is not None and self.blocks > length:
             raise ValueError(f"blocks must not exceed the axis {self.axis}, which is {length} long, got {self.blocks}")
 
     def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, grid: LatentGrid) -> torch.Tensor:
         self.check_grid(grid)
         order = AXES[self.axis]
-        length = grid[order[0]]
-        # One frame of `length` rows, cut into tiles: the layout of tiles masks what does not divide.
+        rows, width = grid[order[0]], grid.tokens // grid[order[0]]
+        if self.blocks is None:
+            assert self.length is not None
+            layout = sequence_layout(grid.tokens, min(self.length, rows) * width, "post", query.device)
+        else:
+            layout = even_layout(rows, width, self.blocks, query.device)
         tokens = torch.arange(grid.tokens, device=query.device).view(grid).permute(order).flatten()
-        out = vmonarch_attention(
-            *(x.index_select(1, tokens) for x in (query, key, value)),
-            grid=(1, length, grid.tokens // length),
-            tiles=(self.blocks, 1),
-            exact=None,
-            num_iterations=self.num_iterations,
-            min_mass=self.min_mass,
+        q, k, v = (x.index_select(1, tokens) for x in (query, key, value))
+        out, _ = monarch_attention_reference(
+            q,
+            k,
+            v,
+            layout,
+            VMonarchOptions(num_iterations=self.num_iterations, min_mass=self.min_mass, exact=None),
+            scale=query.shape[-1] ** -0.5,
         )
         out = out.index_select(1, torch.argsort(tokens))
         return _recompute_first_frame(out, query, key, value, grid) if self.recompute else out

@@ -35,7 +35,7 @@ from filelock import FileLock, Timeout
 from vmonarch.configs import InputError, file_sha256
 from vmonarch.configs.methods import options_now, resolve_method
 from vmonarch.eval import summary
-from vmonarch.eval.render.table import aligned
+from vmonarch.eval.render.tables import aligned
 from vmonarch.eval.settings import CompareConfig, EvalConfig
 from vmonarch.files import AtomicFiles, file_name, short_hash
 from vmonarch.pipelines import recipes
@@ -467,7 +467,6 @@ def _finish(config: EvalConfig, folder: ModelFolder, output: Path, items: Sequen
         "statistics": statistics,
         "differences": summary.differences(records, labels, baseline),
         "vbench": vbench,
-        "paper_score": {label: summary.paper_score(statistics[label], vbench.get(label, {})) for label in labels},
         "items": records,
         "config": {key: value for key, value in config.to_dict().items() if key not in _LOCAL},
         "model_files": folder.fingerprint(),

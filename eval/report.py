@@ -9,7 +9,7 @@ from typing import Any
 from markupsafe import Markup
 
 from vmonarch.eval.render.plot import data_uri, numbered_points, page
-from vmonarch.eval.render.table import shown_number
+from vmonarch.eval.render.tables import shown_number
 from vmonarch.eval.summary import MEASURES, sampled, shown_interval, summary_rows
 
 # Measures that are drawn against FLOPs, where they were taken.

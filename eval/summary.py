@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from vmonarch.eval.render.table import percent, shown_number
+from vmonarch.eval.render.tables import percent, shown_number
 from vmonarch.pipelines.outputs import GenerationError
 
 _RESAMPLES, _SEED = 10_000, 0
@@ -42,8 +42,6 @@ MEASURES = {
     "seconds": Measure("s/video", 2, False, "text, denoising and decoding; a batch's time is shared out evenly"),
     "transformer_seconds_per_step": Measure("transformer s/step", 3, False, "in forward calls, guidance included"),
 }
-# VBench's dimensions in the score of the paper's Table 5.
-_SCORED = ("imaging_quality", "subject_consistency", "overall_consistency")
 TIMES = ("seconds", "transformer_seconds_per_step")
 
 
@@ -118,16 +116,13 @@ def summary_rows(
     """
     shown = [key for key in measures if any(record["statistics"][label][key] for label in record["methods"])]
     dimensions = list(next(iter(record["vbench"].values()), {}))
-    scored = any(value is not None for value in record["paper_score"].values())
     heading = ["method", "attention FLOPs", *(MEASURES[key].heading for key in shown), *dimensions]
-    heading += ["Table 5 score"] if scored else []
     rows = []
     for label in record["methods"]:
         cells = [label + (" (reference)" if label == record["reference"] else "")]
         cells.append(percent(record["attention_flops"][label]))
         cells += [shown_interval(record["statistics"][label][key], MEASURES[key].decimals) for key in shown]
         cells += [f"{record['vbench'][label][dimension]:.4f}" for dimension in dimensions]
-        cells += [shown_number(record["paper_score"][label], 2)] if scored else []
         rows.append(cells)
     return heading, rows
 
@@ -153,26 +148,6 @@ def document_table(record: Mapping[str, Any]) -> dict[str, Any]:
     )
     made = f" Made by `{record['command']}`." if record["command"] else ""
     return {"tables": [{"header": heading, "rows": rows}], "caption": caption + made}
-
-
-def paper_score(means: Mapping[str, Any], vbench: Mapping[str, float]) -> float | str | None:
-    """The composite score of VMonarch's Table 5, whose best row has 3.44; None where one of its parts is missing.
-
-    Score = (PSNR + PSNR¹)/100 + SSIM + SSIM¹ + (1 - LPIPS) + (1 - LPIPS¹) + IQ + SC + OC, where ¹ is of the first frame
-    and IQ, SC, OC are VBench's, all shares in [0, 1] but PSNR in dB. The table's caption has the first three terms by
-    half; the scores in all rows of the table are those without the halves, so that is what compares with them.
-
-    Args:
-        means: `statistics` of a method.
-        vbench: its scores by dimension.
-    """
-    scored = [vbench[name] for name in _SCORED if name in vbench]
-    taken = [means[first + name] for name in ("psnr", "ssim", "lpips") for first in ("", "first_frame_")]
-    if len(scored) < len(_SCORED) or None in taken:
-        return None
-    psnr, psnr_1, ssim, ssim_1, lpips, lpips_1 = (float(value["mean"]) for value in taken)
-    score: float = (psnr + psnr_1) / 100 + (ssim + ssim_1) + (2 - lpips - lpips_1) + sum(scored)
-    return "inf" if math.isinf(score) else score
 
 
 def shown_interval(value: Mapping[str, Any] | None, decimals: int, *, sign: bool = False) -> str:

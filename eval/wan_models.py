@@ -19,8 +19,8 @@ import torch
 
 from vmonarch.configs import InputError, preset_names, read_yaml, suggest
 from vmonarch.grid import LatentGrid
-from vmonarch.pipelines.kinds import TEXT_TO_VIDEO
 from vmonarch.pipelines.model_folder import ModelFolder, find_model, read_json
+from vmonarch.pipelines.traits import TEXT_TO_VIDEO
 
 # The encoder of google/umt5-xxl, which all Wan models share.
 UMT5_XXL: dict[str, Any] = {

@@ -85,14 +85,14 @@ class Conditioning:
     """How the model learns of a first frame.
 
     Args:
-        kind: "none"; "channels" (Wan2.1 and A14B image-to-video: mask and encoded frame are further input channels);
+        form: "none"; "channels" (Wan2.1 and A14B image-to-video: mask and encoded frame are further input channels);
             or "tokens" (Wan2.2 5B: the first latent frame is clean and its tokens have timestep 0).
         share: of the clips that have it; always 1 with "channels", which cannot do without.
         patch: of the transformer.
         takes_image: the transformer has cross-attention to an image encoder's features.
     """
 
-    kind: str = "none"
+    form: str = "none"
     share: float = 1.0
     patch: tuple[int, int, int] = (1, 2, 2)
     takes_image: bool = False
@@ -139,8 +139,8 @@ class Objective:
         B = len(latents)
         sigma = self.levels.levels(torch.rand(B, generator=random, dtype=torch.float64), expert.low, expert.high)
         noise = torch.randn(latents.shape, generator=random)
-        share = 1.0 if self.conditioning.kind == "channels" else self.conditioning.share
-        conditioned = torch.rand(B, generator=random) < (share if self.conditioning.kind != "none" else 0.0)
+        share = 1.0 if self.conditioning.form == "channels" else self.conditioning.share
+        conditioned = torch.rand(B, generator=random) < (share if self.conditioning.form != "none" else 0.0)
         return Draw(expert, sigma.to(latents.device), noise.to(latents), conditioned.to(latents.device))
 
     def losses(
@@ -181,14 +181,14 @@ class Objective:
         s, conditioning = draw.sigma.view(-1, 1, 1, 1, 1), self.conditioning
         x, timestep, counted = (1 - s) * latents + s * draw.noise, TIMESTEPS * draw.sigma, None
         arguments = {"encoder_hidden_states": text}
-        if conditioning.kind == "channels":
+        if conditioning.form == "channels":
             # As WanImageToVideoPipeline.prepare_latents: of the mask's four channels the first latent frame is 1.
             mask = torch.zeros_like(x[:, :4])
             mask[:, :, 0] = 1
             x = torch.cat([x, mask, extras["first_frame_latent"].to(x)], 1)
             if conditioning.takes_image:
                 arguments["encoder_hidden_states_image"] = extras["clip_feature"].to(text)
-        elif conditioning.kind == "tokens":
+        elif conditioning.form == "tokens":
             # The VAE is causal: the first latent frame of a clip is the encoding of its first frame.
             T, h, w = (n // p for n, p in zip(x.shape[2:], conditioning.patch, strict=True))
             given = draw.conditioned.view(-1, 1, 1, 1, 1)

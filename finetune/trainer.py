@@ -415,7 +415,7 @@ class Trainer:
                     # By the clip and not by its rank: the noise is the same on any number of processes.
                     random = generator_for(0, "validation", clip, j)
                     noise = torch.randn(latents.shape, generator=random).to(latents)
-                    conditioned = torch.full((1,), plain.conditioning.kind == "channels", device=latents.device)
+                    conditioned = torch.full((1,), plain.conditioning.form == "channels", device=latents.device)
                     draw = Draw(expert, sigma.to(latents).expand(1), noise, conditioned)
                     loss = self._losses(plain, draw, batch, latents).item()
                     if counts:
@@ -500,10 +500,10 @@ def _accelerator(config: FinetuneConfig, experts: int) -> Accelerator:
         project_dir=Path(config.output_dir).expanduser(),
         kwargs_handlers=handlers,
     )
-    kind, supported = accelerator.distributed_type.value, ("NO", "MULTI_GPU", "MULTI_CPU", "FSDP")
-    problem = f"must be configured for one process, DDP or FSDP; {kind} cannot be resumed exactly"
-    require(kind in supported, "accelerate", problem)
-    if kind == "FSDP":
+    used, supported = accelerator.distributed_type.value, ("NO", "MULTI_GPU", "MULTI_CPU", "FSDP")
+    problem = f"must be configured for one process, DDP or FSDP; {used} cannot be resumed exactly"
+    require(used in supported, "accelerate", problem)
+    if used == "FSDP":
         require(accelerator.is_fsdp2, "accelerate", "must be configured for FSDP version 2, got version 1")
         why = "with FSDP, which spreads the weights; configure accelerate for DDP"
         for name, value in (

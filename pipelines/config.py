@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from vmonarch.configs import InputError, build, check_keys, check_types, read_yaml
 from vmonarch.configs.methods import AttentionMethod, Stack, merge_attention, options_now, resolve_method
 from vmonarch.pipelines.environment import DTYPES, choose_device, choose_dtype
-from vmonarch.pipelines.kinds import IMAGE_TO_VIDEO, KINDS
 from vmonarch.pipelines.lora import LORA, check_lora
 from vmonarch.pipelines.model_folder import PROXY_RECORD, ModelFolder, read_json
+from vmonarch.pipelines.traits import IMAGE_TO_VIDEO, TRAITS
 
 if TYPE_CHECKING:
     from vmonarch.grid import LatentGrid
@@ -278,7 +278,7 @@ def read_prompts(path: str) -> tuple[str, ...]:
 
 
 def recommended_settings(model: ModelFolder) -> dict[str, Any]:
-    """What a model is best run with: its own settings if it is the embedded one, finetuned or a proxy, else its kind's.
+    """What a model is best run with: the embedded model's own settings, also finetuned, a proxy's, or its class's.
 
     Raises:
         InputError: the pipeline has a part that is not supported.
@@ -291,7 +291,7 @@ def recommended_settings(model: ModelFolder) -> dict[str, Any]:
         ours = {"num_inference_steps": "steps", "guidance_scale": "guidance"}
         found: dict[str, Any] = {ours.get(name, name): value for name, value in vars(settings).items()}
         return found | {"fps": float(settings.fps), "max_sequence_length": 512, "negative_prompt": ""}
-    return read_yaml(model.kind.defaults, group="defaults") | model.kind.recommended(model.configs)
+    return read_yaml("defaults", group=".")[model.traits.defaults] | model.traits.recommended(model.configs)
 
 
 def _has_embedded_vae(model: ModelFolder) -> bool:
@@ -334,16 +334,16 @@ def complete(config: Config, model: ModelFolder) -> Config:
 
 def _check_settings(config: SamplingConfig, model: ModelFolder) -> None:
     """Check that the pipeline has every setting that is given, and carries every method."""
-    kind, what = model.kind, f"a {model.pipeline}"
+    traits, what = model.traits, f"a {model.pipeline}"
     for name in ("true_guidance", "max_sequence_length"):
-        if getattr(config, name) is not None and name not in kind.arguments:
-            those = ", ".join(pipeline for pipeline, other in KINDS.items() if name in other.arguments)
+        if getattr(config, name) is not None and name not in traits.arguments:
+            those = ", ".join(pipeline for pipeline, other in TRAITS.items() if name in other.arguments)
             raise InputError(name, f"is not a setting of this model, {what}, but of {those}")
-    unguided = "true_guidance" in kind.arguments and (config.true_guidance or 0) <= 1
+    unguided = "true_guidance" in traits.arguments and (config.true_guidance or 0) <= 1
     needs_image = model.image_conditioned or model.pipeline == IMAGE_TO_VIDEO
     two = "is for models with two transformers; this one has one"
     for argument, wrong, problem in (
-        ("scheduler", config.scheduler and not kind.wan, f"is for the Wan family, and this model is {what}"),
+        ("scheduler", config.scheduler and not traits.wan, f"is for the Wan family, and this model is {what}"),
         ("negative_prompt", config.negative_prompt and unguided, f"needs true_guidance above 1 in {what}"),
         ("guidance_2", config.guidance_2 is not None and not model.two_stage, two),
         ("lora_2", config.lora_2 and not model.two_stage, two),
@@ -358,7 +358,7 @@ def _check_settings(config: SamplingConfig, model: ModelFolder) -> None:
             raise InputError(argument, problem)
     for argument, methods in config.attention_methods.items():
         for method in methods:
-            if method.processor_name == "based" and not kind.wan:
+            if method.processor_name == "based" and not traits.wan:
                 raise InputError(argument, f"cannot be {method.label!r}, which is for the Wan family, in {what}")
             if method.stack.linears and config.offload == "group":
                 raise InputError("offload", "cannot be group with quantised linear layers; supported: none, model")

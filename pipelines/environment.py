@@ -73,14 +73,6 @@ def choose_dtype(dtype: str, device: torch.device) -> torch.dtype:
     return chosen
 
 
-def synchronize(device: torch.device) -> None:
-    """Wait for a CUDA device's queue; nothing on the CPU."""
-    import torch
-
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
 def package_versions(names: tuple[str, ...] = PACKAGES) -> dict[str, str | None]:
     """Installed version of each distribution, None where it is missing; nothing is imported."""
     versions: dict[str, str | None] = dict.fromkeys(names)

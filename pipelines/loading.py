@@ -11,12 +11,12 @@ from vmonarch.configs import InputError
 from vmonarch.installation import find_transformers
 from vmonarch.pipelines.config import Config, SamplingConfig, complete
 from vmonarch.pipelines.environment import choose_device, choose_dtype
-from vmonarch.pipelines.kinds import IMAGE_TO_VIDEO, Kind
 from vmonarch.pipelines.lora import LORA, fuse_loras, in_words
 from vmonarch.pipelines.model_folder import MODELS, ModelError, ModelFolder, find_model
 from vmonarch.pipelines.outputs import check_sources, prepare_output_dir
 from vmonarch.pipelines.processes import Shard
 from vmonarch.pipelines.recipes import quantize_for_good
+from vmonarch.pipelines.traits import IMAGE_TO_VIDEO, Traits
 
 if TYPE_CHECKING:
     import torch
@@ -65,7 +65,7 @@ def complete_and_load(
     """
     folder = model.folder if model else find_model(config.model, config.revision)
     config = complete(config, folder)
-    if shard is not None and shard.size > 1 and not folder.kind.wan:
+    if shard is not None and shard.size > 1 and not folder.traits.wan:
         problem = f"must be of the Wan family for {shard.size} processes that share a video; it is a {folder.pipeline}"
         raise InputError("model", problem)
     if recorded is not None:
@@ -99,7 +99,7 @@ def load_model(config: SamplingConfig, folder: ModelFolder, shard: Shard | None 
         raise InputError("offload", f"{config.offload} needs a CUDA device; supported on the CPU: none")
     start = time.perf_counter()
     parts = {name: _load_small(folder, name) for name in _TOKENIZERS if name in folder.components}
-    check_prompt_lengths(config, folder.kind, parts)
+    check_prompt_lengths(config, folder.traits, parts)
     parts["scheduler"] = _scheduler(folder, config)
     cls = getattr(diffusers, IMAGE_TO_VIDEO if config.image is not None else folder.pipeline)
     pipe = read_pipeline(cls, folder, dtype, **parts)
@@ -108,7 +108,7 @@ def load_model(config: SamplingConfig, folder: ModelFolder, shard: Shard | None 
     # transformer's type.
     pipe.vae.enable_slicing()
     pipe.vae.decoder.register_forward_pre_hook(lambda _, inputs: (inputs[0].float(), *inputs[1:]))
-    if folder.kind.tiled:
+    if folder.traits.tiled:
         pipe.vae.enable_tiling()
     if linears := config.stack.linears:
         for transformer in find_transformers(pipe).values():
@@ -179,10 +179,10 @@ def check_loaded(config: SamplingConfig, model: LoadedModel) -> None:
     if (config.image is None) != (model.config.image is None):
         raise InputError("image", "must be given to load the pipeline too, or neither time")
     tokenizers = {name: getattr(model.pipe, name) for name in _TOKENIZERS if name in model.folder.components}
-    check_prompt_lengths(config, model.folder.kind, tokenizers)
+    check_prompt_lengths(config, model.folder.traits, tokenizers)
 
 
-def check_prompt_lengths(config: SamplingConfig, kind: Kind, tokenizers: Mapping[str, Any]) -> None:
+def check_prompt_lengths(config: SamplingConfig, traits: Traits, tokenizers: Mapping[str, Any]) -> None:
     """Check that no prompt is longer than the text encoders may see: nothing is cut off silently.
 
     Args:
@@ -195,7 +195,7 @@ def check_prompt_lengths(config: SamplingConfig, kind: Kind, tokenizers: Mapping
     if config.negative_prompt:
         texts.append(("negative_prompt", config.negative_prompt))
     for name, text in texts:
-        for tokens, limit, which in kind.lengths(tokenizers, text, config.max_sequence_length):
+        for tokens, limit, which in traits.lengths(tokenizers, text, config.max_sequence_length):
             if tokens > limit:
                 problem = f"must have at most {limit} tokens{which} for this model's text encoder"
                 raise InputError(name, f"{problem}; {shorten(text)!r} has {tokens}")

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vmonarch.configs import InputError, file_sha256
-from vmonarch.pipelines.kinds import KINDS, TEXT_TO_VIDEO, Configs, Kind
 from vmonarch.pipelines.lora import in_words, listed
+from vmonarch.pipelines.traits import TEXT_TO_VIDEO, TRAITS, Configs, Traits
 
 if TYPE_CHECKING:
     import torch
@@ -33,7 +33,7 @@ _HUB_FILES = ["*.json", "*/*.safetensors", "*.txt", "*.model", "*.jinja"]
 
 
 class ModelError(RuntimeError):
-    """A model folder whose contents are missing, damaged or of an unsupported kind."""
+    """A model folder whose contents are missing, damaged or not supported."""
 
 
 @dataclass(frozen=True)
@@ -78,9 +78,9 @@ class ModelFolder:
         return self.name if self.name == "embedded" or self.revision else str(self.path)
 
     @property
-    def kind(self) -> Kind:
+    def traits(self) -> Traits:
         """What there is to know of pipelines of its class."""
-        return KINDS[self.pipeline]
+        return TRAITS[self.pipeline]
 
     @property
     def height_multiple(self) -> int:
@@ -132,11 +132,11 @@ class ModelFolder:
         except Exception as error:
             raise ModelError(f"{folder} cannot be loaded: {in_words(error)}") from error
         # The libraries only warn of these, and what is missing would be random. Tied weights are not among them.
-        for kind, problem in (
+        for keys, problem in (
             ("missing_keys", "lacks {} of the tensors that {} has by its config.json"),
             ("unexpected_keys", "holds {} tensors that {} has no place for by its config.json"),
         ):
-            if names := found[kind]:
+            if names := found[keys]:
                 what = problem.format(len(names), cls.__name__)
                 raise ModelError(f"{name} cannot be used: {_weight_files(folder)[0]} {what}: {listed(names)}")
         return model
@@ -184,8 +184,8 @@ def find_model(name: str, revision: str | None = None) -> ModelFolder:
     pipeline: Any = index.get("_class_name")
     # FastWan's checkpoints name a class of FastVideo, whose components are those of the stock pipeline.
     pipeline = TEXT_TO_VIDEO if pipeline == "WanDMDPipeline" else pipeline
-    if pipeline not in KINDS:
-        raise ModelError(f"{path} holds a {pipeline}; supported: {', '.join(KINDS)}")
+    if pipeline not in TRAITS:
+        raise ModelError(f"{path} holds a {pipeline}; supported: {', '.join(TRAITS)}")
     components = {
         key: (str(entry[0]), str(entry[1]))
         for key, entry in index.items()
@@ -204,9 +204,9 @@ def find_model(name: str, revision: str | None = None) -> ModelFolder:
     configs["transformer"] = read_json(path / transformers[0] / "config.json")
     if "guider" in components:
         configs["guider"] = read_json(path / "guider" / "guider_config.json")
-    kind, transformer, z_dim = KINDS[pipeline], configs["transformer"], configs["vae"].get("z_dim", 16)
+    traits, transformer, z_dim = TRAITS[pipeline], configs["transformer"], configs["vae"].get("z_dim", 16)
     # Image-to-video models of Wan 2.1 and 2.2 A14B take mask and image latents as extra input channels.
-    image_conditioned = kind.wan and transformer.get("in_channels", z_dim) > z_dim
+    image_conditioned = traits.wan and transformer.get("in_channels", z_dim) > z_dim
     return ModelFolder(
         name=name,
         path=path,
@@ -214,9 +214,9 @@ def find_model(name: str, revision: str | None = None) -> ModelFolder:
         pipeline=pipeline,
         components=components,
         configs=configs,
-        **kind.sizes(configs),
+        **traits.sizes(configs),
         # Wan's default: other configs always tell.
-        layers=sum(transformer.get(name, 40) for name in kind.layers),
+        layers=sum(transformer.get(name, 40) for name in traits.layers),
         image_conditioned=image_conditioned,
         # The 5B model blends the image into the first latent frame instead of taking more channels.
         image_capable=image_conditioned or bool(index.get("expand_timesteps")),
@@ -232,8 +232,8 @@ def find_wan_model(name: str, revision: str | None = None) -> ModelFolder:
         ModelError: as there.
     """
     folder = find_model(name, revision)
-    if not folder.kind.wan:
-        supported = ", ".join(pipeline for pipeline, kind in KINDS.items() if kind.wan)
+    if not folder.traits.wan:
+        supported = ", ".join(pipeline for pipeline, traits in TRAITS.items() if traits.wan)
         problem = f"must be of the Wan family, as training data and trainer are ({supported})"
         raise InputError("model", f"{problem}; {name!r} is a {folder.pipeline}")
     return folder

@@ -75,9 +75,9 @@ def denoise(
 
     if len(prompts) != len(seeds) or not prompts:
         raise ValueError(f"seeds must have one entry for each of the {len(prompts)} prompts, got {len(seeds)}")
-    pipe, device, kind = model.pipe, model.device, model.folder.kind
+    pipe, device, traits = model.pipe, model.device, model.folder.traits
     generators = [torch.Generator("cpu").manual_seed(seed) for seed in seeds]
-    names = {**{name: name for name in ("height", "width", "num_frames")}, **kind.arguments}
+    names = {**{name: name for name in ("height", "width", "num_frames")}, **traits.arguments}
     arguments: dict[str, Any] = {name: getattr(config, setting) for setting, name in names.items()}
     if config.image is not None:
         from vmonarch.pipelines.video_io import open_image
@@ -91,7 +91,7 @@ def denoise(
         "output_type": "pt" if decode else "latent",
     }
     pipe.set_progress_bar_config(disable=progress is None, desc=progress, leave=False)
-    kind.prepare(pipe, config)
+    traits.prepare(pipe, config)
     if hasattr(pipe.scheduler, "generator"):
         # Pipelines give it to no step.
         pipe.scheduler.generator = generators
@@ -106,8 +106,8 @@ def denoise(
         found = pipe(**{name: value for name, value in arguments.items() if value is not None}).frames
     if len(found) != len(prompts):
         raise GenerationError(f"the pipeline returned {len(found)} videos for {len(prompts)} prompts")
-    seconds = {"total": _now(device) - start}
-    seconds |= {"text": _between(text), "transformer": _between(forward), "decode": _between(decoding)}
+    seconds = {"total": _now(device) - start, "text": _between(text)}
+    seconds |= {"transformer": _between(forward), "decode": _between(decoding)}
     seconds["denoise"] = seconds["total"] - seconds["text"] - seconds["decode"]
     return Batch(found.float().cpu() if decode else None, None if decode else found, seconds, len(forward) // 2)
 

@@ -200,7 +200,9 @@ def evenly_spaced(frames: int, count: int) -> list[int]:
 def contact_sheet(frames: NDArray[np.uint8], *, title: str = "", columns: int = 4, count: int = 12) -> Image.Image:
     """A picture of `count` evenly spaced frames of a video [F, H, W, 3], each labelled with its index."""
     chosen = evenly_spaced(len(frames), count)
-    return _tiles([(f"frame {index}", "", frames[index]) for index in chosen], columns, _cell_size(frames, 160), title)
+    return _picture(
+        [(f"frame {index}", "", frames[index]) for index in chosen], columns, _cell_size(frames, 160), title
+    )
 
 
 def strips(
@@ -216,7 +218,7 @@ def strips(
     cells: list[_Cell] = []
     for name, frames in videos.items():
         cells += [(name, (notes or {}).get(name, ""), None), *((f"frame {i}", "", frames[i]) for i in chosen)]
-    return _tiles(cells, len(chosen) + 1, _cell_size(first, 133), title)
+    return _picture(cells, len(chosen) + 1, _cell_size(first, 133), title)
 
 
 def side_by_side(
@@ -228,12 +230,12 @@ def side_by_side(
     cells = (
         [(name, (notes or {}).get(name, ""), video[i]) for name, video in videos.items()] for i in range(len(first))
     )
-    joined = np.stack([np.asarray(_tiles(cell, columns, size)) for cell in cells])
+    joined = np.stack([np.asarray(_picture(cell, columns, size)) for cell in cells])
     # 4:2:0 halves both sides.
     return joined[:, : joined.shape[1] // 2 * 2, : joined.shape[2] // 2 * 2]
 
 
-def _tiles(cells: Sequence[_Cell], columns: int, size: tuple[int, int], title: str = "") -> Image.Image:
+def _picture(cells: Sequence[_Cell], columns: int, size: tuple[int, int], title: str = "") -> Image.Image:
     """A picture of cells in rows below a title: a label and a note above a frame drawn at `size`, width and height."""
     from PIL import Image, ImageDraw
 

@@ -1,4 +1,13 @@
-"""Fixtures of all tests."""
+"""Fixtures of all tests.
+
+The folders are those of the package: `processors/` and `vmonarch/` test what lies beside its packages, `cli/` the
+commands from their words to their files. `support/` has tiny models (`tiny_wan.py`, `tiny_families.py`), checks that
+all ops share (`op_checks.py`), and scripts that tests run in processes of their own; tests import these by name.
+Nothing imports tests. Begin with `processors/test_processor.py` and `kernels/test_monarch.py`.
+
+Tests marked `deep` take long or need other engines, those marked `gpu` a GPU. The bugs of `planted_bugs.toml`, planted
+in a copy, must be found (`test_planted_bugs.py`).
+"""
 
 from __future__ import annotations
 
@@ -20,6 +29,7 @@ import torch
 from filelock import FileLock
 
 SUPPORT = Path(__file__).with_name("support")
+QUICK = Path(__file__).with_name("quick.txt")
 pytest.register_assert_rewrite("op_checks")
 SLOW_IMPORTS = ("torch._dynamo", "accelerate", "peft", "omegaconf", "pyarrow.parquet", "torch.utils.tensorboard",
                 "diffusers.pipelines.wan.pipeline_wan")  # fmt: skip
@@ -32,6 +42,23 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Of a test that `quick.txt` names, the cases listed there are part of `make test`; its other cases are deep."""
+    quick = {line for line in QUICK.read_text().splitlines() if not line.startswith("#")}
+    named = {line.partition("[")[0] for line in quick}
+    for item in items:
+        if item.nodeid.partition("[")[0] in named and item.nodeid not in quick:
+            item.add_marker(pytest.mark.deep)
+    if any("::" in argument for argument in config.args):
+        return
+    found = {item.nodeid for item in items}
+    files = {nodeid.partition("::")[0] for nodeid in found}
+    missing = sorted(line for line in quick - found if line.partition("::")[0] in files)
+    if missing:
+        raise pytest.UsageError(f"{QUICK.name} names tests that there are not: {', '.join(missing)}")
+
+
 @pytest.fixture(scope="session")
 def tiny() -> ModuleType:
     """Builders of tiny Wan models and pipelines; imported late, as most tests need no diffusers."""
@@ -42,7 +69,7 @@ def tiny() -> ModuleType:
 def made_once(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, Callable[[Path], None]], Path]:
     """made_once(name, make): a folder that `make(folder)` has filled, once for all processes that share the tests."""
     base = tmp_path_factory.getbasetemp()
-    root = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+    root = base.parent if os.environ.get("PYTEST_XDIST_WORKER") else base
 
     def folder(name: str, make: Callable[[Path], None]) -> Path:
         path = root / name

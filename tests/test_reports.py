@@ -64,12 +64,3 @@ def test_what_failed_or_was_skipped_does_not_count_as_shown():
     assert rows["HunyuanVideo"].count("no") == 1 and set(rows["HunyuanVideo15"]) == {"yes"}
     with pytest.raises(ValueError, match="no test of `generate`"):
         support_matrix.count([report(*everything("hunyuan")[:-2])])
-
-
-def test_a_report_has_its_matrix_and_its_table(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    Path("cpu.xml").write_text(report(*everything("hunyuan")))
-    support_matrix.main(["cpu.xml", "--output", "support.json"])
-    record = json.loads(Path("support.json").read_text())
-    assert record["models"][HUNYUAN]["`refresh`"] == {"passed": 1, "failed": 0} and record["tables"][0]["rows"]
-    assert record["caption"].endswith("by `python tests/support/support_matrix.py cpu.xml --output support.json`.")

@@ -4,6 +4,11 @@
     pipe.set_attn_processor(vmonarch.VMonarchProcessor())
     vmonarch.restore(pipe)
 
+Beside this file lie the processors, what `apply` makes of them for a model, plans, residuals, context parallelism,
+adapters and the engines. They import `kernels` and, for methods by name, `configs`, but nothing of `pipelines`,
+`finetune`, `eval` or `cli`. Begin with `options.py` and `processors.py`, then `base.py`, whose `stack` builds what
+`attend.py` has; docs/architecture.md follows one call.
+
 Importing this package is cheap: nothing is loaded until a name that needs it is used. It gives diffusers' pipelines
 `set_attn_processor`, whenever they are imported (`vmonarch.diffusers_hook`).
 """
@@ -17,12 +22,12 @@ from vmonarch.lazy import lazy_names
 
 # Public name -> module that defines it. Resolved on first use, so that `import vmonarch` never loads diffusers.
 _EXPORTS = {
-    "__version__": "vmonarch.version",
+    "__version__": "vmonarch.requirements",
     "LatentGrid": "vmonarch.grid",
-    "ExactBlocks": "vmonarch.exact_blocks",
+    "ExactBlocks": "vmonarch.options",
     "VMonarchOptions": "vmonarch.options",
     "FirstOrderOptions": "vmonarch.options",
-    "TwoResolutionOptions": "vmonarch.two_resolution_options",
+    "TwoResolutionOptions": "vmonarch.options",
     "AttentionPlan": "vmonarch.plan",
     "merge_partials": "vmonarch.kernels.merge.api",
     "flash_bias_attention": "vmonarch.kernels.flash_bias.api",
@@ -40,7 +45,7 @@ _EXPORTS = {
     "FirstOrderProcessor": "vmonarch.processors",
     "BasedProcessor": "vmonarch.based",
     "apply": "vmonarch.installation",
-    "presets": "vmonarch.preset",
+    "presets": "vmonarch.processors",
     "restore": "vmonarch.installation",
     "save_adapter": "vmonarch.adapters",
     "load_adapter": "vmonarch.adapters",
@@ -57,7 +62,6 @@ if TYPE_CHECKING:
     from vmonarch.adapters import load_adapter as load_adapter
     from vmonarch.adapters import save_adapter as save_adapter
     from vmonarch.based import BasedProcessor as BasedProcessor
-    from vmonarch.exact_blocks import ExactBlocks as ExactBlocks
     from vmonarch.grid import LatentGrid as LatentGrid
     from vmonarch.installation import apply as apply
     from vmonarch.installation import restore as restore
@@ -70,17 +74,18 @@ if TYPE_CHECKING:
     from vmonarch.kernels.taylor.api import taylor_attention as taylor_attention
     from vmonarch.kernels.two_resolution.api import two_resolution_attention as two_resolution_attention
     from vmonarch.kernels.window.api import window_attention as window_attention
+    from vmonarch.options import ExactBlocks as ExactBlocks
     from vmonarch.options import FirstOrderOptions as FirstOrderOptions
+    from vmonarch.options import TwoResolutionOptions as TwoResolutionOptions
     from vmonarch.options import VMonarchOptions as VMonarchOptions
     from vmonarch.plan import AttentionPlan as AttentionPlan
-    from vmonarch.preset import presets as presets
     from vmonarch.processors import FirstOrderProcessor as FirstOrderProcessor
     from vmonarch.processors import FlashBiasProcessor as FlashBiasProcessor
     from vmonarch.processors import TwoResolutionProcessor as TwoResolutionProcessor
     from vmonarch.processors import VMonarchProcessor as VMonarchProcessor
+    from vmonarch.processors import presets as presets
+    from vmonarch.requirements import __version__ as __version__
     from vmonarch.residuals import Refresh as Refresh
-    from vmonarch.two_resolution_options import TwoResolutionOptions as TwoResolutionOptions
-    from vmonarch.version import __version__ as __version__
 
 
 # Public names of before -> what takes their place.

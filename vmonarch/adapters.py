@@ -11,20 +11,19 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from vmonarch.files import AtomicFiles
+from vmonarch.hooks import record_of
 from vmonarch.installation import (
-    CONFIG_ENTRY,
     Installation,
     apply,
     bind_all,
     find_transformers,
-    note_lora,
     original_processors,
     parameters_of,
 )
@@ -53,7 +52,7 @@ _LORA_RUNTIME = (
 
 @dataclasses.dataclass(frozen=True)
 class _Adapter:
-    """What a file or folder holds: tensors by name, LoRA settings and facts by transformer."""
+    """What a file holds: tensors by name, LoRA settings and facts by transformer."""
 
     source: Path
     processor: str
@@ -99,7 +98,9 @@ def save_adapter(
         tensors |= {f"{name}.{key}": _to_save(f"{name}.{key}", x, dtype) for key, x in (learnt | layers).items()}
         lora_settings |= {f"{name}.{key}": value for key, value in settings.items()}
         facts[name] = _facts(type(transformer).__name__, transformer.config)
-        applied[name] = transformer.config[CONFIG_ENTRY]  # type: ignore[assignment,index]
+        record = record_of(transformer)
+        assert record is not None
+        applied[name] = {"processor": type(record.processor).__name__, "config": record.processor.config}
     first, *others = applied.values()
     if any(other != first for other in others):
         raise ValueError(f"{' and '.join(applied)} have different processors: save each transformer by itself")
@@ -115,14 +116,11 @@ def save_adapter(
 def load_adapter(pipe_or_transformer: Any, path: str | Path, **options: Any) -> Installation:
     """Apply the processor that `save_adapter` saved, with all that it and its LoRA layers had learnt.
 
-    Or the processor of a folder that `save_pretrained` wrote of a transformer, or of a pipeline, with a processor
-    applied: `from_pretrained` loads such a folder without the processor, and this puts it back.
-
     Nothing is changed unless everything fits. `vmonarch.restore` takes away what was loaded, LoRA layers too.
 
     Args:
         pipe_or_transformer: as in `vmonarch.apply`.
-        path: of the file or folder.
+        path: of the file.
         options: `dense_steps`, `grid` and `implementation` of the processor, in place of those that were saved; others
             must be those that were saved.
 
@@ -134,15 +132,15 @@ def load_adapter(pipe_or_transformer: Any, path: str | Path, **options: Any) -> 
         ValueError: this is no adapter, one of another version or for another model, one with parameters missing,
             unexpected or of another shape, each of which is named; or the transformer has parameters of a processor or
             LoRA layers already.
-        FileNotFoundError: there is no such file or folder, or its weights are missing.
+        FileNotFoundError: there is no such file.
         ImportError: the adapter has LoRA layers, and PEFT is not installed.
     """
     transformers = find_transformers(pipe_or_transformer)
-    adapter = read_adapter(path, list(transformers))
+    adapter = _read(Path(path).expanduser())
     if adapter.processor not in _PROCESSORS:
         raise ValueError(f"{path} is for {adapter.processor}, supported: {', '.join(_PROCESSORS)}")
-    kind = getattr(importlib.import_module(_PROCESSORS[adapter.processor]), adapter.processor)
-    processor = kind.from_config(adapter.config | options)
+    cls = getattr(importlib.import_module(_PROCESSORS[adapter.processor]), adapter.processor)
+    processor = cls.from_config(adapter.config | options)
     for name in sorted(options.keys() - set(_FREE_OPTIONS)):
         if processor.config[name] != adapter.config[name]:
             raise ValueError(f"{name} is {adapter.config[name]} in {path}, got {processor.config[name]}")
@@ -161,7 +159,9 @@ def load_adapter(pipe_or_transformer: Any, path: str | Path, **options: Any) -> 
             transformer.unload_lora()
         raise
     for transformer in added:
-        note_lora(transformer, _LORA_NAME)
+        record = record_of(transformer)
+        assert record is not None
+        record.lora = _LORA_NAME
     with torch.no_grad():
         for name, transformer in transformers.items():
             for key, parameter in _learnt(transformer).items():
@@ -169,21 +169,23 @@ def load_adapter(pipe_or_transformer: Any, path: str | Path, **options: Any) -> 
     return installation
 
 
-def read_adapter(path: str | Path, transformers: Iterable[str] = ("transformer",)) -> _Adapter:
-    """The contents of an adapter file, or of the folder of a model that was saved with a processor.
-
-    Args:
-        transformers: names of the transformers whose subfolders are read, if it is a pipeline's folder.
-
-    Raises:
-        ValueError, FileNotFoundError: as `load_adapter`.
-    """
-    path = Path(path).expanduser()
+def _read(path: Path) -> _Adapter:
+    """The contents of an adapter file; raises as `load_adapter`."""
     if path.is_dir():
-        return _read_folder(path, list(transformers))
+        raise ValueError(
+            f"{path} is a folder, and must be a file that vmonarch.save_adapter wrote. What save_pretrained wrote"
+            " beside the weights is loaded by load_state_dict(…, strict=False), once the same processor is applied"
+        )
     if not path.is_file():
-        raise FileNotFoundError(f"{path} is no adapter file and no folder of a model")
-    tensors, metadata = _read_tensors(path)
+        raise FileNotFoundError(f"there is no adapter file {path}")
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="pt") as file:
+            tensors = {name: file.get_tensor(name) for name in file.keys()}
+            metadata = dict(file.metadata() or {})
+    except SafetensorError as error:
+        raise ValueError(f"{path} is no complete safetensors file: {error}") from error
     if _ENTRY not in metadata:
         raise ValueError(f"{path} is no adapter that vmonarch.save_adapter wrote: its metadata has no {_ENTRY}")
     lora: dict[str, dict[str, Any]] = {}
@@ -197,58 +199,6 @@ def read_adapter(path: str | Path, transformers: Iterable[str] = ("transformer",
         return _Adapter(path, entry["processor"], entry["config"], entry["transformers"], tensors, lora)
     except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
         raise ValueError(f"{path} has a damaged {_ENTRY} in its metadata: {error!r}") from error
-
-
-def _read_folder(path: Path, names: list[str]) -> _Adapter:
-    of_pipeline = (path / "model_index.json").is_file()
-    if not of_pipeline and len(names) > 1:
-        raise ValueError(f"{path} is no folder of a pipeline, but there are {' and '.join(names)} to load")
-    tensors: dict[str, torch.Tensor] = {}
-    facts: dict[str, dict[str, Any]] = {}
-    entries = []
-    for name in names:
-        folder = path / name if of_pipeline else path
-        file = folder / "config.json"
-        if not file.is_file():
-            raise FileNotFoundError(f"{path} is no adapter file and no folder of a model: there is no {file}")
-        config = json.loads(file.read_text(encoding="utf-8"))
-        if CONFIG_ENTRY not in config:
-            raise ValueError(f"{folder} was saved without a processor that learns: its config has no {CONFIG_ENTRY}")
-        entries.append(config[CONFIG_ENTRY])
-        facts[name] = _facts(config["_class_name"], config)
-        weights = _read_weights(folder)
-        if any(".lora_" in key for key in weights):
-            raise ValueError(f"{folder} was saved with LoRA layers, which no model loads; use vmonarch.save_adapter")
-        tensors |= {f"{name}.{key}": value for key, value in weights.items()}
-    if any(entry != entries[0] for entry in entries[1:]):
-        raise ValueError(f"{path}: {' and '.join(names)} have different processors; load each by itself")
-    return _Adapter(path, entries[0]["processor"], entries[0]["config"], facts, tensors, {})
-
-
-def _read_weights(folder: Path) -> dict[str, torch.Tensor]:
-    """What processors and LoRA layers have learnt, of the weights in the folder of a transformer."""
-    index = folder / "diffusion_pytorch_model.safetensors.index.json"
-    if index.is_file():
-        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-    else:
-        names = ["diffusion_pytorch_model.safetensors"]
-    weights: dict[str, torch.Tensor] = {}
-    for name in names:
-        if not (folder / name).is_file():
-            raise FileNotFoundError(f"{folder} has no {name}")
-        weights |= _read_tensors(folder / name, containing=(".processor.", ".lora_"))[0]
-    return weights
-
-
-def _read_tensors(path: Path, containing: tuple[str, ...] = ("",)) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        with safe_open(path, framework="pt") as file:
-            names = [name for name in file.keys() if any(part in name for part in containing)]
-            return {name: file.get_tensor(name) for name in names}, dict(file.metadata() or {})
-    except SafetensorError as error:
-        raise ValueError(f"{path} is no complete safetensors file: {error}") from error
 
 
 def _write(path: Path, tensors: Mapping[str, torch.Tensor], metadata: dict[str, str], overwrite: bool) -> None:
@@ -282,9 +232,9 @@ def _to_save(name: str, tensor: torch.Tensor, dtype: torch.dtype | None) -> torc
     return saved
 
 
-def _facts(kind: str, config: Any) -> dict[str, Any]:
+def _facts(name: str, config: Any) -> dict[str, Any]:
     """What must be the same in the transformer that an adapter is loaded to, as JSON has it."""
-    return {"class": kind, **json.loads(json.dumps({key: config[key] for key in _FACTS if key in config}))}
+    return {"class": name, **json.loads(json.dumps({key: config[key] for key in _FACTS if key in config}))}
 
 
 def _check_models(adapter: _Adapter, transformers: Mapping[str, torch.nn.Module]) -> None:

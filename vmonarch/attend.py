@@ -25,22 +25,26 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from diffusers.models.attention_dispatch import dispatch_attention_fn
-from torch.fx.experimental.symbolic_shapes import guard_or_false
 
 from vmonarch.bias.video import BiasOption
-from vmonarch.call import Call
+from vmonarch.call import Call, TokenSequence
 from vmonarch.kernels.common.launch import auto_takes_kernels, carry_tangents, learns
 from vmonarch.kernels.flash_bias.api import flash_bias_attention
 from vmonarch.kernels.flash_entropy.api import flash_entropy_attention
 from vmonarch.kernels.merge.api import merge_partials
 from vmonarch.options import Options
 from vmonarch.plan import heads_by_method, method_attention
-from vmonarch.sequence import TokenSequence, masked_attention
 
 # (out, lse or None)
 Result = tuple[torch.Tensor, Any]
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Call], Result]
+
+
+def no_others(call: Call) -> bool:
+    """Whether the video's tokens are all there are. torch.compile, which may not know their number, takes it for no."""
+    from torch.fx.experimental.symbolic_shapes import guard_or_false
+
+    return guard_or_false(call.others == 0)
 
 
 @dataclass(frozen=True)
@@ -59,6 +63,32 @@ class Op:
         return found if call.lse else (found, None)
 
 
+# Added to a logit, it leaves a weight of nothing beside any other; float16 holds it.
+_NEVER = -3e4
+
+
+def masked_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    key_mask: torch.Tensor,
+    *,
+    implementation: str = "auto",
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Exact attention to some of the keys, and its log-partition: (out [B, Sq, H, E], lse [B, H, Sq]).
+
+    The mask is a bias of rank 1, which the kernels for Hopper take; they take no mask.
+
+    Args:
+        key_mask: boolean [B, Sk], true where a key may be attended. Of a sample without any, lse is far below all
+            others.
+    """
+    ones = query.new_ones(1, 1, 1, 1).expand(1, query.shape[1], 1, 1)
+    penalty = torch.zeros_like(key_mask, dtype=query.dtype).masked_fill(~key_mask, _NEVER)[:, :, None, None]
+    out, lse = flash_bias_attention(query, key, value, ones, penalty, return_lse=True, implementation=implementation)
+    return out, lse
+
+
 @dataclass(frozen=True)
 class Exact:
     """Softmax over any tokens: by the backend that the user has chosen, or else by the fastest there is for a mask."""
@@ -72,6 +102,9 @@ class Exact:
             return masked_attention(query, key, value, mask, implementation=by)
         if call.lse:
             return flash_entropy_attention(query, key, value, implementation=by)[:2]
+        # Whoever attends has loaded it; options are checked without.
+        from diffusers.models.attention_dispatch import dispatch_attention_fn
+
         pairs = None if mask is None else mask[:, None, None]
         return dispatch_attention_fn(query, key, value, attn_mask=pairs, backend=call.backend), None
 
@@ -85,7 +118,7 @@ class Biased:
 
     def __call__(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Call) -> Result:
         factors: Sequence[torch.Tensor] = self.bias.factors(call.grid, query.device, call.heads, call.shared)
-        if not guard_or_false(call.others == 0):
+        if not no_others(call):
             factors = [TokenSequence.in_call(call).padded(factor) for factor in factors]
         given: dict[str, Any] = {
             "key_mask": call.key_mask,
@@ -134,7 +167,7 @@ class Beside:
     implementation: str = "auto"
 
     def __call__(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Call) -> Result:
-        if guard_or_false(call.others == 0):
+        if no_others(call):
             return self.video(query, key, value, call)
         # Of a number of tokens that is known on the device alone, torch.compile cannot tell.
         torch._check(call.others > 0)
@@ -176,7 +209,7 @@ class Residual:
 
 @dataclass(frozen=True)
 class Dense:
-    """Exact attention in the steps of `dense_steps`, where ranks share tokens by a plan of ours.
+    """Exact attention in the steps of `dense_steps`, where ranks share tokens by a `cp_plan` of ours.
 
     There, the model's own attention would count text once for every rank. On one rank, that answers for these steps.
     """

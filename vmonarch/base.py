@@ -14,7 +14,6 @@ from vmonarch.attend import Attend, Beside, Biased, Dense, Exact, Residual
 from vmonarch.bias.video import BiasOption, GridBias
 from vmonarch.borrowed import borrow
 from vmonarch.context_parallel import check_heads, check_ring
-from vmonarch.dense import DenseSet
 from vmonarch.families import Family, heads_of
 from vmonarch.grid import LatentGrid
 from vmonarch.opaque import Opaque
@@ -22,7 +21,7 @@ from vmonarch.options import NoOptions
 from vmonarch.own import Own
 from vmonarch.plan import AttentionPlan
 from vmonarch.residuals import Refresh
-from vmonarch.validation import check_implementation
+from vmonarch.validation import DenseSet, check_implementation
 
 
 class Layer(NamedTuple):
@@ -228,8 +227,9 @@ class VideoAttentionProcessor:
         Raises:
             TypeError, ValueError: an unknown option, or one with an unsupported value.
         """
-        # What ranks shared was an option once, with this default.
-        config = {name: value for name, value in config.items() if (name, value) != ("parallel_by", "heads")}
+        # Options that there were once, with these defaults.
+        gone = {"parallel_by": "heads", "frames_per_block": 1, "tiles": [1, 1], "r_share": 1.0}
+        config = {name: value for name, value in config.items() if name not in gone or value != gone[name]}
         unknown = sorted(set(config) - set(cls._OPTIONS))
         if unknown:
             raise TypeError(f"{cls.__name__} has no option {', '.join(unknown)}; it has {', '.join(cls._OPTIONS)}")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,20 +15,89 @@ import torch
 
 from vmonarch.attend import Attend, Result
 from vmonarch.base import Layer, VideoAttentionProcessor
-from vmonarch.based_options import BasedOptions, resolve_layers
 from vmonarch.call import Call
 from vmonarch.context_parallel import Part, TokenSplit
 from vmonarch.grid import LatentGrid
 from vmonarch.kernels.merge.api import merge_partials
 from vmonarch.kernels.taylor.api import taylor_attention
-from vmonarch.kernels.window.api import window_attention
+from vmonarch.kernels.taylor.feature_maps import FEATURE_MAPS
+from vmonarch.kernels.window.api import check_window, window_attention
 from vmonarch.options import has_options
 from vmonarch.own import Own, Rotary
+from vmonarch.validation import check_flag, check_positive_integer
 
 # The paper's filters are 3 wide (Table 7); here along frames, rows and columns.
 FILTER = (3, 3, 3)
 # Latent frames over which the linear part's keys lose a factor e at first.
 FIRST_REACH = 16.0
+# What a layer may compute.
+LAYERS = ("linear", "window", "both", "conv", "full")
+
+
+def resolve_layers(layers: str | Sequence[str], blocks: int) -> tuple[str, ...]:
+    """What each of the transformer blocks computes; `layers` as in `BasedProcessor`.
+
+    Raises:
+        ValueError: the layout does not fit the number of blocks.
+    """
+    if layers == "based":
+        if blocks < 2:
+            raise ValueError(
+                f"layers='based' needs at least 2 transformer blocks, one linear and one window, got {blocks}"
+            )
+        share = max(1, round(blocks / 5))
+        found = ["conv"] * blocks
+        for n in range(share):
+            found[int((n + 0.25) * blocks / share)] = "linear"
+            found[int((n + 0.75) * blocks / share)] = "window"
+        return tuple(found)
+    if isinstance(layers, str):
+        return (layers,) * blocks
+    if len(layers) != blocks:
+        raise ValueError(f"layers has {len(layers)} entries, but there are {blocks} transformer blocks")
+    return tuple(layers)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BasedOptions:
+    """What Based computes; see `BasedProcessor`.
+
+    Raises:
+        TypeError, ValueError: an option has an unsupported value; the message begins with its name.
+    """
+
+    layers: str | Sequence[str] = "both"
+    feature_dim: int = 16
+    feature_map: str = "taylor"
+    window: Sequence[int] = (3, 5, 5)
+    decay: bool = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "layers", _check_layers(self.layers))
+        check_positive_integer("feature_dim", self.feature_dim)
+        object.__setattr__(self, "feature_dim", int(self.feature_dim))
+        if self.feature_map not in FEATURE_MAPS:
+            raise ValueError(f"feature_map must be one of {', '.join(FEATURE_MAPS)}, got {self.feature_map!r}")
+        if FEATURE_MAPS[self.feature_map].signed and "both" in (self.layers, *self.layers):
+            raise ValueError(
+                f"feature_map must not be {self.feature_map!r} with layers 'both': its weights may be negative"
+            )
+        object.__setattr__(self, "window", check_window(self.window))
+        check_flag("decay", self.decay)
+
+
+def _check_layers(layers: object) -> str | tuple[str, ...]:
+    supported = f"based, one of {', '.join(LAYERS)}, or a list of these with one entry for each transformer block"
+    if isinstance(layers, str):
+        if layers not in ("based", *LAYERS):
+            raise ValueError(f"layers must be {supported}, got {layers!r}")
+        return layers
+    if not isinstance(layers, Sequence):
+        raise TypeError(f"layers must be {supported}, got {type(layers).__name__}")
+    for number, name in enumerate(layers):
+        if name not in LAYERS:
+            raise ValueError(f"layers[{number}] must be one of {', '.join(LAYERS)}, got {name!r}")
+    return tuple(layers)
 
 
 def initial_projection(layer: int, heads: int, head_dim: int, feature_dim: int) -> torch.Tensor:
@@ -171,8 +241,8 @@ class BasedProcessor(VideoAttentionProcessor):
     LEARNS = True
 
     def bind(self, layer: Layer, original: Any) -> Any:
-        kind = resolve_layers(self.options.layers, layer.blocks)[layer.block]
-        return original if kind == "full" else BasedLayer(self, kind, layer, original)
+        computes = resolve_layers(self.options.layers, layer.blocks)[layer.block]
+        return original if computes == "full" else BasedLayer(self, computes, layer, original)
 
 
 @dataclass(frozen=True)
@@ -233,7 +303,7 @@ class BasedLayer(LearningLayer):
     """A `BasedProcessor` at work in one attention module, with the parameters of that module.
 
     Args:
-        kind: what the layer computes.
+        computes: what, of the names in `BasedProcessor.layers`.
 
     Raises:
         ValueError: `feature_dim` is above the head dimension, or the module's weights are on the meta device.
@@ -241,7 +311,7 @@ class BasedLayer(LearningLayer):
 
     # Whoever applies it in inference mode may train it later.
     @torch.inference_mode(False)
-    def __init__(self, spec: BasedProcessor, kind: str, layer: Layer, original: Any) -> None:
+    def __init__(self, spec: BasedProcessor, computes: str, layer: Layer, original: Any) -> None:
         attn = layer.attn
         # Norms keep a floating-point dtype where other weights are quantised or stored in float8.
         like = attn.norm_q.weight
@@ -251,7 +321,7 @@ class BasedLayer(LearningLayer):
             )
         head_dim = like.shape[0] // attn.heads
         linear = None
-        if kind in ("linear", "both"):
+        if computes in ("linear", "both"):
             if spec.options.feature_dim > head_dim:
                 raise ValueError(f"feature_dim={spec.options.feature_dim}, but heads have only {head_dim} dimensions")
             linear = LinearPart(
@@ -259,17 +329,17 @@ class BasedLayer(LearningLayer):
                 heads=attn.heads,
                 head_dim=head_dim,
                 options=spec.options,
-                merged=kind == "both",
+                merged=computes == "both",
                 implementation=spec.implementation,
                 like=like,
             )
         # Of a convolution it is not asked.
         attend: Attend = Window(spec.options.window, spec.implementation)
         if linear is not None:
-            attend = Merged(attend, Linear(linear)) if kind == "both" else Linear(linear)
+            attend = Merged(attend, Linear(linear)) if computes == "both" else Linear(linear)
         super().__init__(spec, attend, original)
-        self.kind, self.linear = kind, linear
-        self.convolution = ShortConvolution(attn.to_q.in_features, like) if kind == "conv" else None
+        self.computes, self.linear = computes, linear
+        self.convolution = ShortConvolution(attn.to_q.in_features, like) if computes == "conv" else None
 
     def mix(
         self, attn: Any, hidden_states: torch.Tensor, rotary_emb: Rotary, call: Call, split: TokenSplit | None

@@ -16,18 +16,15 @@ import functools
 import types
 from typing import TYPE_CHECKING, Any
 
-import diffusers
 import torch
-from diffusers.models.attention_dispatch import dispatch_attention_fn
 from torch.nn import functional
 
 from vmonarch.attend import Attend
-from vmonarch.call import Call, current_call, running
-from vmonarch.context_parallel import TokenSplit, context_parallel_config, split_sequence
+from vmonarch.call import Call, TokenSequence, current_call, running
+from vmonarch.context_parallel import context_parallel_config, split_sequence
 from vmonarch.families import Family
 from vmonarch.kernels.common.launch import carry_tangents, learns
 from vmonarch.own import Bound, run_stack
-from vmonarch.sequence import TokenSequence
 
 if TYPE_CHECKING:
     from vmonarch.base import VideoAttentionProcessor
@@ -52,7 +49,9 @@ def _softmax(
     if dropout_p or attention_kwargs or scale not in (None, query.shape[-1] ** -0.5):
         raise NotImplementedError(f"{ours.name} supports no dropout or scale in this model")
     if is_causal:
-        # Of text to itself.
+        from diffusers.models.attention_dispatch import dispatch_attention_fn
+
+        # Text attends to itself.
         return dispatch_attention_fn(query, key, value, is_causal=True, enable_gqa=enable_gqa, backend=backend)
     if enable_gqa:
         key, value = (x.repeat_interleave(query.shape[2] // x.shape[2], 2) for x in (key, value))
@@ -121,6 +120,8 @@ def _route(cls: Any) -> None:
     names = set(call.__code__.co_names) if isinstance(call, types.FunctionType) else set()
     dispatches, computes = "dispatch_attention_fn" in names, {"F", "scaled_dot_product_attention"} <= names
     if dispatches == computes:
+        import diffusers
+
         raise RuntimeError(
             f"{cls.__name__} of diffusers {diffusers.__version__} computes its softmax in a way that vmonarch does not"
             " know; it knows that of diffusers 0.42"
@@ -178,7 +179,7 @@ class Borrowed(Bound):
         if options["to_fractal"] and self.spec.needs_raster:
             raise ValueError(
                 f"{name} puts the tokens of a frame in another order: VMonarchProcessor serves it with coarse=1,"
-                " tiles=(1, 1), row_share=1, r_share=1 and neither bias nor plan, and no other does"
+                " row_share=1 and neither bias nor plan, and no other does"
             )
 
     def attend_joint(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Call) -> torch.Tensor:
@@ -191,7 +192,8 @@ class Borrowed(Bound):
         call = call._replace(grid=call.grid._replace(frames=self.videos * call.grid.frames))
         if context_parallel_config(self._parallel_config) is not None:
             return self._attend_on_a_rank(query, key, value, call)
-        return self._attend(query, key, value, call, TokenSequence.of(call.grid, call.before, query.shape[1]), None)
+        tokens = TokenSequence.of(call.grid, call.before, query.shape[1])
+        return run_stack(self.attend, query, key, value, call._replace(before=tokens.before, after=tokens.after), None)
 
     @torch.compiler.disable(reason="attention under context parallelism exchanges tokens between processes")
     def _attend_on_a_rank(
@@ -205,19 +207,7 @@ class Borrowed(Bound):
             )
         config = context_parallel_config(self._parallel_config)
         split, tokens = split_sequence(config, spread.others_whole, call.grid, call.before, query.shape[1])
-        return self._attend(query, key, value, call, tokens, split)
-
-    def _attend(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        call: Call,
-        tokens: TokenSequence,
-        split: TokenSplit | None,
-    ) -> torch.Tensor:
-        call = call._replace(before=tokens.before, after=tokens.after)
-        return run_stack(self.attend, query, key, value, call, split)
+        return run_stack(self.attend, query, key, value, call._replace(before=tokens.before, after=tokens.after), split)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _made, (type(self).__bases__[1], vars(self))

@@ -2,13 +2,15 @@
 
 The transformer's forward pre-hook (`vmonarch.hooks`) makes a `Call`, which lies in the running thread until the
 forward hook takes it away. A block that is computed again in backward gets the call that it was computed in.
+
+Shapes: B batch, S tokens in all, [before | T·H·W video | after], N of the video, H heads, R rank of a bias.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import torch
 
@@ -52,6 +54,59 @@ class Call(NamedTuple):
         """How many tokens there are beside the video's, once the sequence is known."""
         assert self.before is not None
         return self.before + self.after
+
+
+class TokenSequence(NamedTuple):
+    """Where the video lies in a sequence.
+
+    Args:
+        grid: of the video's tokens.
+        before, after: how many other tokens there are on either side.
+    """
+
+    grid: LatentGrid
+    before: int = 0
+    after: int = 0
+
+    @classmethod
+    def of(cls, grid: LatentGrid, before: int | None, tokens: int) -> TokenSequence:
+        """The sequence of so many tokens; before=None if all of the others are before the video.
+
+        Raises:
+            ValueError: there are fewer tokens than that.
+        """
+        others = tokens - grid.tokens
+        if others < (before or 0):
+            also = f" and {before} tokens before it" if before else ""
+            raise ValueError(
+                f"grid {tuple(grid)} has {grid.tokens} tokens{also}, but self-attention was given {tokens}"
+            )
+        before = others if before is None else before
+        return cls(grid, before, others - before)
+
+    @classmethod
+    def in_call(cls, call: Call) -> Self:
+        """Where the video of a call lies in its sequence."""
+        assert call.before is not None
+        return cls(call.grid, call.before, call.after)
+
+    def video(self, x: torch.Tensor) -> torch.Tensor:
+        """The video's part of [B, S, …]: a view."""
+        return x[:, self.before : x.shape[1] - self.after]
+
+    def beside(self, x: torch.Tensor) -> torch.Tensor:
+        """The other tokens of [B, S, …]; a view where all are on one side."""
+        head, tail = x[:, : self.before], x[:, x.shape[1] - self.after :]
+        # In this order: torch.compile may not know how many are after.
+        return tail if not self.before else head if not self.after else torch.cat([head, tail], 1)
+
+    def joined(self, video: torch.Tensor, beside: torch.Tensor) -> torch.Tensor:
+        """[B, S, …] of its two parts."""
+        return torch.cat([beside[:, : self.before], video, beside[:, self.before :]], 1)
+
+    def padded(self, factor: torch.Tensor) -> torch.Tensor:
+        """A factor [B or 1, N, H or 1, R] of a bias as [B or 1, S, H or 1, R]: other tokens have none."""
+        return torch.nn.functional.pad(factor, (0, 0, 0, 0, self.before, self.after))
 
 
 class _Running(threading.local):

@@ -17,8 +17,7 @@ from collections.abc import Mapping
 from types import ModuleType
 from typing import Any
 
-from vmonarch.after_import import after_import
-from vmonarch.pipeline_calls import PIPELINES
+from vmonarch.pipeline_calls import PIPELINES, after_import
 
 
 def install() -> None:
@@ -30,8 +29,8 @@ def install() -> None:
 
 def _is_ours(processor: object) -> bool:
     """Whether an attention processor is of ours, bound or a class by mistake too; imports nothing."""
-    base, kind = sys.modules.get("vmonarch.base"), processor if isinstance(processor, type) else type(processor)
-    return base is not None and issubclass(kind, (base.VideoAttentionProcessor, sys.modules["vmonarch.own"].Bound))
+    base, cls = sys.modules.get("vmonarch.base"), processor if isinstance(processor, type) else type(processor)
+    return base is not None and issubclass(cls, (base.VideoAttentionProcessor, sys.modules["vmonarch.own"].Bound))
 
 
 def _change_models(module: ModuleType) -> None:

@@ -13,20 +13,35 @@ from typing import Any
 import torch
 
 from vmonarch.grid import LatentGrid
-from vmonarch.spread import (
-    COGVIDEOX,
-    COSMOS,
-    HUNYUAN_VIDEO,
-    HUNYUAN_VIDEO_15,
-    KANDINSKY5,
-    LTX,
-    LTX2,
-    MINIMAX_H3,
-    MOCHI,
-    Spread,
-)
 
 Arguments = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Spread:
+    """How the tokens of a model beyond the Wan family are spread over ranks, for diffusers' `enable_parallelism`.
+
+    diffusers has a `cp_plan` for few of these models. Ours split the video's tokens, leave all others (text, images,
+    sound) whole on every rank, and gather the video at the end. Attention to text then needs no other rank, whatever
+    its masks.
+
+    Args:
+        cp_plan: diffusers' plan, of a model's config: what is split and gathered; None for the one that its class
+            has already.
+        others_whole: whether every rank has all tokens beside the video's in its sequence. Otherwise ranks have parts
+            of the whole sequence, one after the other.
+        across: names in a block of other attention modules whose keys are the video's: the model's own attention
+            serves them, with all ranks.
+        leading: the name of an argument of the blocks, how many of the video's first tokens are a condition.
+        differentiable: whether the gradients of one process are the sums of the ranks'. They are not where all ranks
+            compute an output from whole tokens.
+    """
+
+    cp_plan: Callable[[Any], dict[str, Any]] | None
+    others_whole: bool = False
+    across: tuple[str, ...] = ()
+    leading: str | None = None
+    differentiable: bool = True
 
 
 @dataclass(frozen=True)
@@ -166,9 +181,81 @@ def _all_before(arguments: Arguments) -> None:
     return None
 
 
+def _input(dim: int, dims: int | None = None) -> Any:
+    from diffusers.models._modeling_parallel import ContextParallelInput
+
+    return ContextParallelInput(dim, expected_dims=dims)
+
+
+def _outputs(dim: int, count: int = 1) -> dict[int, Any]:
+    """Splits the first outputs of a module."""
+    from diffusers.models._modeling_parallel import ContextParallelInput
+
+    return dict.fromkeys(range(count), ContextParallelInput(dim, split_output=True))
+
+
+def _gathered() -> Any:
+    from diffusers.models._modeling_parallel import ContextParallelOutput
+
+    return ContextParallelOutput(1)
+
+
+def _at_embedding(config: Any) -> dict[str, Any]:
+    return {"x_embedder": _outputs(1), "rope": _outputs(0, 2), "proj_out": _gathered()}
+
+
+def _at_first_block(config: Any) -> dict[str, Any]:
+    return {
+        "transformer_blocks.0": {"hidden_states": _input(1)},
+        "transformer_blocks.*": {"image_rotary_emb": [_input(0), _input(0)]},
+        "proj_out": _gathered(),
+    }
+
+
+def _mochi(config: Any) -> dict[str, Any]:
+    return {"transformer_blocks.0": {"hidden_states": _input(1)}, "rope": _outputs(0, 2), "proj_out": _gathered()}
+
+
+def _cosmos(config: Any) -> dict[str, Any]:
+    # A condition gives every token a noise level of its own.
+    levels = {"embedded_timestep": _input(1, 3), "temb": _input(1, 3)}
+    of_blocks = {"extra_pos_emb": _input(1), "controlnet_residual": _input(1), **levels}
+    return {
+        "transformer_blocks.0": {"hidden_states": _input(1)},
+        "transformer_blocks.*": of_blocks,
+        "rope": _outputs(0, 2),
+        "norm_out": levels,
+        "proj_out": _gathered(),
+    }
+
+
+def _ltx_inputs() -> dict[str, Any]:
+    # With conditions every token has a noise level of its own.
+    return {"hidden_states": _input(1), "timestep": _input(1, 2)}
+
+
+def _ltx(config: Any) -> dict[str, Any]:
+    return {"": _ltx_inputs(), "rope": _outputs(1, 2), "proj_out": _gathered()}
+
+
+def _ltx2(config: Any) -> dict[str, Any]:
+    rotary = _outputs(2 if config.rope_type == "split" else 1, 2)
+    return {"": _ltx_inputs(), "rope": rotary, "cross_attn_rope": rotary, "proj_out": _gathered()}
+
+
+def _kandinsky5(config: Any) -> dict[str, Any]:
+    blocks = "visual_transformer_blocks"
+    return {
+        f"{blocks}.0": {"visual_embed": _input(1)},
+        f"{blocks}.*": {"rope": _input(1)},
+        f"{blocks}.{config.num_visual_blocks - 1}": _gathered(),
+    }
+
+
+_TEXT_WHOLE = Spread(_at_first_block, others_whole=True)
 _WAN = Family(_BCTHW, ("blocks",), "attn1", own=True)
 _TWO_STREAMS = ("transformer_blocks", "single_transformer_blocks")
-_COGVIDEOX = Family(_BTCHW, ("transformer_blocks",), "attn1", _all_before, spread=COGVIDEOX)
+_COGVIDEOX = Family(_BTCHW, ("transformer_blocks",), "attn1", _all_before, spread=_TEXT_WHOLE)
 
 # By the class of the model in diffusers.
 FAMILIES = {
@@ -177,7 +264,9 @@ FAMILIES = {
     "WanAnimateTransformer3DModel": _WAN,
     "ChronoEditTransformer3DModel": _WAN,
     "SkyReelsV2Transformer3DModel": _WAN,
-    "HunyuanVideoTransformer3DModel": Family(_BCTHW, _TWO_STREAMS, "attn", spread=HUNYUAN_VIDEO),
+    "HunyuanVideoTransformer3DModel": Family(
+        _BCTHW, _TWO_STREAMS, "attn", spread=Spread(_at_embedding, others_whole=True, leading="num_tokens")
+    ),
     "HunyuanVideoFramepackTransformer3DModel": Family(_BCTHW, _TWO_STREAMS, "attn", _framepack_history),
     "HunyuanVideo15Transformer3DModel": Family(
         _BCTHW,
@@ -185,19 +274,23 @@ FAMILIES = {
         "attn",
         unseen_mask="attention_mask",
         by_step=("timestep", "timestep_r"),
-        spread=HUNYUAN_VIDEO_15,
+        spread=Spread(_at_embedding, others_whole=True),
     ),
     # Conditions come before the video in one pipeline of LTX, and after it in those of LTX-2.
-    "LTXVideoTransformer3DModel": Family(_of_ltx, ("transformer_blocks",), "attn1", _all_before, spread=LTX),
+    "LTXVideoTransformer3DModel": Family(_of_ltx, ("transformer_blocks",), "attn1", _all_before, spread=Spread(_ltx)),
     "LTX2VideoTransformer3DModel": Family(
         _of_arguments,
         ("transformer_blocks",),
         "attn1",
         by_step=("timestep", "sigma", "audio_hidden_states", "audio_timestep", "audio_sigma"),
-        spread=LTX2,
+        spread=Spread(_ltx2, across=("video_to_audio_attn",), differentiable=False),
     ),
     "Kandinsky5Transformer3DModel": Family(
-        _BTHWC, ("visual_transformer_blocks",), "self_attention", sparse="sparse_params", spread=KANDINSKY5
+        _BTHWC,
+        ("visual_transformer_blocks",),
+        "self_attention",
+        sparse="sparse_params",
+        spread=Spread(_kandinsky5, differentiable=False),
     ),
     "Kandinsky6Transformer3DModel": Family(
         _BTHWC,
@@ -217,7 +310,7 @@ FAMILIES = {
         ("transformer_blocks",),
         "attn1",
         by_step=("timestep", "block_controlnet_hidden_states"),
-        spread=COSMOS,
+        spread=Spread(_cosmos),
     ),
     "Cosmos3OmniTransformer": Family(
         _of_one_item,
@@ -228,8 +321,10 @@ FAMILIES = {
     ),
     "CogVideoXTransformer3DModel": _COGVIDEOX,
     "ConsisIDTransformer3DModel": _COGVIDEOX,
-    "MochiTransformer3DModel": Family(_BCTHW, ("transformer_blocks",), "attn1", batched=False, spread=MOCHI),
-    "EasyAnimateTransformer3DModel": Family(_BCTHW, ("transformer_blocks",), "attn1", _all_before, spread=COGVIDEOX),
+    "MochiTransformer3DModel": Family(
+        _BCTHW, ("transformer_blocks",), "attn1", batched=False, spread=Spread(_mochi, others_whole=True)
+    ),
+    "EasyAnimateTransformer3DModel": Family(_BCTHW, ("transformer_blocks",), "attn1", _all_before, spread=_TEXT_WHOLE),
     "AllegroTransformer3DModel": Family(_BCTHW, ("transformer_blocks",), "attn1"),
     "HeliosTransformer3DModel": Family(_BCTHW, ("blocks",), "attn1", _all_before),
     "AnyFlowTransformer3DModel": Family(_BTCHW, ("blocks",), "attn1", by_step=("timestep", "r_timestep")),
@@ -239,7 +334,7 @@ FAMILIES = {
         "attn",
         _all_before,
         by_step=("timestep", "timestep_indices", "audio_hidden_states"),
-        spread=MINIMAX_H3,
+        spread=Spread(None),
     ),
 }
 

@@ -3,26 +3,24 @@
 Forward, of one head; a backward pass has every product once, the recomputed scores too:
 
     full attention    4·S²·d, +10·S²·d backward; a bias of rank R adds 2·S²·R, +6·S²·R
-    R-steps           4·b·c·d each, c keys or pooled cells; the last, which also multiplies values, 6·b·S·d, or 6·d for
-                      every pair of a centroid and a token or mean
-    L-steps           4·S·m·d each
+    R-steps           4·P·c·d each, c keys or pooled cells; the last, which also multiplies values, 6·P·S·d
+    L-steps           4·S·T·d each
     first order       S·(2·(n + 1)·d² + (6·n + 2)·d), n boxes of queries
     exact blocks      4·d for every pair of tokens in them; in rows in two resolutions, of tokens or means
 
-S tokens, m blocks of at most b positions, d head dim. Source: docs/attention.md, "FLOPs".
+S tokens, T frames of P positions, d head dim. Source: docs/attention.md, "FLOPs".
 """
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
 from vmonarch.grid import LatentGrid
-from vmonarch.kernels.monarch.blocks import exact_key_frames
 from vmonarch.kernels.two_resolution.selection import exact_tiles
-from vmonarch.kernels.two_resolution.tiling import Tiling, frame_tiling, tiling_of
-from vmonarch.options import FirstOrderOptions, VMonarchOptions
-from vmonarch.two_resolution_options import TwoResolutionOptions, r_options, row_options
+from vmonarch.kernels.two_resolution.tiling import Tiling, tiling_of
+from vmonarch.options import FirstOrderOptions, TwoResolutionOptions, VMonarchOptions, row_options
 
 
 @dataclass(frozen=True)
@@ -58,19 +56,9 @@ def full_attention_work(tokens: int, heads: int, head_dim: int, *, itemsize: int
     return StageWork("attention", heads * flops, heads * (elements * itemsize + 4 * tokens * (1 + training)))
 
 
-def block_sizes(grid: LatentGrid, tiles: tuple[int, int], coarse: int) -> tuple[int, int, int]:
-    """(blocks, positions of the largest one, pooled cells of all) when every frame is cut into tiles.
-
-    Tiles that do not divide a frame differ by one row or column; cells at their ends are smaller.
-    """
-
-    def parts(size: int, count: int) -> list[int]:
-        return [(i + 1) * size // count - i * size // count for i in range(count)]
-
-    T, H, W = grid
-    sizes = [(h, w) for h in parts(H, tiles[0]) for w in parts(W, tiles[1])]
-    cells = T * sum(-(-h // coarse) * -(-w // coarse) for h, w in sizes)
-    return T * len(sizes), max(h for h, _ in sizes) * max(w for _, w in sizes), cells
+def _stage(heads: int, size: int, name: str, flops: float, elements: float, statistics: float) -> StageWork:
+    """Of one head's work, of which `elements` are vectors of so many bytes, and `statistics` numbers in float32."""
+    return StageWork(name, heads * flops, heads * (elements * size + statistics * 4))
 
 
 def vmonarch_work(
@@ -85,66 +73,56 @@ def vmonarch_work(
 ) -> list[StageWork]:
     """Work of `vmonarch_attention` with these options by stage, forward and with `training` backward.
 
-    Ragged tiles, cells and last blocks count at their size. Bytes are those of every tensor that a stage reads or
-    writes, once per stage.
+    Ragged cells count at their size. Bytes are those of every tensor that a stage reads or writes, once per stage.
 
     Raises:
         TypeError, ValueError: an option has an unsupported value, or `exact` names a frame that the grid has not.
     """
     options = VMonarchOptions.of(options, named)
     T, S, P = grid.frames, grid.tokens, grid.tokens_per_frame
-    d, t, coarse, frames_per_block = head_dim, options.num_iterations, options.coarse, min(options.frames_per_block, T)
-    blocks, positions, cells = block_sizes(grid, options.tiles, coarse)
-    m, b = blocks // T * -(-T // frames_per_block), positions * frames_per_block
-    places = m * b
-    exact = [] if options.pattern is None else exact_key_frames(options.pattern, T, frames_per_block)
+    d, t, coarse = head_dim, options.num_iterations, options.coarse
+    cells = T * -(-grid.height // coarse) * -(-grid.width // coarse)
+    exact = [] if options.pattern is None else options.pattern.key_frames(T)
     # Sums of keys and of values; of the gradients as well.
     sums = 1 + options.last_l_update
-    last_pairs = _last_r_pairs(grid, options, b)
     # Pairs of an exact query and its exact key, such queries, and such keys.
     pairs = sum(map(len, exact)) * P**2 - _left_out_of_rows(grid, options)
     n, n_keys = sum(map(bool, exact)) * P, len(set().union(*exact)) * P
-
-    def stage(name: str, flops: float, elements: float, statistics: float) -> StageWork:
-        return StageWork(name, heads * flops, heads * (elements * d * itemsize + statistics * 4))
-
+    stage = functools.partial(_stage, heads, head_dim * itemsize)
     pool = [stage("pool", 0, S + cells, 0)] if coarse > 1 else []
-    stages = [stage("exact", 4 * pairs * d, 2 * n + 2 * n_keys, n)] if exact else []
-    stages += pool
+    stages = ([stage("exact", 4 * pairs * d, 2 * n + 2 * n_keys, n)] if exact else []) + pool
     for i in range(t):
-        z = S if i == 0 else places
         if i < t - 1:
-            stages.append(stage(f"R{i + 1}", 4 * b * cells * d, z + cells + places, places))
-            stages.append(stage(f"L{i + 1}", 4 * S * m * d, S + 2 * places, places + (S + places) * training))
+            stages.append(stage(f"R{i + 1}", 4 * P * cells * d, 2 * S + cells, S))
+            stages.append(stage(f"L{i + 1}", 4 * S * T * d, 3 * S, S + 2 * S * training))
         else:
-            stages.append(stage(f"R{i + 1}", 2 * (1 + sums) * last_pairs * d, z + 2 * S + sums * places, places))
-            stages.append(stage(f"L{i + 1}", 4 * S * m * d, 2 * S + n + 2 * places, places + S))
+            stages.append(stage(f"R{i + 1}", 2 * (1 + sums) * P * S * d, (3 + sums) * S, S))
+            stages.append(stage(f"L{i + 1}", 4 * S * T * d, 4 * S + n, 2 * S))
     if not training:
         return stages
 
     # Gradients that a stage adds to are read and written.
     stages += pool
     for i in reversed(range(t)):
-        z = S if i == 0 else places
-        dz = 2 * S if i == 0 else places
+        dz = 2 * S if i == 0 else S
         if i == t - 1:
             # q, do, out, dq; aL, y, daL, dy
-            stages.append(stage(f"L{i + 1} backward", 10 * S * m * d, 4 * S + n + 4 * places, 2 * S + 3 * places))
-            # k, v, dk, dv; daL, dy
-            work, rows = (6 + 4 * sums) * last_pairs * d, sums * places
-            stages.append(stage(f"R{i + 1} backward", work, z + dz + 6 * S + rows, 4 * places))
+            stages.append(stage(f"L{i + 1} backward", 10 * S * T * d, 8 * S + n, 5 * S))
+            # z, dz; k, v, dk, dv; daL, dy
+            work = (6 + 4 * sums) * P * S * d
+            stages.append(stage(f"R{i + 1} backward", work, dz + (7 + sums) * S, 4 * S))
         else:
             # q, dq (added to); aL, daR, daL
-            stages.append(stage(f"L{i + 1} backward", 10 * S * m * d, 3 * S + 3 * places, 2 * S + 4 * places))
-            # k, dk (added to); daL
+            stages.append(stage(f"L{i + 1} backward", 10 * S * T * d, 6 * S, 6 * S))
+            # z, dz; k, dk (added to); daL
             keys = cells * 2 + 2 * S if coarse > 1 else 3 * S
-            stages.append(stage(f"R{i + 1} backward", 10 * b * cells * d, z + dz + keys + places, 4 * places))
+            stages.append(stage(f"R{i + 1} backward", 10 * P * cells * d, dz + keys + 2 * S, 4 * S))
     # q, do, out and dq of the rows; k, v, dk, dv
     return stages + ([stage("exact backward", 10 * pairs * d, 5 * n + 6 * n_keys, 2 * n)] if exact else [])
 
 
-def two_resolution_pairs(n: Tiling, options: TwoResolutionOptions, per_pair: int = 4) -> float:
-    """Pairs of a query and a key or a mean, which cost `per_pair`·d; so do the products of means that choose tiles.
+def two_resolution_pairs(n: Tiling, options: TwoResolutionOptions) -> float:
+    """Pairs of a query and a key or a mean, which cost 4·d; the products of means that choose tiles count as half one.
 
     Raises:
         ValueError: with `beta` the data say how many they are.
@@ -154,7 +132,7 @@ def two_resolution_pairs(n: Tiling, options: TwoResolutionOptions, per_pair: int
     exact = exact_tiles(n, options)
     positions = n.rows * n.columns
     keys = exact * n.frames * positions / n.tiles + (n.tiles - exact) * n.cells * options.rest
-    return n.query_frames * positions * keys + n.of_queries.tiles * n.tiles * 2 / per_pair
+    return n.query_frames * positions * keys + n.of_queries.tiles * n.tiles / 2
 
 
 def two_resolution_work(
@@ -188,14 +166,6 @@ def _left_out_of_rows(grid: LatentGrid, options: VMonarchOptions) -> float:
     row = row_options(options)
     pairs = grid.tokens_per_frame * grid.tokens - two_resolution_pairs(tiling_of(grid, row, query_frames=1), row)
     return len(options.pattern.rows) * pairs
-
-
-def _last_r_pairs(grid: LatentGrid, options: VMonarchOptions, positions: int) -> float:
-    """Pairs of a centroid and a key in the last R-step, where blocks have so many positions."""
-    if options.r_share == 1:
-        return positions * grid.tokens
-    two = r_options(options)
-    return grid.frames * two_resolution_pairs(frame_tiling(grid, two), two, 4 + 2 * options.last_l_update)
 
 
 def vmonarch_flops(grid: LatentGrid, head_dim: int, options: VMonarchOptions | None = None, **named: Any) -> float:

@@ -10,13 +10,13 @@ import torch
 
 from vmonarch.base import VideoAttentionProcessor
 from vmonarch.call import Call, carry_calls, running
-from vmonarch.dense import DenseSet
 from vmonarch.families import Family
 from vmonarch.grid import LatentGrid
 from vmonarch.own import Bound, ours_of
 from vmonarch.parallelism import check_no_first_block_cache
 from vmonarch.residuals import ResidualSharing
 from vmonarch.steps import denoising_step
+from vmonarch.validation import DenseSet
 
 _ATTRIBUTE = "_vmonarch_record"
 

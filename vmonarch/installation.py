@@ -8,12 +8,10 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from diffusers.configuration_utils import FrozenDict
 
 from vmonarch.attend import Exact
 from vmonarch.base import FullAttentionProcessor, Layer, VideoAttentionProcessor
 from vmonarch.borrowed import borrow
-from vmonarch.dense import DenseSet
 from vmonarch.families import (
     OUT_OF_SCOPE,
     SUPPORTED,
@@ -35,12 +33,10 @@ from vmonarch.parallelism import (
     share_parallel_config,
 )
 from vmonarch.pipeline_calls import watch_calls
-from vmonarch.preset import preset_processor
+from vmonarch.processors import preset_processor
 from vmonarch.residuals import NO_REFRESH, ResidualSharing
+from vmonarch.validation import DenseSet
 
-# Entry of a transformer's config, saved with its weights, that tells which processor the parameters among them are of.
-# diffusers loads such a folder without it and passes over names that begin with an underscore.
-CONFIG_ENTRY = "_vmonarch_processor"
 _KEEP = "save its parameters with vmonarch.save_adapter if they are to be kept, then call vmonarch.restore"
 
 
@@ -105,16 +101,16 @@ def find_transformers(pipe_or_transformer: object) -> dict[str, torch.nn.Module]
     """The supported transformers of a pipeline, or the transformer itself (inside a compiled or training wrapper too).
 
     Raises:
-        TypeError: there is a transformer of another kind, or none.
+        TypeError: there is a transformer of another class, or none.
         ValueError: the pipeline's transformers are all None.
     """
     if isinstance(pipe_or_transformer, torch.nn.Module):
         return {"transformer": _unwrap(pipe_or_transformer)}
-    kind, present = type(pipe_or_transformer).__name__, transformers_in(pipe_or_transformer)
+    owner, present = type(pipe_or_transformer).__name__, transformers_in(pipe_or_transformer)
     for name, component in present.items():
         if not isinstance(component, torch.nn.Module):
-            raise TypeError(f"{kind}.{name} must be one of {SUPPORTED}, got {type(component).__name__}")
-    return {name: _unwrap(component, f"{kind}.{name}") for name, component in present.items()}
+            raise TypeError(f"{owner}.{name} must be one of {SUPPORTED}, got {type(component).__name__}")
+    return {name: _unwrap(component, f"{owner}.{name}") for name, component in present.items()}
 
 
 def _unwrap(module: torch.nn.Module, argument: str = "pipe_or_transformer") -> torch.nn.Module:
@@ -202,7 +198,6 @@ def apply(pipe_or_transformer: Any, processor: VideoAttentionProcessor | str = "
             if processor.LEARNS:
                 # Bound to nothing but this module: a copy of it gets its own.
                 attn.set_processor = functools.partial(_refuse_processor, attn)
-        _write_config(transformer, processor)
         family, names = known_family(transformer), forward_arguments(transformer)
         ours = [made for made in bound.values() if isinstance(made, Bound)]
         keep(transformer, Record(processor, family, names, originals, ours, sharing))
@@ -223,9 +218,9 @@ def _checked(pipe_or_transformer: object, processor: object) -> VideoAttentionPr
     some = DenseSet("dense_steps", processor.dense_steps).some
     # Diffusion forcing gives every latent frame its own noise level and its own copy of the scheduler.
     stepwise = "dense_steps" if some else None if processor.refresh is None else "refresh"
-    if stepwise and "DiffusionForcing" in (kind := type(pipe_or_transformer).__name__):
+    if stepwise and "DiffusionForcing" in (name := type(pipe_or_transformer).__name__):
         instead = NO_REFRESH if stepwise == "refresh" else "use dense_steps=0"
-        raise ValueError(f"{stepwise} is not supported with {kind}: its frames are at different steps; {instead}")
+        raise ValueError(f"{stepwise} is not supported with {name}: its frames are at different steps; {instead}")
     return processor
 
 
@@ -258,13 +253,6 @@ def _refuse_processor(attn: Any, processor: Any) -> None:
         raise ValueError(
             f"set_attn_processor({type(processor).__name__}) would lose what a BasedProcessor has learnt: {_KEEP}"
         )
-
-
-def note_lora(transformer: torch.nn.Module, name: str) -> None:
-    """Let `restore` remove these LoRA layers together with the processor that is applied."""
-    record = record_of(transformer)
-    assert record is not None
-    record.lora = name
 
 
 def _remove_lora(transformer: Any, name: str | None) -> None:
@@ -323,15 +311,6 @@ def own_processors(transformer: torch.nn.Module) -> list[tuple[Any, Bound, Any]]
     ]
 
 
-def _write_config(transformer: Any, processor: VideoAttentionProcessor | None) -> None:
-    """Name a processor with parameters in the transformer's config; take the name of one before it out."""
-    entries = {name: value for name, value in transformer.config.items() if name != CONFIG_ENTRY}
-    if processor is not None and processor.LEARNS:
-        entries[CONFIG_ENTRY] = {"processor": type(processor).__name__, "config": processor.config}
-    if entries.keys() != transformer.config.keys() or CONFIG_ENTRY in entries:
-        transformer._internal_dict = FrozenDict(entries)
-
-
 def _check_family(transformer: torch.nn.Module, processor: VideoAttentionProcessor) -> None:
     family, model = known_family(transformer), type(transformer).__name__
     if processor.LEARNS and not family.own:
@@ -361,7 +340,7 @@ def restore(pipe_or_transformer: Any) -> None:
     Raises:
         TypeError: `pipe_or_transformer` has no supported transformer.
         ValueError: the pipeline's transformers are all None.
-        RuntimeError: tokens are spread over ranks by a plan of ours (docs/parallel.md).
+        RuntimeError: tokens are spread over ranks by a `cp_plan` of ours (docs/parallel.md).
     """
     _restore(find_transformers(pipe_or_transformer))
 
@@ -393,4 +372,3 @@ def _restore(transformers: dict[str, torch.nn.Module]) -> None:
         for attn, original in originals:
             _set_processor(attn, original)
         share_parallel_config(transformer)
-        _write_config(transformer, None)

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from vmonarch.requirements import check_versions, warn_of_versions
+from vmonarch.requirements import warn_of_versions
 
 
 def lazy_names(
@@ -36,14 +36,9 @@ def lazy_names(
             )
         if name != "__version__":
             warn_of_versions()
-        try:
-            if not offered[name]:
-                return importlib.import_module(f"{package}.{name}")
-            value = getattr(importlib.import_module(offered[name]), name)
-        except ImportError:
-            # Another version may be why.
-            check_versions()
-            raise
+        if not offered[name]:
+            return importlib.import_module(f"{package}.{name}")
+        value = getattr(importlib.import_module(offered[name]), name)
         # Found at once from now on.
         setattr(sys.modules[package], name, value)
         return value

@@ -1,4 +1,4 @@
-"""The options of VMonarch attention: one object from YAML to the kernels, checked when it is made."""
+"""The options of the ops: one object for each from YAML to the kernels, checked when it is made; and exact blocks."""
 
 from __future__ import annotations
 
@@ -6,16 +6,121 @@ import dataclasses
 import inspect
 import math
 import numbers
-from collections.abc import Callable, Mapping
+import operator
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self, TypeVar
 
-from vmonarch.exact_blocks import ExactBlocks, resolve_exact
 from vmonarch.grid import LatentGrid
 from vmonarch.validation import check_flag, check_positive_integer, plain
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 Class = TypeVar("Class", bound=type)
+
+
+def _frame_indices(name: str, frames: object) -> tuple[int, ...]:
+    """Sorted, unique frame indices from one integer or an iterable of them."""
+    items = frames if isinstance(frames, Iterable) and not isinstance(frames, (str, bytes)) else (frames,)
+    indices = set()
+    for item in items:
+        if isinstance(item, bool) or not hasattr(item, "__index__"):
+            raise TypeError(f"ExactBlocks.{name} must hold frame indices (integers), got {item!r}")
+        if operator.index(item) < 0:
+            raise ValueError(f"ExactBlocks.{name} must hold frame indices of at least 0, got {item}")
+        indices.add(operator.index(item))
+    return tuple(sorted(indices))
+
+
+@dataclass(frozen=True)
+class ExactBlocks:
+    """A pattern of exact blocks, the union of rows, columns and a band (quality dial from VMonarch to full attention).
+
+    Block (l, k) is query frame l against key frame k. Exact blocks are merged with the Monarch part of each row by
+    their log-weights, so no weight is counted twice and the rows of the resulting attention map still sum to one.
+
+    Args:
+        rows: query frames that attend to every key exactly.
+        columns: key frames that every query attends to exactly (0: the sink frame).
+        band: attend exactly wherever |l - k| <= band; 0 is the own frame, T - 1 or more is full attention.
+        aware: whether the L-steps know which blocks are answered exactly. If they do, those queries no longer pull
+            the centroids of the others; if not, exact and Monarch parts meet only in the output (the paper's order).
+
+    Raises:
+        TypeError, ValueError: an entry is not a frame index, `band` is negative or `aware` is no bool.
+    """
+
+    rows: tuple[int, ...] = ()
+    columns: tuple[int, ...] = ()
+    band: int | None = None
+    aware: bool = True
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "rows", _frame_indices("rows", self.rows))
+        object.__setattr__(self, "columns", _frame_indices("columns", self.columns))
+        if self.band is not None:
+            if isinstance(self.band, bool) or not hasattr(self.band, "__index__"):
+                raise TypeError(f"ExactBlocks.band must be None or an integer, got {self.band!r}")
+            if self.band < 0:
+                raise ValueError(f"ExactBlocks.band must be at least 0, got {self.band}")
+            object.__setattr__(self, "band", int(self.band))
+        if not isinstance(self.aware, bool):
+            raise TypeError(f"ExactBlocks.aware must be True or False, got {self.aware!r}")
+
+    @classmethod
+    def of(cls, exact: Mapping[str, Any]) -> Self:
+        """The pattern that a mapping of the arguments gives.
+
+        Raises:
+            ValueError: it does not fit; the message begins with the option `exact`.
+        """
+        unknown = next((name for name in exact if name not in cls.__dataclass_fields__), None)
+        if unknown is not None:
+            raise ValueError(f"exact.{unknown} is no known key; known: {', '.join(cls.__dataclass_fields__)}")
+        try:
+            return cls(**exact)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"exact must fit: {error}") from error
+
+    def to_dict(self) -> dict[str, Any]:
+        """The arguments that differ from the defaults, as JSON has them."""
+        return {name: value for name, value in vars(self).items() if value != getattr(ExactBlocks, name)}
+
+    def key_frames(self, frames: int) -> tuple[tuple[int, ...], ...]:
+        """E(l) for every query frame l: the key frames that it attends to exactly, sorted.
+
+        Raises:
+            ValueError: a row or column lies outside the `frames` frames of the video.
+        """
+        for name in ("rows", "columns"):
+            for frame in getattr(self, name):
+                if frame >= frames:
+                    raise ValueError(f"ExactBlocks.{name} names frame {frame}, but there are {frames} latent frames")
+        everything = tuple(range(frames))
+        band = -1 if self.band is None else self.band
+        return tuple(
+            everything if l in self.rows else tuple(k for k in everything if k in self.columns or abs(l - k) <= band)
+            for l in range(frames)
+        )
+
+
+# The paper's first-frame recomputation (VMonarch, Eq. 8): rows of frame 0 replaced after the L-steps.
+FIRST_FRAME = ExactBlocks(rows=(0,), aware=False)
+
+
+def resolve_exact(exact: object) -> ExactBlocks | None:
+    """Turn the `exact` argument of the ops into a pattern, or None for no exact block.
+
+    Raises:
+        TypeError, ValueError: `exact` is none of None, "first_frame" and an `ExactBlocks`.
+    """
+    if exact is None or isinstance(exact, ExactBlocks):
+        return exact
+    supported = 'None, "first_frame" or an ExactBlocks(rows=…, columns=…, band=…)'
+    if isinstance(exact, str):
+        if exact == "first_frame":
+            return FIRST_FRAME
+        raise ValueError(f"exact must be {supported}, got {exact!r}")
+    raise TypeError(f"exact must be {supported}, got {type(exact).__name__}")
 
 
 class Options:
@@ -92,20 +197,14 @@ class VMonarchOptions(Options):
 
     Args:
         num_iterations: steps of alternating maximisation (the paper's t, 2 by default).
-        frames_per_block: latent frames per Monarch block (the paper's "F"; a short last block is masked).
-        tiles: cut every frame into this many (vertical, horizontal) tiles, each a block of its own. Less work in the
-            R-steps; sizes that do not divide are masked.
         coarse: average the keys over coarse × coarse cells in all R-steps but the last, which only prepare centroids.
         exact: None; "first_frame", the paper's recomputation (the L-steps do not know of it); or an `ExactBlocks`
-            pattern or a mapping of its arguments. With frames_per_block > 1, exact key frames are rounded outward to
-            whole blocks.
+            pattern or a mapping of its arguments.
         row_share: of all key tiles, those that the rows of `exact` attend exactly, rounded up; the others leave their
             means, as in `two_resolution_attention`. 1 is all of them.
-        r_share: of the key tiles of a frame, those that the last R-step attends exactly, rounded up; the others leave
-            the means of four cells each. 1 is all of them, which tiles and frames_per_block need.
         last_l_update: whether the last R-step updates L. Without it L stays that of the iteration before, and the last
             R-step is plain attention of every frame's centroids, for the values alone: half an iteration less. It needs
-            blocks of one whole frame, and two iterations at least.
+            two iterations at least.
         min_mass: lower bound of cR where it divides (0.1 in the paper; 0 only keeps empty columns finite).
 
     Raises:
@@ -117,24 +216,16 @@ class VMonarchOptions(Options):
     kind: ClassVar[str] = "vmonarch"
 
     num_iterations: int = 2
-    frames_per_block: int = 1
-    tiles: tuple[int, int] = (1, 1)
     coarse: int = 1
     # None | str | ExactBlocks, which OmegaConf has no word for.
     exact: Any = "first_frame"
     row_share: float = 1.0
-    r_share: float = 1.0
     last_l_update: bool = True
     min_mass: float = 0.1
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_positive_integer("num_iterations", self.num_iterations)
-        check_positive_integer("frames_per_block", self.frames_per_block)
-        if not isinstance(self.tiles, tuple) or len(self.tiles) != 2:
-            raise TypeError(f"tiles must be a pair (vertical, horizontal) of positive integers, got {self.tiles!r}")
-        for n, tiles in enumerate(self.tiles):
-            check_positive_integer(f"tiles[{n}]", tiles)
         check_positive_integer("coarse", self.coarse)
         if self.coarse != 1 and self.num_iterations == 1:
             raise ValueError("coarse pools the keys of all iterations but the last; with num_iterations=1 it must be 1")
@@ -142,12 +233,7 @@ class VMonarchOptions(Options):
             object.__setattr__(self, "exact", ExactBlocks.of(self.exact))
         pattern = resolve_exact(self.exact)
         check_share("row_share", self.row_share)
-        check_share("r_share", self.r_share)
         check_flag("last_l_update", self.last_l_update)
-        for name, usual in {"r_share": 1, "last_l_update": True}.items():
-            value = getattr(self, name)
-            if value != usual and (self.frames_per_block, self.tiles) != (1, (1, 1)):
-                raise ValueError(f"{name} must be {usual} where a block is not one whole frame, got {value}")
         if not self.last_l_update and self.num_iterations == 1:
             raise ValueError("last_l_update must be True with num_iterations=1, which has no L before")
         if self.row_share != 1 and (pattern is None or not pattern.rows):
@@ -159,24 +245,13 @@ class VMonarchOptions(Options):
         """The exact blocks; None if there are none."""
         return resolve_exact(self.exact)
 
-    def cut(self, frames: int) -> dict[str, Any]:
-        """How a video of this many latent frames is cut into blocks; arguments of `grid_layout` and `grid_places`."""
-        blocks = min(self.frames_per_block, frames)
-        return {"frames_per_block": blocks, "tiles": self.tiles, "coarse": self.coarse}
-
     def check_grid(self, grid: LatentGrid) -> None:
-        """Raise ValueError if a tile of a frame has no tokens, or `exact` names a frame that is not there."""
-        self.check_tiles(grid)
+        """Raise ValueError if `exact` names a frame that is not there."""
         try:
             if self.pattern is not None:
                 self.pattern.key_frames(grid.frames)
         except ValueError as error:
             raise ValueError(f"exact does not fit: {error}") from error
-
-    def check_tiles(self, grid: LatentGrid) -> None:
-        """Raise ValueError unless every one of the `tiles` of a frame has tokens."""
-        if self.tiles[0] > grid.height or self.tiles[1] > grid.width:
-            raise ValueError(f"tiles {self.tiles} must not exceed the rows and columns of a frame, {tuple(grid[1:])}")
 
 
 OPTION_FIELDS = dataclasses.fields(VMonarchOptions)
@@ -196,6 +271,83 @@ def check_min_mass(min_mass: object) -> None:
         raise TypeError(f"min_mass must be a number, got {min_mass!r}")
     if not math.isfinite(min_mass) or min_mass < 0:
         raise ValueError(f"min_mass must be finite and at least 0, got {min_mass}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TwoResolutionOptions(Options):
+    """Which key tiles are attended exactly, and what stands for the others.
+
+    A tile is a box of neighbouring tokens, of keys or of queries. Every tile of queries ranks all tiles of keys, for
+    each head, by the product of its mean query and their mean key.
+
+    Args:
+        share: of all key tiles, those that are exact, rounded up; None where `beta` is given.
+        beta: a key tile is exact where its score exceeds μ + beta·σ, mean and standard deviation of the scores of that
+            query tile over all key tiles; None where `share` is given.
+        tile: at most this many (frames, rows, columns) of keys; every axis is cut evenly. None for the box, its edges
+            powers of two, that fits the grid best: of at most 64 tokens, and of no more than an eighth of a frame, but
+            for 16 tokens.
+        cell: the same of the cells in a tile, of which each leaves a mean key and value where the tile is not exact;
+            None for the tile itself.
+        query_tile: the same of the queries that share a choice of tiles; None for the best box as for `tile`, but of
+            at most 128 tokens.
+        rest: whether tiles that are not exact leave their means. Without them this is block-sparse attention.
+        local: tiles at most this many tiles away, along every axis, from one that holds a query of the query tile are
+            always exact; None for no such tiles.
+        sink: whether the tiles that hold the first frame are always exact.
+
+    With `share` the tiles that are always exact count as the first of them; there may be more of them than `share` asks
+    for, and then every query tile has as many exact tiles as the one with the most.
+
+    Raises:
+        TypeError, ValueError: an option has an unsupported value; the message begins with its name.
+
+    Source: Li et al., Sol-Attn (2026, arXiv:2607.24027): the pooled rest in the same softmax, and the threshold; Zhang
+    et al., VSA (2025), §3: boxes of tokens, and the best of them by mean scores.
+    """
+
+    kind: ClassVar[str] = "two_resolution"
+
+    share: float | None = 0.1
+    beta: float | None = None
+    tile: tuple[int, int, int] | None = None
+    cell: tuple[int, int, int] | None = None
+    query_tile: tuple[int, int, int] | None = None
+    rest: bool = True
+    local: int | None = None
+    sink: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if (self.share is None) == (self.beta is None):
+            raise ValueError(
+                f"share must be None where beta is given, and only there, got share={self.share} and beta={self.beta}"
+            )
+        for name in ("share", "beta"):
+            number = getattr(self, name)
+            if number is not None and (isinstance(number, bool) or not isinstance(number, (int, float))):
+                raise TypeError(f"{name} must be a number or None, got {number!r}")
+        if self.share is not None:
+            check_share("share", self.share)
+        if self.beta is not None and not math.isfinite(self.beta):
+            raise ValueError(f"beta must be finite, got {self.beta}")
+        for name in ("tile", "cell", "query_tile"):
+            if getattr(self, name) is not None:
+                object.__setattr__(self, name, tuple(LatentGrid.parse(getattr(self, name), argument=name)))
+        check_flag("rest", self.rest)
+        check_flag("sink", self.sink)
+        if self.cell is not None and not self.rest:
+            raise ValueError(f"cell must be None with rest=False, which has no means, got {self.cell}")
+        if self.local is not None:
+            if isinstance(self.local, bool) or not hasattr(self.local, "__index__"):
+                raise TypeError(f"local must be an integer or None, got {self.local!r}")
+            if self.local < 0:
+                raise ValueError(f"local must be at least 0, got {self.local}")
+
+
+def row_options(options: VMonarchOptions) -> TwoResolutionOptions:
+    """How the exact rows of VMonarch attention attend, where that is in two resolutions."""
+    return TwoResolutionOptions(share=options.row_share)
 
 
 def takes_options(function: Function) -> Function:

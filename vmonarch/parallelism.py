@@ -9,16 +9,12 @@ import functools
 import inspect
 from typing import Any
 
-from diffusers import ContextParallelConfig
-from diffusers.hooks.first_block_cache import FBCBlockHook, FBCHeadBlockHook
-
 from vmonarch.base import VideoAttentionProcessor
 from vmonarch.borrowed import Borrowed
 from vmonarch.call import current_call
 from vmonarch.context_parallel import context_parallel_config, own_tokens
-from vmonarch.families import Family, heads_of, known_family
-from vmonarch.spread import Spread
-from vmonarch.xfuser_groups import ulysses_rank, xfuser_groups
+from vmonarch.engines import ulysses_rank, xfuser_groups
+from vmonarch.families import Family, Spread, heads_of, known_family
 
 
 def _config_of(transformer: Any) -> Any:
@@ -39,7 +35,7 @@ def _spread_of(transformer: Any) -> Spread:
 
 
 def _has_our_cp_plan(transformer: Any) -> bool:
-    """Whether context parallelism spreads the tokens of such a transformer by a plan of ours."""
+    """Whether context parallelism spreads the tokens of such a transformer by a `cp_plan` of ours."""
     spread = known_family(transformer).spread
     return spread is not None and spread.cp_plan is not None
 
@@ -62,10 +58,6 @@ def check_parallelism(transformer: Any, processor: VideoAttentionProcessor, appl
             f"enable_parallelism has spread the tokens of a {type(transformer).__name__} in another way than"
             " vmonarch.apply needs: load it again, and apply before enable_parallelism"
         )
-    _check_processor(transformer, processor, config)
-
-
-def _check_processor(transformer: Any, processor: VideoAttentionProcessor, config: Any) -> None:
     family = known_family(transformer)
     for _, attn in family.layers(transformer):
         processor.check_context_parallel(config, heads_of(attn), joint=not family.own)
@@ -76,6 +68,8 @@ def check_no_first_block_cache(transformer: Any) -> None:
     in_xfuser = type(transformer).__module__.startswith("xfuser.")
     if _config_of(transformer) is None and not (in_xfuser and ulysses_rank(xfuser_groups())[0] > 1):
         return
+    from diffusers.hooks.first_block_cache import FBCBlockHook, FBCHeadBlockHook
+
     for block in (block for name in known_family(transformer).blocks for block in getattr(transformer, name)):
         registry = getattr(block, "_diffusers_hook", None)
         hooks = () if registry is None else registry.hooks.values()
@@ -109,6 +103,8 @@ def _enable_parallelism(transformer: Any, *, config: Any, cp_plan: Any = None) -
         NotImplementedError: ring attention, or a model that is not supported.
         ValueError: ranks cannot share the heads, or there is a `cp_plan`.
     """
+    from diffusers import ContextParallelConfig
+
     enable = functools.partial(type(transformer).enable_parallelism, transformer, config=config)
     parallel = config if isinstance(config, ContextParallelConfig) else context_parallel_config(config)
     if parallel is None:

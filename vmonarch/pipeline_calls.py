@@ -1,4 +1,6 @@
-"""What is to be done at the end of a pipeline's call.
+"""Functions that are called when modules of diffusers have been imported, and when a call of a pipeline ends.
+
+`import vmonarch` must not import diffusers, which takes seconds, and may come before or after it: `after_import`.
 
 Only the call knows when a run has ended that did not reach its last step: by an exception, by Ctrl-C, or because
 guidance has sat out. So the calls of diffusers' pipelines are wrapped once a processor shares residuals.
@@ -7,11 +9,13 @@ guidance has sat out. So the calls of diffusers' pipelines are wrapped once a pr
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import importlib
+import importlib.abc
+import sys
+from collections.abc import Callable, Sequence
+from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
-
-from vmonarch.after_import import after_import
 
 # By the module that defines it, diffusers' base class of pipelines.
 PIPELINES = {
@@ -20,6 +24,67 @@ PIPELINES = {
 }
 # Attribute of a pipeline that is running: what is to be called afterwards.
 _AT_END = "_vmonarch_at_end"
+
+_Function = Callable[[ModuleType], None]
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    """Finds some modules as the finders after it do, and has functions called when they have been imported."""
+
+    def __init__(self) -> None:
+        self.functions: dict[str, list[_Function]] = {}
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname not in self.functions:
+            return None
+        following = sys.meta_path[sys.meta_path.index(self) + 1 :]
+        specs = (finder.find_spec(fullname, path, target) for finder in following if hasattr(finder, "find_spec"))
+        spec = next((spec for spec in specs if spec is not None), None)
+        if spec is not None and hasattr(spec.loader, "exec_module"):
+            spec.loader = _Loader(spec.loader, self.functions[fullname])
+        return spec
+
+
+class _Loader(importlib.abc.Loader):
+    """Another loader until the module is executed, which is left with that one."""
+
+    def __init__(self, loader: Any, functions: Sequence[_Function]) -> None:
+        self._loader, self._functions = loader, functions
+
+    def __getattr__(self, name: str) -> Any:
+        # Copying asks before there is a loader.
+        return getattr(vars(self).get("_loader"), name)
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        created: ModuleType | None = self._loader.create_module(spec)
+        return created
+
+    def exec_module(self, module: ModuleType) -> None:
+        assert module.__spec__ is not None
+        module.__spec__.loader = module.__loader__ = self._loader
+        self._loader.exec_module(module)
+        for function in self._functions:
+            function(module)
+
+
+_finder = _Finder()
+
+
+def after_import(name: str, function: _Function) -> None:
+    """Call `function(module)` whenever the module of this name has been imported, and now if it has been already.
+
+    A thread may be importing it just now, or someone may reload it: the function must bear to be called again.
+    """
+    if _finder not in sys.meta_path:
+        sys.meta_path.insert(0, _finder)
+    functions = _finder.functions.setdefault(name, [])
+    if function not in functions:
+        functions.append(function)
+    if sys.modules.get(name) is not None:
+        # Waits for the thread that is importing it.
+        function(importlib.import_module(name))
 
 
 def watch_calls() -> None:

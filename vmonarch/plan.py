@@ -23,24 +23,22 @@ from typing import Any
 
 import torch
 
-from vmonarch.exact_blocks import ExactBlocks
 from vmonarch.files import AtomicFiles
 from vmonarch.flops import first_order_flops, full_flops, two_resolution_flops, vmonarch_flops
 from vmonarch.grid import LatentGrid
 from vmonarch.kernels.first_order.api import first_order_attention
 from vmonarch.kernels.monarch.api import vmonarch_attention
 from vmonarch.kernels.two_resolution.api import two_resolution_attention
-from vmonarch.options import FirstOrderOptions, Options, VMonarchOptions
-from vmonarch.two_resolution_options import TwoResolutionOptions
+from vmonarch.options import ExactBlocks, FirstOrderOptions, Options, TwoResolutionOptions, VMonarchOptions
 
 FORMAT = "vmonarch-plan-1"
 # What plans of `vmonarch calibrate` call exact attention.
 FULL = "full"
-# What a head may compute beside exact attention.
-_OPS: dict[type[Options], Callable[..., Any]] = {
-    VMonarchOptions: vmonarch_attention,
-    TwoResolutionOptions: two_resolution_attention,
-    FirstOrderOptions: first_order_attention,
+# By the options of what a head may compute beside exact attention: the op, and the forward operations of one head.
+_OPS: dict[type[Options], tuple[Callable[..., Any], Callable[..., float]]] = {
+    VMonarchOptions: (vmonarch_attention, vmonarch_flops),
+    TwoResolutionOptions: (two_resolution_attention, two_resolution_flops),
+    FirstOrderOptions: (first_order_attention, first_order_flops),
 }
 
 
@@ -91,7 +89,7 @@ def method_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: Options, **arguments: Any
 ) -> Any:
     """What the op of these options computes; it takes the other arguments, of which `grid` is one."""
-    return _OPS[type(options)](query, key, value, options=options, **arguments)
+    return _OPS[type(options)][0](query, key, value, options=options, **arguments)
 
 
 def plan_names() -> list[str]:
@@ -112,14 +110,7 @@ def plan_file(plan: str | Path) -> Path:
 
 def method_flops(options: Options | None, grid: LatentGrid, head_dim: int) -> float:
     """Forward operations of one head with a method (`vmonarch.flops`)."""
-    if options is None:
-        return full_flops(grid, head_dim)
-    if isinstance(options, TwoResolutionOptions):
-        return two_resolution_flops(grid, head_dim, options)
-    if isinstance(options, FirstOrderOptions):
-        return first_order_flops(grid, head_dim, options)
-    assert isinstance(options, VMonarchOptions)
-    return vmonarch_flops(grid, head_dim, options)
+    return full_flops(grid, head_dim) if options is None else _OPS[type(options)][1](grid, head_dim, options)
 
 
 @dataclass(frozen=True)

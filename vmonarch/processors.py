@@ -12,9 +12,8 @@ from vmonarch.attend import Attend, ByHead, Op
 from vmonarch.base import Layer, VideoAttentionProcessor
 from vmonarch.bias.video import BiasOption
 from vmonarch.grid import LatentGrid
-from vmonarch.options import FirstOrderOptions, NoOptions, VMonarchOptions, has_options
+from vmonarch.options import FirstOrderOptions, NoOptions, TwoResolutionOptions, VMonarchOptions, has_options
 from vmonarch.plan import AttentionPlan
-from vmonarch.two_resolution_options import TwoResolutionOptions
 
 # Of a video that took as long as with full attention (docs/benchmarks/eval-proxy.json: 61×192×320).
 _TOO_FEW_TOKENS = 3840
@@ -57,9 +56,8 @@ class VMonarchProcessor(VideoAttentionProcessor):
 
     @property
     def needs_raster(self) -> bool:
-        options = self.options
-        pooled = options.coarse > 1 or options.row_share < 1 or options.r_share < 1
-        return pooled or options.tiles != (1, 1) or self._bias is not None or self.plan is not None
+        pooled = self.options.coarse > 1 or self.options.row_share < 1
+        return pooled or self._bias is not None or self.plan is not None
 
     def check_grid(self, grid: LatentGrid) -> None:
         for options in [self.options] if self.plan is None else self.plan.methods.values():
@@ -167,3 +165,36 @@ class FirstOrderProcessor(_OpProcessor):
     Raises:
         TypeError, ValueError: an option has an unsupported value.
     """
+
+
+# Of the methods in `configs/attention.yaml`, those to choose from; the others are controls and parts of studies.
+_PRESETS = {
+    "near-lossless": "exact attention in 28 % of the steps, the closest to full attention",
+    "fast": "exact attention in 16 % of the steps, faster and less close",
+    "vmonarch-dense-start": "exact attention in the first fifth of the steps, no memory for residuals",
+    "vmonarch-first-band1": "exact near in time, in every step",
+    "vmonarch": "the paper's method in every step, for finetuned models",
+    "vmonarch-t3": "as vmonarch, with three iterations",
+    "vmonarch-t1": "as vmonarch, with one iteration",
+    "vmonarch-lite": "as vmonarch, with pooled keys, the least work",
+    "two-resolution": "exact where scores are highest, means elsewhere",
+}
+
+
+def presets() -> dict[str, str]:
+    """The presets that `vmonarch.apply(pipe, NAME)` takes, each with a line on it."""
+    return dict(_PRESETS)
+
+
+def preset_processor(name: str) -> VideoAttentionProcessor:
+    """The processor of a preset, or of another method of `configs/attention.yaml`.
+
+    Args:
+        name: the name, or `name:key=value,…` with options of its own, as on the command line.
+
+    Raises:
+        ValueError: an unknown name or option, or a method that is no processor.
+    """
+    from vmonarch.configs.methods import resolve_method
+
+    return resolve_method(name, argument="processor").processor()

@@ -1,10 +1,17 @@
-"""Whether the installed versions are those that vmonarch needs: what pyproject.toml demands, from the metadata."""
+"""Installed versions: vmonarch's, and whether others are those that it needs by the metadata, from pyproject.toml."""
 
 from __future__ import annotations
 
 import functools
 import importlib.metadata
 import warnings
+
+try:
+    # An installation takes it from the repository's tag.
+    __version__ = importlib.metadata.version("vmonarch")
+except importlib.metadata.PackageNotFoundError:
+    # A checkout that was never installed.
+    __version__ = "0+unknown"
 
 # Whose private parts vmonarch uses, or whose other versions compute other things.
 CHECKED = ("torch", "triton", "diffusers")

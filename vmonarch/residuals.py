@@ -12,13 +12,11 @@ from __future__ import annotations
 import dataclasses
 import threading
 import weakref
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
 
-from vmonarch.arguments import same_arguments, tensors_in
-from vmonarch.dense import DenseSet
 from vmonarch.host_memory import Arriving, HostMemory
 from vmonarch.kernels.residual.api import (
     DTYPES,
@@ -30,6 +28,7 @@ from vmonarch.kernels.residual.api import (
 from vmonarch.kernels.residual.reference import Residual
 from vmonarch.pipeline_calls import at_end_of_call
 from vmonarch.steps import DenoisingStep, denoising_step
+from vmonarch.validation import DenseSet
 
 # What errors tell to use in its place, by the name of a preset too: "near-lossless" is the default.
 NO_REFRESH = 'use refresh=None, or the preset "vmonarch", which has none'
@@ -204,6 +203,34 @@ def _versions(conditioning: Mapping[str, Any]) -> list[int]:
     tensors = (tensor for value in conditioning.values() for tensor in tensors_in(value))
     # What inference mode has made has no version.
     return [0 if tensor.is_inference() else tensor._version for tensor in tensors]
+
+
+def same_arguments(expected: Mapping[str, Any], given: Mapping[str, Any]) -> bool:
+    """Whether two sets of arguments, by name, have the same values; tensors that are not the same object are read."""
+    return expected.keys() == given.keys() and all(same_value(expected[name], given[name]) for name in given)
+
+
+def same_value(expected: Any, given: Any) -> bool:
+    """Whether two arguments are the same object, equal tensors, equal values, or sequences or mappings of such."""
+    if expected is given:
+        return True
+    if isinstance(expected, Mapping) and isinstance(given, Mapping):
+        return same_arguments(expected, given)
+    if isinstance(expected, (tuple, list)) and isinstance(given, (tuple, list)):
+        return len(expected) == len(given) and all(map(same_value, expected, given))
+    if isinstance(expected, torch.Tensor) and isinstance(given, torch.Tensor):
+        alike = (expected.shape, expected.dtype, expected.device) == (given.shape, given.dtype, given.device)
+        return alike and torch.equal(expected, given)
+    return not isinstance(expected, torch.Tensor) and not isinstance(given, torch.Tensor) and expected == given
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """The tensors that an argument is, or that its sequences and mappings hold."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (tuple, list, Mapping)):
+        for part in value.values() if isinstance(value, Mapping) else value:
+            yield from tensors_in(part)
 
 
 class ResidualSharing:

@@ -25,10 +25,10 @@ from vllm_omni.diffusion.forward_context import get_forward_context, is_forward_
 
 from vmonarch.configs import InputError
 from vmonarch.configs.methods import resolve_method
-from vmonarch.dense import DenseSet
-from vmonarch.enums import add_member
+from vmonarch.engines import add_member
 from vmonarch.grid import LatentGrid
 from vmonarch.plan import method_attention
+from vmonarch.validation import DenseSet
 
 NAME = "VMONARCH"
 # Its configuration of a backend has no place for our options. Its processes inherit the environment.
@@ -78,13 +78,13 @@ def chosen_method() -> Any:
     """The processor of the method that `VMONARCH_METHOD` names, `vmonarch` by default.
 
     Raises:
-        InputError: an unknown method, one of another kind, or an option that vLLM-Omni does not tell enough for.
+        InputError: an unknown method, one of another processor, or an option that vLLM-Omni does not tell enough for.
     """
     name = os.environ.get(METHOD, "vmonarch")
     method = resolve_method(name, argument=METHOD)
     if method.processor_name not in ("vmonarch", "two_resolution"):
-        kinds = "must be of the processors vmonarch or two_resolution"
-        raise InputError(METHOD, f"{kinds}, {name} is of {method.processor_name}")
+        supported = "must be of the processors vmonarch or two_resolution"
+        raise InputError(METHOD, f"{supported}, {name} is of {method.processor_name}")
     processor: Any = method.processor()
     if processor.refresh is not None:
         raise InputError(f"{METHOD}.refresh", "must be null: vLLM-Omni does not tell the branch of guidance")

@@ -1,10 +1,7 @@
 """xfuser (xDiT): VMonarch as an attention backend of its models and runner.
 
-    vmonarch.xfuser.register(vmonarch.VMonarchProcessor(coarse=2))     # in a program; xfuser then knows "vmonarch"
-
-    torchrun --nproc-per-node 4 -m vmonarch.xfuser --attention vmonarch:coarse=2 --model Wan2.1-T2V --ulysses_degree 4 …
-
-is xfuser's own runner, with all of its options, and that backend.
+    vmonarch.xfuser.register(vmonarch.VMonarchProcessor(coarse=2))     # xfuser then knows "vmonarch"
+    runpy.run_module("xfuser.runner", run_name="__main__", alter_sys=True)     # --attention_backend vmonarch …
 
 Shapes: B batch, S = T·H·W tokens of the video, s tokens of this rank, P ranks, H heads, h = H/P heads of this rank,
 D head dim.
@@ -15,9 +12,6 @@ Source: xfuser 0.7.0, `core/distributed/attention_backend.py`, `model_executor/l
 
 from __future__ import annotations
 
-import argparse
-import runpy
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -25,22 +19,11 @@ import torch
 
 from vmonarch.base import Layer, VideoAttentionProcessor
 from vmonarch.call import Call
-from vmonarch.configs import InputError
-from vmonarch.configs.methods import resolve_method
-from vmonarch.context_parallel import Part, check_ring
-from vmonarch.enums import add_member
+from vmonarch.context_parallel import Part
+from vmonarch.engines import SUPPORTED_XFUSER, add_member, import_xfuser, installed_xfuser, ulysses_rank, xfuser_groups
 from vmonarch.grid import LatentGrid
 from vmonarch.own import run_stack
 from vmonarch.processors import FlashBiasProcessor, VMonarchProcessor
-from vmonarch.xfuser_groups import SUPPORTED_XFUSER, import_xfuser, installed_xfuser, ulysses_rank, xfuser_groups
-
-# xfuser's own spelling, an underscore where its parser takes a hyphen too.
-_BACKEND_OPTIONS = (
-    "attention_backend",
-    "hybrid_attn_low_precision_backend",
-    "hybrid_attn_high_precision_backend",
-    "hybrid_attn_schedule",
-)
 
 
 def register(processor: VideoAttentionProcessor, name: str = "vmonarch") -> Any:
@@ -152,66 +135,5 @@ def _grid(given: LatentGrid | None, thw: Sequence[int] | None, tokens: int) -> L
     return grid
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Run xfuser's runner, `python -m xfuser.runner`, with the backend `vmonarch`."""
-    parser = argparse.ArgumentParser(
-        prog="torchrun … -m vmonarch.xfuser",
-        description="xfuser's runner with the attention backend vmonarch.",
-        epilog="All other options go to the runner: python -m xfuser.runner --help.",
-        allow_abbrev=False,
-    )
-    parser.add_argument(
-        "--attention", metavar="METHOD", default="vmonarch", help="a method of vmonarch's, or METHOD:key=value,…"
-    )
-    parser.add_argument(
-        "--grid", metavar="T,H,W", help="latent grid in tokens, for models that do not tell xfuser (VACE)"
-    )
-    own, words = parser.parse_known_args(argv)
-    try:
-        processor = _processor(own.attention, own.grid)
-        words = _with_backend(words)
-        register(processor)
-    except (ValueError, NotImplementedError, ImportError) as error:
-        parser.error(str(error))
-    sys.argv[1:] = words
-    runpy.run_module("xfuser.runner", run_name="__main__", alter_sys=True)
-
-
-def _processor(method: str, grid: str | None) -> VideoAttentionProcessor:
-    found = resolve_method(method, argument="--attention")
-    if found.processor_name not in ("vmonarch", "flashbias"):
-        processors = "must be of the processors vmonarch or flashbias"
-        raise InputError("--attention", f"{processors}, {method} is of {found.processor_name}")
-    processor = found.processor()
-    if grid is not None:
-        try:
-            processor.grid = LatentGrid.parse([int(size) for size in grid.split(",")], argument="--grid")
-        except ValueError as error:
-            raise InputError("--grid", f"must be three integers, such as 21,30,52, got {grid!r}") from error
-    return processor
-
-
-def _with_backend(words: list[str]) -> list[str]:
-    """The runner's options, with our backend among them.
-
-    Raises:
-        InputError: they choose backends, and ours is none of them.
-        NotImplementedError: ring attention.
-    """
-    given: dict[str, str] = {}
-    for n, word in enumerate(words):
-        if word.startswith("--"):
-            option, equals, value = word.partition("=")
-            given[option[2:].replace("-", "_")] = value if equals else (words[n + 1] if n + 1 < len(words) else "")
-    check_ring(int(given.get("ring_degree", 1)), "--ulysses_degree")
-    chosen = [option for option in _BACKEND_OPTIONS if option in given]
-    if not chosen and "use_hybrid_attn_schedule" not in given:
-        return [*words, "--attention_backend", "vmonarch"]
-    names = {name.strip().lower() for option in chosen for name in given[option].split(",")}
-    if "vmonarch" not in names:
-        raise InputError("--attention_backend", f"must be vmonarch in one of {', '.join(_BACKEND_OPTIONS)}")
-    return words
-
-
 if __name__ == "__main__":
-    main()
+    raise SystemExit("python -m vmonarch.xfuser is gone: register a processor, run xfuser.runner (docs/parallel.md)")

@@ -26,7 +26,7 @@ from vmonarch.eval.bench.gate import MODEL_BOUNDS, failure
 from vmonarch.eval.bench.machine import Clock, allocated, measured_dtype, release_memory, summary
 from vmonarch.eval.bench.rows import caption
 from vmonarch.eval.bench.runner import Bench, Way, Ways, choose, profiled
-from vmonarch.eval.render.table import shown_number
+from vmonarch.eval.render.tables import shown_number
 from vmonarch.eval.wan_models import WanModel, read_model, share_weights
 from vmonarch.files import check_output, write_json
 from vmonarch.pipelines import recipes
@@ -238,10 +238,7 @@ def ways(
     model, clock, before = read_model(setting.model), Clock(device), allocated(device)
     # All are there as in a pipeline.
     transformers = [model.build(name, device, dtype) for name in model.transformers]
-    generator = torch.Generator(device).manual_seed(setting.size[0])
-    randn = partial(torch.randn, generator=generator, device=device)
-    noise = randn(1, model.transformer["in_channels"], *model.latents(setting.size, argument="settings"))
-    texts = randn(2, 1, TEXT_TOKENS, model.transformer["text_dim"]).to(dtype)
+    noise, texts = _inputs(model, setting, device, dtype)
     torch.compiler.reset()
     graphs = counters["stats"]["unique_graphs"]
 
@@ -251,15 +248,9 @@ def ways(
         transformer.set_attention_backend("_native_cudnn" if compiled and on_gpu else "native")
         recipes.apply(transformer, method, compile_backend=options.compile_backend)
         pipe = Steps.of(transformer, model, noise, texts, options, clock)
-        if ranks > 1:
-            grid = model.grid(setting.size, argument="settings")
-            uneven = grid.tokens % ranks > 0 or model.transformer["num_attention_heads"] % ranks > 0
-            transformer.enable_parallelism(config=ContextParallelConfig(ulysses_degree=ranks, ulysses_anything=uneven))
-            # diffusers' hooks read signatures in their first call, which cannot be compiled.
-            pipe.do([0])
+        _spread(pipe, model, setting, ranks)
         if compiled and not method.stack.compile:
-            fullgraph, backend = ranks == 1, options.compile_backend
-            transformer.compile_repeated_blocks(fullgraph=fullgraph, dynamic=False, backend=backend)
+            transformer.compile_repeated_blocks(fullgraph=ranks == 1, dynamic=False, backend=options.compile_backend)
         return pipe
 
     def way(method: AttentionMethod, mode: str) -> Way:
@@ -290,6 +281,27 @@ def ways(
         return Way(lambda: list(pipe.do(steps).values()), found, expected, bounds, before=before, more=more)
 
     return {name: partial(way, *of) for name, of in rows.items()}
+
+
+def _spread(pipe: Steps, model: WanModel, setting: Setting, ranks: int) -> None:
+    """Let so many processes share the tokens of a pipeline's transformer; one has them all."""
+    if ranks == 1:
+        return
+    tokens, heads = model.grid(setting.size, argument="settings").tokens, model.transformer["num_attention_heads"]
+    uneven = tokens % ranks > 0 or heads % ranks > 0
+    pipe.transformer.enable_parallelism(config=ContextParallelConfig(ulysses_degree=ranks, ulysses_anything=uneven))
+    # diffusers' hooks read signatures in their first call, which cannot be compiled.
+    pipe.do([0])
+
+
+def _inputs(
+    model: WanModel, setting: Setting, device: torch.device, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Random noise [1, C, T, h, w], and embeddings [2, 1, 512, text_dim] of two texts."""
+    generator = torch.Generator(device).manual_seed(setting.size[0])
+    randn = partial(torch.randn, generator=generator, device=device)
+    noise = randn(1, model.transformer["in_channels"], *model.latents(setting.size, argument="settings"))
+    return noise, randn(2, 1, TEXT_TOKENS, model.transformer["text_dim"]).to(dtype)
 
 
 def describe(options: Options, setting: Setting, clock: Clock) -> dict[str, Any]:
@@ -338,6 +350,25 @@ def finish(options: Options, case: dict[str, Any]) -> None:
                 row["video_s"] = row["denoise_s"] + vae["seconds"] + (1 + options.guidance) * text["seconds"]
 
 
+def _checked(methods: Sequence[AttentionMethod], steps: int) -> Sequence[AttentionMethod]:
+    """The methods, which differ and can compute a video of so many steps.
+
+    Raises:
+        InputError: one cannot.
+    """
+    choose("methods", [method.label for method in methods])
+    for method in methods:
+        if not method.stack.predictable:
+            problem = f"{method.label!r} has a cache whose steps depend on the data; supported: taylorseer"
+            raise InputError("methods", problem)
+        try:
+            recipes.cache_config(method.stack, steps)
+            step_kinds(method, ["transformer"] * steps)
+        except ValueError as error:
+            raise InputError("methods", f"{method.label!r} cannot compute this video: {error}") from error
+    return methods
+
+
 def bench(
     settings: Sequence[str] | None = None,
     model: str | None = None,
@@ -355,18 +386,8 @@ def bench(
         InputError: a model, a size, a method or an option cannot be used.
     """
     chosen, of = choose_settings(settings, model, quick), Options(**options)
-    resolved = [resolve_method(name, argument="methods", recipes=True) for name in methods]
-    choose("methods", [method.label for method in resolved])
     choose("modes", of.modes, MODES)
-    for method in resolved:
-        if not method.stack.predictable:
-            problem = f"{method.label!r} has a cache whose steps depend on the data; supported: taylorseer"
-            raise InputError("methods", problem)
-        try:
-            recipes.cache_config(method.stack, of.steps)
-            step_kinds(method, ["transformer"] * of.steps)
-        except ValueError as error:
-            raise InputError("methods", f"{method.label!r} cannot compute this video: {error}") from error
+    resolved = _checked([resolve_method(name, argument="methods", recipes=True) for name in methods], of.steps)
     for setting in chosen:
         wan = read_model(setting.model)
         wan.latents(setting.size, argument="settings")

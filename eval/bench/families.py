@@ -22,10 +22,10 @@ from vmonarch.call import Call
 from vmonarch.configs.methods import resolve_method
 from vmonarch.eval.bench.runner import Bench, Case, Way, Ways, bytes_of
 from vmonarch.eval.wan_models import random_model, share_weights
-from vmonarch.exact_blocks import ExactBlocks
 from vmonarch.families import known_family
 from vmonarch.grid import LatentGrid
 from vmonarch.installation import apply
+from vmonarch.options import ExactBlocks
 from vmonarch.processors import VMonarchProcessor
 
 PRESETS = ("vmonarch", "vmonarch-lite")

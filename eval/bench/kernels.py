@@ -21,7 +21,7 @@ from vmonarch.flops import full_attention_work, two_resolution_work, vmonarch_wo
 from vmonarch.grid import LatentGrid
 from vmonarch.kernels.monarch.api import vmonarch_attention
 from vmonarch.kernels.two_resolution.api import two_resolution_attention
-from vmonarch.two_resolution_options import TwoResolutionOptions
+from vmonarch.options import TwoResolutionOptions
 
 # The paper's Fig. 8: 32 frames of 2048 tokens of d = 64, where it compares with the plain-torch form.
 FIGURE_8 = "32x32x64"
@@ -38,13 +38,12 @@ VMONARCH: Mapping[str, Mapping[str, Any]] = {
     "vmonarch-coarse2": {"coarse": 2},
     "vmonarch-coarse2-rows": {"coarse": 2, "row_share": 0.25},
     "vmonarch-lite": {"coarse": 2, "row_share": 0.25, "last_l_update": False},
-    "vmonarch-tiles2-coarse2": {"tiles": (2, 2), "coarse": 2},
     "vmonarch-t1": {"num_iterations": 1},
     "vmonarch-t3": {"num_iterations": 3},
 }
 OURS = (*VMONARCH, "two-resolution")
 METHODS = ("cudnn", *OURS, "fa2", "vmonarch-torch")
-QUICK_METHODS = ("cudnn", "vmonarch", "vmonarch-coarse2", "vmonarch-tiles2-coarse2")
+QUICK_METHODS = ("cudnn", "vmonarch", "vmonarch-coarse2")
 
 
 def parse_shape(text: str) -> tuple[LatentGrid, int]:

@@ -21,7 +21,7 @@ from vmonarch.eval.bench.runner import Bench, Case, Way, Ways, bytes_of, with_gr
 from vmonarch.eval.wan_models import read_model_config
 from vmonarch.kernels.norm_rotary.api import norm_rotary
 from vmonarch.kernels.norm_rotary.reference import norm_rotary_reference
-from vmonarch.projections import rotate
+from vmonarch.own import rotate
 
 METHODS = ("vmonarch", "diffusers", "compiled")
 # How much of diffusers' error ours may have. Errors below the second are those of float64 rounded to float32.

@@ -22,13 +22,13 @@ import torch.multiprocessing
 from torch.multiprocessing.spawn import ProcessException
 
 from vmonarch.configs import InputError
+from vmonarch.context_parallel import split_evenly
 from vmonarch.eval.bench import e2e
 from vmonarch.eval.bench.machine import Clock, check_device, measured_dtype
 from vmonarch.eval.bench.rows import caption, digits
 from vmonarch.eval.bench.runner import left_out, run_bench
-from vmonarch.eval.render.table import shown_number
+from vmonarch.eval.render.tables import shown_number
 from vmonarch.eval.wan_models import read_model
-from vmonarch.exchange import split_evenly, ulysses_bytes
 from vmonarch.files import check_output, write_json
 
 MODELS = ("14b-93x704x1280", "1.3b-61x720x1280")
@@ -67,6 +67,24 @@ class SharedClock(Clock):
         found: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(found, value)
         return found
+
+
+def ulysses_bytes(
+    *, tokens: Sequence[int], rank: int, batch: int, heads: int, head_dim: int, dtype: torch.dtype
+) -> int:
+    """Bytes that a rank sends to others in a forward pass of attention by heads: of q, k, v and o, without alignment.
+
+    Args:
+        tokens: how many each rank has. Heads are split evenly, the first ranks having one more where need be.
+
+    Raises:
+        ValueError: there are fewer heads than ranks.
+    """
+    if heads < len(tokens):
+        raise ValueError(f"heads must be at least the number of ranks, {len(tokens)}, got {heads}")
+    own = split_evenly(heads, len(tokens))[rank]
+    sent = 3 * tokens[rank] * (heads - own) + (sum(tokens) - tokens[rank]) * own
+    return batch * sent * head_dim * dtype.itemsize
 
 
 def describe(ranks: int, setting: e2e.Setting, clock: Clock) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from vmonarch.eval.render.table import shown_number
+from vmonarch.eval.render.tables import shown_number
 
 
 def digits(value: float) -> str:

@@ -247,14 +247,14 @@ def compile_task(task: tuple[Callable[..., Ways], Case, str, str]) -> bool:
     return True
 
 
-def compile_tasks(bench: Bench, cases: Sequence[Case], methods: Sequence[str], device: str) -> list[Any]:
+def compile_tasks(bench: Bench, device: str) -> list[Any]:
     """One task for all cases and methods that share their code; gradients first, because they take longest.
 
     Triton tells apart one head, a multiple of 16 and others: kernels of ours for fewer heads compile to the same code.
     """
     tasks: dict[Hashable, Any] = {}
-    for case in cases:
-        for method in methods:
+    for case in bench.cases:
+        for method in bench.methods:
             code = bench.compiled(case, method)
             if code is None:
                 continue
@@ -263,6 +263,14 @@ def compile_tasks(bench: Bench, cases: Sequence[Case], methods: Sequence[str], d
                 few = Case(**{**vars(case), "heads": 1 if case.heads == 1 else 2 if case.heads % 16 else 16})
             tasks.setdefault(code, (bench.ways, few, method, device))
     return sorted(tasks.values(), key=lambda task: not task[1].training)
+
+
+def _compile(bench: Bench, device: torch.device, seconds: float, say: Callable[[str], None]) -> None:
+    """Let processes compute the tasks of a benchmark, as far as they come."""
+    torch.cuda.set_device(device)
+    tasks = compile_tasks(bench, str(device))
+    done = count_done(compile_task, tasks, seconds)
+    say(f"{done} tasks compiled, {len(tasks) - done} left for later")
 
 
 def _prepare(make: Callable[[], Way], clock: Clock, dtype: torch.dtype, row: dict[str, Any]) -> Way:
@@ -426,6 +434,37 @@ def run_bench(
         InputError: an argument cannot be used.
     """
     limits = Limits(rounds, budget, time.monotonic() + budget)
+    bench = _chosen(bench, methods, cases)
+    on = check_device(device)
+    if output is not None:
+        check_output(output)
+    if on.type == "cuda":
+        _compile(bench, on, COMPILE_SHARE * budget, say)
+    results = _about(bench, limits, on, command)
+    clock = Clock(on) if clock is None else clock
+    found: list[dict[str, Any]] = []
+
+    def write(complete: bool = False) -> dict[str, Any]:
+        missing, seconds = left_out(found), round(time.monotonic() - limits.deadline + budget, 1)
+        run = {**results, "cases": found, "left_out": missing, "complete": complete and not missing}
+        document = bench.document(run | {"wrong": wrong_rows(found, bench.ours), "seconds": seconds}, bench.base)
+        if output is not None:
+            write_json(output, document)
+        return document
+
+    write()
+    for case in bench.cases:
+        found.append(_measured(bench, case, clock, limits, results["rates"], say))
+        write()
+    return write(complete=True)
+
+
+def _chosen(bench: Bench, methods: Sequence[str] | None, cases: str) -> Bench:
+    """The benchmark with these methods and cases alone.
+
+    Raises:
+        InputError: there is no such method or case.
+    """
     names = bench.methods if methods is None else choose("methods", methods, bench.methods)
     try:
         chosen = [case for case in bench.cases if re.search(cases, case.label)]
@@ -433,69 +472,56 @@ def run_bench(
         raise InputError("cases", f"must be a regular expression, got {cases!r}: {error}") from error
     if not chosen:
         raise InputError("cases", f"{cases!r} leaves none of: {'; '.join(case.label for case in bench.cases)}")
-    on = check_device(device)
-    if output is not None:
-        check_output(output)
-    dtype = measured_dtype(on)
-    if on.type == "cuda":
-        torch.cuda.set_device(on)
-        tasks = compile_tasks(bench, chosen, names, str(on))
-        done = count_done(compile_task, tasks, COMPILE_SHARE * budget)
-        say(f"{done} tasks compiled, {len(tasks) - done} left for later")
-    flushed = "" if bench.flushes == 1 else f"{bench.flushes} times "
-    results: dict[str, Any] = {
+    return dataclasses.replace(bench, methods=names, cases=chosen)
+
+
+def _measured(
+    bench: Bench, case: Case, clock: Clock, limits: Limits, rates: dict[str, Any] | None, say: Callable[[str], None]
+) -> dict[str, Any]:
+    """What the JSON says of a case."""
+    if late := limits.over(clock):
+        about = {"case": case.label, "rows": [{"method": name, **late} for name in bench.methods]}
+        bench.finish(about)
+        say(f"left out: {case.label} ({late['problem']})")
+        return about
+    about = {"case": case.label, **bench.describe(case, clock)}
+    about["rows"] = _rows(bench, case, clock, limits, rates)
+    # Inputs of several gigabytes hung on its ways.
+    release_memory(clock.device)
+    bench.finish(about)
+    for row in about["rows"]:
+        ms = f"{row['ms']['median']:9.3f} ms" if "ms" in row else f"{row['status']} {row.get('problem', '')}"
+        say(f"{case.label:48s} {row['method']:14s} {row.get('mode', '')} {ms}")
+    return about
+
+
+def _rows(bench: Bench, case: Case, clock: Clock, limits: Limits, rates: dict[str, Any] | None) -> list[dict[str, Any]]:
+    """`measure_ways` of the benchmark's methods; what they have in common may fail, too."""
+    dtype = measured_dtype(clock.device)
+    try:
+        ways = bench.ways(case, clock.device, dtype).items()
+        return measure_ways({n: way for n, way in ways if n in bench.methods}, clock, dtype, limits, bench, rates)
+    except Exception as error:
+        return [{"method": name, **failure(error)} for name in bench.methods]
+
+
+def _about(bench: Bench, limits: Limits, device: torch.device, command: str) -> dict[str, Any]:
+    """What the JSON of a run begins with."""
+    dtype, flushed = measured_dtype(device), "" if bench.flushes == 1 else f"{bench.flushes} times "
+    return {
         "format": FORMAT,
         "benchmark": bench.name,
-        **provenance(on, command),
+        **provenance(device, command),
         "settings": {
             "dtype": str(dtype).removeprefix("torch."),
             "timing": f"CUDA events, L2 overwritten {flushed}before each call, methods in turns",
-            "rounds": rounds,
-            "budget_s": budget,
+            "rounds": limits.rounds,
+            "budget_s": limits.budget,
             "bounds": {**BOUNDS[dtype], "row_factor": ROW_FACTOR},
             "memory": "peak_bytes: the most that was allocated during a call beyond what was before it, results"
             " counted; input_bytes: tensors that must exist before it, a written-out bias counted",
             **bench.settings,
         },
-        "rates": measure_rates(on),
+        "rates": measure_rates(device),
         "formulae": bench.formulae,
     }
-
-    clock = Clock(on) if clock is None else clock
-    found: list[dict[str, Any]] = []
-
-    def write(complete: bool = False) -> dict[str, Any]:
-        missing = left_out(found)
-        run = {**results, "cases": found, "left_out": missing, "complete": complete and not missing}
-        run["wrong"] = wrong_rows(found, bench.ours)
-        run["seconds"] = round(time.monotonic() - limits.deadline + budget, 1)
-        document = bench.document(run, bench.base)
-        if output is not None:
-            write_json(output, document)
-        return document
-
-    write()
-    for case in chosen:
-        late = limits.over(clock)
-        about = {"case": case.label, **({} if late else bench.describe(case, clock))}
-        if late:
-            about["rows"] = [{"method": name, **late} for name in names]
-        else:
-            try:
-                ways = {name: way for name, way in bench.ways(case, on, dtype).items() if name in names}
-                about["rows"] = measure_ways(ways, clock, dtype, limits, bench, results["rates"])
-                # Inputs of several gigabytes hang on these.
-                del ways
-            except Exception as error:
-                about["rows"] = [{"method": name, **failure(error)} for name in names]
-            release_memory(on)
-        bench.finish(about)
-        found.append(about)
-        if late:
-            say(f"left out: {case.label} ({late['problem']})")
-            continue
-        for row in about["rows"]:
-            ms = f"{row['ms']['median']:9.3f} ms" if "ms" in row else f"{row['status']} {row.get('problem', '')}"
-            say(f"{case.label:48s} {row['method']:14s} {row.get('mode', '')} {ms}")
-        write()
-    return write(complete=True)

@@ -39,6 +39,7 @@ BOUNDS = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 1e-4}
 # A gain of the whole operator below this share is noise: the options in use stay.
 LEAST_GAIN = 0.005
 IN_USE = "in use"
+TUNED = ["kernel", "d", "before ms", "after ms", "faster", "options"]
 
 
 @dataclass(frozen=True)
@@ -87,7 +88,8 @@ _RANKS = (9, 64)
 _L = {"MAX_TILE": (64, 128), "MAX_WARPS": (4, 8), "maxnreg": (128, 168, 255)}
 # Those that write transposed tiles, which Hopper and Blackwell can do by descriptors.
 _L_COLUMNS = ({**_L, "TMA": (0, 1)},)
-_MANY_BLOCKS = {"tiles": (2, 2)}
+# More frames than the L-steps take in one block of the launch.
+_MANY_FRAMES = ("172x14x26",)
 
 # In order of priority: where the budget ends, the rest is left out.
 SWEEPS: dict[str, Sweep] = {
@@ -106,8 +108,8 @@ SWEEPS: dict[str, Sweep] = {
     "l_output": Sweep(_L_SHAPES, (_L,)),
     "l_centroids": Sweep(_L_SHAPES, _L_COLUMNS),
     "l_backward_rows": Sweep(_L_SHAPES, _L_COLUMNS, training=True),
-    "l_backward_columns": Sweep(_SHAPE, _L_COLUMNS, training=True, options=_MANY_BLOCKS),
-    "l_rows": Sweep(_SHAPE, (_L,), options=_MANY_BLOCKS),
+    "l_backward_columns": Sweep(_MANY_FRAMES, _L_COLUMNS, training=True),
+    "l_rows": Sweep(_MANY_FRAMES, (_L,)),
     "flash_bias_forward": Sweep(_BIAS, (_TILES,), ranks=_RANKS),
     "flash_bias_rows": Sweep(_BIAS, _BACKWARD, training=True, ranks=_RANKS),
     "flash_bias_keys": Sweep(_BIAS, _BACKWARD, training=True, ranks=_RANKS),
@@ -115,8 +117,8 @@ SWEEPS: dict[str, Sweep] = {
 # Kernels without a sweep: set by hand.
 UNTUNED = (
     "taylor", "window", "window_rows", "window_keys",
-    "hopper_two_resolution", "hopper_two_resolution_r", "two_resolution", "two_resolution_rows",
-    "two_resolution_cells", "two_resolution_keys",
+    "hopper_two_resolution", "two_resolution", "two_resolution_rows", "two_resolution_cells",
+    "two_resolution_keys",
 )  # fmt: skip
 
 
@@ -215,6 +217,41 @@ def write_table(path: Path, chip: str, kernel: str, head_dim: int, options: Opti
     launch._tabled_options.cache_clear()
 
 
+def _best(ms: Mapping[str, float]) -> str:
+    """The candidate that takes least, or what is in use where none gains enough."""
+    best = min(ms, key=ms.__getitem__)
+    return best if ms[best] <= (1 - LEAST_GAIN) * ms[IN_USE] else IN_USE
+
+
+def _cases(
+    kernels: Sequence[str], head_dims: Sequence[str], dtype: str, shapes: Sequence[str], device: str
+) -> list[Case]:
+    """A case for every kernel and head dimension, of `run_tune`'s arguments, which are checked."""
+    choose("kernels", kernels, SWEEPS)
+    choose("dtype", [dtype], DTYPES)
+    dims = read_head_dims(head_dims)
+    for shape in shapes:
+        parse_shape(shape)
+    if device == "cpu" and dtype == "bfloat16":
+        raise InputError("dtype", "bfloat16 does not work in the interpreter; supported there: float16, float32")
+    on = check_device(device)
+    return [
+        Case(
+            label=f"{kernel} d={head_dim}",
+            kernel=kernel,
+            head_dim=head_dim,
+            dtype=dtype,
+            shapes=tuple(shapes),
+            heads=12,
+            training=SWEEPS[kernel].training,
+            in_use=launch_options(kernel, on, DTYPES[dtype], head_dim),
+        )
+        for kernel in kernels
+        for head_dim in dims
+        if launch.on_hopper(on) or not SWEEPS[kernel].hopper
+    ]
+
+
 def run_tune(
     *,
     output: Path | None = None,
@@ -239,34 +276,12 @@ def run_tune(
     Raises:
         InputError: an argument cannot be used.
     """
-    choose("kernels", kernels, SWEEPS)
-    choose("dtype", [dtype], DTYPES)
-    dims = read_head_dims(head_dims)
-    for shape in shapes:
-        parse_shape(shape)
-    if device == "cpu" and dtype == "bfloat16":
-        raise InputError("dtype", "bfloat16 does not work in the interpreter; supported there: float16, float32")
     if device == "cpu" and output is None:
         raise InputError("output", "is needed with --device cpu: the interpreter has nothing to tune")
-    on = check_device(device)
-    chip = device_name(on) if on.type == "cuda" else "interpreter"
+    cases = _cases(kernels, head_dims, dtype, shapes, device)
+    chip = device_name(on) if (on := check_device(device)).type == "cuda" else "interpreter"
     path = output or table_path(chip)
     check_output(path)
-    cases = [
-        Case(
-            label=f"{kernel} d={head_dim}",
-            kernel=kernel,
-            head_dim=head_dim,
-            dtype=dtype,
-            shapes=tuple(shapes),
-            heads=12,
-            training=SWEEPS[kernel].training,
-            in_use=launch_options(kernel, on, DTYPES[dtype], head_dim),
-        )
-        for kernel in kernels
-        for head_dim in dims
-        if launch.on_hopper(on) or not SWEEPS[kernel].hopper
-    ]
     names = dict.fromkeys(name for kernel in kernels for name in SWEEPS[kernel].candidates())
     winners: dict[tuple[str, int], Options] = {}
     rows: list[list[str]] = []
@@ -276,10 +291,7 @@ def run_tune(
         ms = {row["method"]: row["ms"]["median"] for row in case["rows"] if "ms" in row}
         if IN_USE not in ms:
             return
-        kernel, head_dim, used = case["kernel"], case["head_dim"], case["in_use"]
-        best = min(ms, key=ms.__getitem__)
-        if ms[best] > (1 - LEAST_GAIN) * ms[IN_USE]:
-            best = IN_USE
+        kernel, head_dim, used, best = case["kernel"], case["head_dim"], case["in_use"], _best(ms)
         options = {**used, **SWEEPS[kernel].candidates()[best]}
         winners[kernel, head_dim] = options
         write_table(path, chip, kernel, head_dim, options, DTYPES[dtype].itemsize)
@@ -299,5 +311,4 @@ def run_tune(
         finish=take,
     )
     results = run_bench(bench, output=None, rounds=9, budget=budget, device=device, command="vmonarch tune", say=say)
-    header = ["kernel", "d", "before ms", "after ms", "faster", "options"]
-    return results | {"table": path, "tables": [{"name": "tuned", "header": header, "rows": rows}]}
+    return results | {"table": path, "tables": [{"name": "tuned", "header": TUNED, "rows": rows}]}

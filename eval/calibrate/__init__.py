@@ -1,4 +1,8 @@
-"""What heads need, and plans made of it: `vmonarch calibrate`."""
+"""What heads need, and plans made of it: `vmonarch calibrate`.
+
+run.py samples with diagnosis.py's recorder; planning.py chooses by what it found, refining.py measures plans in place,
+report.py shows. Begin with `run.calibrate`.
+"""
 
 # Of what a head loses, by the names that budgets and diagnoses have.
 MEASURES = ("error", "layer_error", "output_error", "kl")

@@ -320,30 +320,6 @@ def document(recorder: Recorder, times: Mapping[str, float]) -> dict[str, Any]:
     if grid is None or not recorder.totals:
         raise ValueError("nothing was recorded: the pipeline has run no step with self-attention")
     full = method_flops(None, grid, recorder.inputs[0].shape[-1])
-    transformers = {}
-    for component in dict.fromkeys(name for name, _, _ in recorder.totals):
-        steps = sorted({step for name, step, _ in recorder.totals if name == component})
-        layers = 1 + max(layer for name, _, layer in recorder.totals if name == component)
-        found = [[recorder.totals[component, step, layer] for layer in range(layers)] for step in steps]
-        energy = _stacked(found, "energy")
-        candidates = {}
-        for name in recorder.candidates:
-            squares = _stacked(found, ("squares", name))
-            candidates[name] = {
-                "error": _plain((squares / energy).sqrt()),
-                "layer_error": _plain(squares / energy.sum(-1, keepdim=True)),
-                "kl": _plain(_stacked(found, ("kl", name), over="rows")),
-            }
-        if "velocity" in found[0][0]:
-            for name, errors in _output_errors(found, recorder.candidates, recorder.reference).items():
-                candidates[name]["output_error"] = _plain(errors)
-        transformers[component] = {
-            "steps": steps,
-            "layers": layers,
-            "heads": energy.shape[-1],
-            "rows": found[0][0]["rows"],
-            "candidates": candidates,
-        }
     about = {
         name: {
             "options": method_dict(options),
@@ -357,7 +333,36 @@ def document(recorder: Recorder, times: Mapping[str, float]) -> dict[str, Any]:
         "grid": list(grid),
         "full_ms": times.get(FULL),
         "candidates": about,
-        "transformers": transformers,
+        "transformers": {
+            component: _of_transformer(recorder, component)
+            for component in dict.fromkeys(name for name, _, _ in recorder.totals)
+        },
+    }
+
+
+def _of_transformer(recorder: Recorder, component: str) -> dict[str, Any]:
+    """What `document` says of a transformer."""
+    steps = sorted({step for name, step, _ in recorder.totals if name == component})
+    layers = 1 + max(layer for name, _, layer in recorder.totals if name == component)
+    found = [[recorder.totals[component, step, layer] for layer in range(layers)] for step in steps]
+    energy = _stacked(found, "energy")
+    candidates = {}
+    for name in recorder.candidates:
+        squares = _stacked(found, ("squares", name))
+        candidates[name] = {
+            "error": _plain((squares / energy).sqrt()),
+            "layer_error": _plain(squares / energy.sum(-1, keepdim=True)),
+            "kl": _plain(_stacked(found, ("kl", name), over="rows")),
+        }
+    if "velocity" in found[0][0]:
+        for name, errors in _output_errors(found, recorder.candidates, recorder.reference).items():
+            candidates[name]["output_error"] = _plain(errors)
+    return {
+        "steps": steps,
+        "layers": layers,
+        "heads": energy.shape[-1],
+        "rows": found[0][0]["rows"],
+        "candidates": candidates,
     }
 
 

@@ -27,7 +27,7 @@ from matplotlib.patches import Rectangle
 from matplotlib.ticker import MaxNLocator
 from numpy.typing import ArrayLike
 
-from vmonarch.eval.render.table import percent
+from vmonarch.eval.render.tables import percent
 
 # Okabe and Ito's colours, which colour-blind readers can tell apart; what has one carries a number or marker too.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#555555", "#999999")
@@ -156,6 +156,6 @@ def heat_map(values: ArrayLike, label: str, top: float) -> Markup:
     return svg(figure, label, titles)
 
 
-def data_uri(kind: str, data: bytes) -> str:
+def data_uri(media_type: str, data: bytes) -> str:
     """A file of a media type as an address, so that the page holds it."""
-    return f"data:{kind};base64,{base64.b64encode(data).decode()}"
+    return f"data:{media_type};base64,{base64.b64encode(data).decode()}"

@@ -145,10 +145,9 @@ def _video(draw: Draw, options: dict[str, Any]) -> Tensors:
     T, most = draw.size(70), 50 if draw.tiny else 600
     height = draw.size(math.isqrt(most // T) + 1)
     options["grid"] = grid = (T, height, draw.size(most // T // height + 1))
-    options["tiles"] = tuple(map(min, options["tiles"], grid[1:]))
     one = options["num_iterations"] == 1
     options["coarse"] = 1 if one else options["coarse"]
-    options["last_l_update"] |= one or options["tiles"] != (1, 1) or options["frames_per_block"] > 1
+    options["last_l_update"] |= one
     tensors = draw.qkv(math.prod(grid), math.prod(grid))
     R = draw.kernel.choice([0, 0, 0, 2, 9])
     fits = R and tensors["query"].shape[3] + 6 * R <= 256
@@ -208,16 +207,14 @@ _LSE = {"return_lse": (True,)}
 OPS = {
     "vmonarch_attention": Op(10, _biased, ("out", "lse"), _video, {
         "num_iterations": (1, 2, 2, 2, 3), "coarse": (1, 1, 2, 3), "min_mass": (0.1, 0.1, 0.0, 1.0), "scale": SCALES,
-        "frames_per_block": (1, 1, 2, 3), "tiles": ((1, 1), (1, 1), (2, 1), (3, 2)),
         "last_l_update": (True, True, False),
         "exact": (None, "first_frame", "first_frame", *(
             ExactBlocks(rows=rows, columns=columns, band=band, aware=aware) for aware in (True, False)
             for rows, columns, band in (((0,), (), None), ((), (0,), None), ((), (), 0), ((0,), (0,), 1)))),
-        "entropy_grad": _FLAG,
     }),
     "monarch_attention": Op(4, vmonarch.monarch_attention, ("out", "lse"), _sequence, {
         "num_iterations": (1, 2, 3), "padding": ("post", "pre"), "min_mass": (0.0, 0.1), "scale": SCALES,
-        "entropy_grad": _FLAG, **_LSE,
+        **_LSE,
     }),
     "flash_entropy_attention": Op(
         4, vmonarch.flash_entropy_attention, ("out", "lse", "entropy"),
@@ -225,7 +222,6 @@ OPS = {
     "flash_bias_attention": Op(
         6, vmonarch.flash_bias_attention, ("out", "lse"), _with_factors, {"causal": _FLAG, "scale": SCALES, **_LSE}),
     "taylor_attention": Op(7, taylor_attention, ("out", "lse"), _linear, {
-        "feature_map": ("taylor", "taylor", "taylor", "relu", "elu", "square", "performer", "cosformer"),
         "causal": _FLAG, "scale": SCALES[:-1], "max_tokens": (1200,), **_LSE,
     }),
     "window_attention": Op(

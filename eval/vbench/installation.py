@@ -139,6 +139,13 @@ def missing_weights(dimensions: Sequence[str], folder: Path) -> list[dict[str, s
     return [file for file in WEIGHTS if file["dimension"] in dimensions and not (folder / file["path"]).is_file()]
 
 
+def check_weights(dimensions: Sequence[str], folder: Path) -> None:
+    """Raise VBenchError, which says where each file belongs, if there are `missing_weights`."""
+    if missing := missing_weights(dimensions, folder):
+        listed = "".join(f"\n  {file['dimension']}: {folder / file['path']}\n    {file['url']}" for file in missing)
+        raise VBenchError(f"weights are missing; `vmonarch vbench weights` gets them, or put them there:{listed}")
+
+
 def download_weights(dimensions: Sequence[str], folder: Path, report: Callable[[str], None]) -> None:
     """Download the files of the dimensions that `folder` lacks, each of them whole or not at all.
 

@@ -165,9 +165,7 @@ def score_videos(
     device, weights = str(choose_device(device)), (weights or installation.default_weights()).absolute()
     environment = environment or installation.default_folder()
     made_of = manifest(environment)
-    if missing := installation.missing_weights(dimensions, weights):
-        listed = "".join(f"\n  {file['dimension']}: {weights / file['path']}\n    {file['url']}" for file in missing)
-        raise VBenchError(f"weights are missing; `vmonarch vbench weights` gets them, or put them there:{listed}")
+    installation.check_weights(dimensions, weights)
     records, scores = {}, {}
     for name in dimensions:
         judged = tuple(video for video in videos if not video.dimensions or name in video.dimensions)
@@ -184,13 +182,18 @@ def score_videos(
         if not path.exists():
             score, per_video = _compute(judged, name, timeout, device, environment, weights)
             write_json(path, {**identity, "score": score, "per_video": per_video})
-        try:
-            record = json.loads(path.read_text(encoding="utf-8"))
-            scores[name] = VBenchScore(record["score"], judged, tuple(record["per_video"]))
-        except (ValueError, KeyError, TypeError) as error:
-            raise VBenchError(f"{path} cannot be read as scores; delete it to compute them again") from error
+        scores[name] = _read(path, judged)
         report(f"{name:<24} {scores[name].score:.4f}  {len(judged)} videos")
     return scores
+
+
+def _read(path: Path, videos: tuple[PromptedVideo, ...]) -> VBenchScore:
+    """The score of videos in a file that `score_videos` wrote."""
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+        return VBenchScore(record["score"], videos, tuple(record["per_video"]))
+    except (ValueError, KeyError, TypeError) as error:
+        raise VBenchError(f"{path} cannot be read as scores; delete it to compute them again") from error
 
 
 def _check_lengths(videos: Sequence[PromptedVideo], dimension: str) -> None:

@@ -124,7 +124,7 @@ class LatentLoader(Dataset[tuple[Batch | Exception, Failures]]):
             problem = f"{place} has text of {text.shape[1]}: another text encoder made it"
             raise DataError(f"text_dim is {self.text_dim}, but {problem}")
 
-    def plan(self, epoch: int) -> tuple[list[tuple[int, int]], list[np.ndarray], list[np.ndarray]]:
+    def schedule(self, epoch: int) -> tuple[list[tuple[int, int]], list[np.ndarray], list[np.ndarray]]:
         """What all ranks do in an epoch.
 
         Returns:
@@ -150,7 +150,7 @@ class LatentLoader(Dataset[tuple[Batch | Exception, Failures]]):
         """
         epoch, place = divmod(number, self.batches_per_epoch)
         if epoch != self._epoch:
-            (self._batches, self._orders, self._dropped), self._epoch = self.plan(epoch), epoch
+            (self._batches, self._orders, self._dropped), self._epoch = self.schedule(epoch), epoch
         bucket, first = self._batches[place]
         start = first + self.rank * self.batch_size
         failures: Failures = {}

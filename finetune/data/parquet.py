@@ -90,8 +90,8 @@ def _columns(tensors: Iterable[str]) -> list[str]:
 
 def row_schema(extras: Iterable[str] = ()) -> pa.Schema:
     """Every column and its type; that of `id` is the first."""
-    kinds = {column: PARTS[column.rpartition("_")[2]] for column in _columns((*TENSORS, *extras))}
-    return pa.schema({"id": PLAIN["id"], **kinds, **PLAIN})
+    types = {column: PARTS[column.rpartition("_")[2]] for column in _columns((*TENSORS, *extras))}
+    return pa.schema({"id": PLAIN["id"], **types, **PLAIN})
 
 
 def encode_row(sample: Sample) -> dict[str, Any]:

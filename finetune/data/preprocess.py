@@ -48,8 +48,8 @@ from vmonarch.finetune.data.captions import read_captions
 from vmonarch.finetune.data.decode import BadVideo, Clip, ClipShape, decode_clips
 from vmonarch.finetune.data.parquet import EMPTY_CAPTION, TEXT_LENGTH, Sample, write_shard
 from vmonarch.pipelines.environment import DTYPES, choose_device, choose_dtype
-from vmonarch.pipelines.kinds import IMAGE_TO_VIDEO
 from vmonarch.pipelines.model_folder import ModelFolder, find_wan_model
+from vmonarch.pipelines.traits import IMAGE_TO_VIDEO
 
 FORMAT = "vmonarch-preprocess-1"
 # Settings that say where and how patiently, not what the rows are.

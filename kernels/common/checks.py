@@ -59,8 +59,8 @@ def check_key_mask(key_mask: object, key: torch.Tensor) -> None:
     if key_mask is None:
         return
     if not isinstance(key_mask, torch.Tensor) or key_mask.dtype != torch.bool:
-        kind = key_mask.dtype if isinstance(key_mask, torch.Tensor) else type(key_mask).__name__
-        raise TypeError(f"key_mask must be a boolean tensor [B, S], got {kind}")
+        got = key_mask.dtype if isinstance(key_mask, torch.Tensor) else type(key_mask).__name__
+        raise TypeError(f"key_mask must be a boolean tensor [B, S], got {got}")
     if key_mask.shape != key.shape[:2]:
         raise ValueError(f"key_mask must be [B, S] = {tuple(key.shape[:2])}, got {tuple(key_mask.shape)}")
     if key_mask.device != key.device:

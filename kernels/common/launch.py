@@ -45,7 +45,7 @@ _SUPPORTED: Mapping[str, Sequence[int]] = {
     "maxnreg": range(24, 256),
 }
 _SUPPORTED_BY: Mapping[str, Mapping[str, Sequence[int]]] = {
-    **dict.fromkeys(("hopper_flash", "hopper_two_resolution", "hopper_two_resolution_r"), {"BLOCK_N": (64, 128)}),
+    **dict.fromkeys(("hopper_flash", "hopper_two_resolution"), {"BLOCK_N": (64, 128)}),
     # The results of an R-step leave through the place of z, which is given back a tile later: one place never is.
     **dict.fromkeys(
         ("hopper_r_step", "hopper_r_step_pooled", "hopper_r_step_last", "hopper_r_step_values"),
@@ -87,10 +87,10 @@ def why_not_triton(*tensors: torch.Tensor) -> str | None:
 
 
 def use_triton(
-    op: str,
+    name: str,
     implementation: str,
     *tensors: torch.Tensor,
-    family: str,
+    op: str,
     unless: str | None = None,
     why_not: Callable[..., str | None] = why_not_triton,
     others: Iterable[torch.Tensor | None] = (),
@@ -101,7 +101,8 @@ def use_triton(
     that is not tested, it is only those kernels that pass a check, see `trust`. Forward-mode AD is plain torch.
 
     Args:
-        family: of the kernels, one of `tiny_cases.FAMILIES` or `trust.PARTS`.
+        name: of the function, for the error.
+        op: whose kernels they are, one of `tiny_cases.OPS` or `trust.PARTS`.
         unless: another reason why the kernels cannot take this call, or None.
         why_not: says which tensors they cannot take.
         others: tensors of the call that `why_not` does not look at, but that have derivatives.
@@ -116,9 +117,9 @@ def use_triton(
     reason = why_not(*tensors) or unless
     if reason is None and carry_tangents(*tensors, *(tensor for tensor in others if tensor is not None)):
         reason = "forward-mode AD goes through the tensors (supported there: torch)"
-    reason = reason or _why_not_compiled(family, first.device, first.dtype, implementation)
+    reason = reason or _why_not_compiled(op, first.device, first.dtype, implementation)
     if reason and implementation == "triton":
-        raise NotImplementedError(f'{op} with implementation="triton": {reason}')
+        raise NotImplementedError(f'{name} with implementation="triton": {reason}')
     return reason is None
 
 
@@ -159,14 +160,14 @@ def auto_takes_kernels(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
-def _why_not_compiled(family: str, device: torch.device, dtype: torch.dtype, implementation: str) -> str | None:
+def _why_not_compiled(op: str, device: torch.device, dtype: torch.dtype, implementation: str) -> str | None:
     """Why what compiles the kernels makes none that are right, or None: its assembler, or an untested Triton.
 
     torch.compile calls it while it traces, and has what it says for a constant.
     """
     unsound = assembler.why_unsound() if on_hopper(device) else None
     hopper = dtype in HOPPER_DTYPES and _hopper_wanted(device)
-    return unsound or trust.why_distrusted(family, device, dtype, hopper=hopper, strict=implementation == "triton")
+    return unsound or trust.why_distrusted(op, device, dtype, hopper=hopper, strict=implementation == "triton")
 
 
 # What torch.compiler.assume_constant_result does, which takes seconds to import.
@@ -183,11 +184,11 @@ def dot_precision(dtype: torch.dtype) -> str:
     return "ieee" if dtype == torch.float32 else "tf32"
 
 
-def hopper_fits(family: str, *tensors: torch.Tensor) -> bool:
-    """Whether a family's kernels for Hopper take these tensors: 16 bit, one head dimension up to 128, aligned rows."""
+def hopper_fits(op: str, *tensors: torch.Tensor) -> bool:
+    """Whether an op's kernels for Hopper take these tensors: 16 bit, one head dimension up to 128, aligned rows."""
     first = tensors[0]
     return (
-        hopper_enabled(family, first.device, first.dtype)
+        hopper_enabled(op, first.device, first.dtype)
         and first.shape[-1] <= HOPPER_HEAD_DIM
         and all(tensor.shape[-1] == first.shape[-1] for tensor in tensors)
         and tma_fits(*tensors)
@@ -212,9 +213,9 @@ def tma_strides(strides: Sequence[int], shape: Sequence[int]) -> list[int]:
     return [*(stride if size > 1 else 16 for stride, size in zip(strides[:-1], shape, strict=False)), 1]
 
 
-def hopper_enabled(family: str, device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether a family's kernels for Hopper, of 16 bit, are used; the override {"hopper": {"enabled": 0}} says no."""
-    return dtype in HOPPER_DTYPES and _hopper_wanted(device) and trust.hopper_is_trusted(family, device, dtype)
+def hopper_enabled(op: str, device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether an op's kernels for Hopper, of 16 bit, are used; the override {"hopper": {"enabled": 0}} says no."""
+    return dtype in HOPPER_DTYPES and _hopper_wanted(device) and trust.hopper_is_trusted(op, device, dtype)
 
 
 def _hopper_wanted(device: torch.device) -> bool:

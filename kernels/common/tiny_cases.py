@@ -1,4 +1,4 @@
-"""A tiny case of every family of kernels, by which `trust` checks them. Tensors are [B, S, H, D]."""
+"""A tiny case of every op, by which `trust` checks them. Tensors are [B, S, H, D]."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ class Case(NamedTuple):
     gradients: bool = True
 
 
-def tiny_case(family: str, device: torch.device) -> Case:
-    """The case of a family: on a GPU as large as kernels for Hopper want it, in the interpreter as small as can be."""
-    return _CASES[family](device.type == "cuda")
+def tiny_case(op: str, device: torch.device) -> Case:
+    """The case of an op: on a GPU as large as kernels for Hopper want it, in the interpreter as small as can be."""
+    return _CASES[op](device.type == "cuda")
 
 
 def _qkv(queries: int, keys: int, head_dim: int) -> Shapes:
@@ -103,7 +103,7 @@ def _two_resolution(gpu: bool) -> Case:
         options: dict[str, Any] = dict(grid=grid, share=0.3, tile=tile, implementation=implementation)
         results = [two_resolution_attention(*qkv, cell=cell, return_lse=True, **options) for cell in cells.values()]
         # What VMonarch runs of these: they write among other rows, sum keys, and add to gradients.
-        of_monarch: dict[str, Any] = dict(grid=grid, num_iterations=1, row_share=0.3, r_share=0.3)
+        of_monarch: dict[str, Any] = dict(grid=grid, num_iterations=1, row_share=0.3)
         results.append(vmonarch_attention(*qkv, **of_monarch, return_lse=True, implementation=implementation))
         return tuple(tensor for found in results for tensor in found)
 
@@ -164,4 +164,4 @@ _CASES: dict[str, Callable[[bool], Case]] = {
     "residual": _residual,
     "merge": _merge,
 }
-FAMILIES = tuple(_CASES)
+OPS = tuple(_CASES)

@@ -1,25 +1,17 @@
 """Whether kernels may be used with a version of Triton that they were not tested with.
 
 Versions of Triton have miscompiled kernels before. With one of `TESTED_TRITON`, nothing here does anything. With any
-other, the first call of a family of kernels on a GPU runs a tiny case, forward and, if it has gradients, backward, and
-compares it with plain torch in float64: what fails to compile or to agree is not used. Verdicts are kept for all
-processes in `$XDG_CACHE_HOME/vmonarch/kernel-checks`, by default `~/.cache/vmonarch/kernel-checks`.
+other, the first call of an op on a GPU runs a tiny case, forward and, if it has gradients, backward, and
+compares it with plain torch in float64: what fails to compile or to agree is not used by this process.
 """
 
 from __future__ import annotations
 
-import functools
-import hashlib
-import json
-import os
 import threading
 import warnings
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
-from pathlib import Path
-from tempfile import NamedTemporaryFile
 
 import torch
 
@@ -28,9 +20,9 @@ import torch
 TESTED_TRITON = ("3.6.0", "3.7.1", "3.8.0", "3.9.0")
 # Largest error of a tensor by the largest entry of it.
 TOLERANCES = {torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.05}
-HOPPER_FAMILIES = ("monarch", "flash_entropy", "flash_bias", "taylor", "two_resolution")
-# What runs the kernels of several families: VMonarch's exact part is flash attention, and with `row_share` or `r_share`
-# some of it is in two resolutions.
+HOPPER_OPS = ("monarch", "flash_entropy", "flash_bias", "taylor", "two_resolution")
+# What runs the kernels of several ops: VMonarch's exact part is flash attention, and with `row_share` some
+# of it is in two resolutions.
 PARTS = {
     "monarch": ("flash_entropy", "monarch"),
     "monarch_in_two_resolutions": ("flash_entropy", "monarch", "two_resolution"),
@@ -39,16 +31,16 @@ PARTS = {
 
 @dataclass(frozen=True)
 class Kernels:
-    """What a verdict is about: the kernels of a family, portable or for Hopper, for a dtype on a device."""
+    """What a verdict is about: the kernels of an op, portable or for Hopper, for a dtype on a device."""
 
-    family: str
+    op: str
     hopper: bool
     dtype: torch.dtype
     device: torch.device
 
     def __str__(self) -> str:
-        kind, dtype = "Hopper" if self.hopper else "portable", str(self.dtype).removeprefix("torch.")
-        return f"the {kind} kernels of {self.family} for {dtype}"
+        form, dtype = "Hopper" if self.hopper else "portable", str(self.dtype).removeprefix("torch.")
+        return f"the {form} kernels of {self.op} for {dtype}"
 
 
 _verdicts: dict[Kernels, str | None] = {}
@@ -69,21 +61,21 @@ def _triton_version() -> str:
     return triton.__version__
 
 
-def why_distrusted(family: str, device: torch.device, dtype: torch.dtype, *, hopper: bool, strict: bool) -> str | None:
-    """Why the kernels of a family are not used, or None if they are. Those that no verdict is known of are checked.
+def why_distrusted(op: str, device: torch.device, dtype: torch.dtype, *, hopper: bool, strict: bool) -> str | None:
+    """Why the kernels of an op are not used, or None if they are. Those that no verdict is known of are checked.
 
     Args:
         hopper: whether kernels for Hopper are used where they fit; if they fail, portable ones take their place.
         strict: nothing takes the place of anything: kernels for Hopper that fail are a reason, too. Otherwise there is
-            a warning, one per process and family, of what is not used.
+            a warning, one per process and op, of what is not used.
 
     Raises:
         RuntimeError: kernels have to be checked, and a CUDA graph is being captured.
     """
     if triton_is_tested() or _checking.get() is not None:
         return None
-    parts = PARTS.get(family, (family,))
-    for for_hopper in (False, True) if hopper and parts[0] in HOPPER_FAMILIES else (False,):
+    parts = PARTS.get(op, (op,))
+    for for_hopper in (False, True) if hopper and parts[0] in HOPPER_OPS else (False,):
         for part in parts:
             kernels = Kernels(part, for_hopper, dtype, device)
             failure = _failure(kernels)
@@ -97,15 +89,15 @@ def why_distrusted(family: str, device: torch.device, dtype: torch.dtype, *, hop
     return None
 
 
-def hopper_is_trusted(family: str, device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether the kernels of a family for Hopper may be used. They are checked if no verdict is known.
+def hopper_is_trusted(op: str, device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether the kernels of an op for Hopper may be used. They are checked if no verdict is known.
 
     Raises:
         RuntimeError: kernels have to be checked, and a CUDA graph is being captured.
     """
     if triton_is_tested():
         return True
-    kernels, checking = Kernels(family, True, dtype, device), _checking.get()
+    kernels, checking = Kernels(op, True, dtype, device), _checking.get()
     if checking is None:
         return _failure(kernels) is None
     # A check is of the portable kernels alone, or of these for Hopper together with others that were found right.
@@ -113,24 +105,20 @@ def hopper_is_trusted(family: str, device: torch.device, dtype: torch.dtype) -> 
 
 
 def _failure(kernels: Kernels) -> str | None:
-    """What is wrong with kernels, or None: as found before by this process or another, else by `check`."""
+    """What is wrong with kernels, or None: as found before, else by `check`."""
     if kernels not in _verdicts:
         with _lock:
             if kernels not in _verdicts:
-                _verdicts[kernels] = _kept_or_checked(kernels)
+                _verdicts[kernels] = _checked(kernels)
     return _verdicts[kernels]
 
 
-def _kept_or_checked(kernels: Kernels) -> str | None:
-    facts = _facts(kernels)
-    path = _folder() / f"{hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:32]}.json"
-    try:
-        kept = json.loads(path.read_text())
-        if kept["facts"] == facts and isinstance(kept["failure"], str | None):
-            return kept["failure"]
-    except (OSError, ValueError, TypeError, KeyError):
-        # There is none, or it is damaged.
-        pass
+def _checked(kernels: Kernels) -> str | None:
+    """`check`, in a thread of its own.
+
+    Raises:
+        RuntimeError: a CUDA graph is being captured.
+    """
     if kernels.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
             f"{kernels} are not tested with Triton {_triton_version()} and have to be checked, which cannot be done"
@@ -145,22 +133,15 @@ def _kept_or_checked(kernels: Kernels) -> str | None:
 
     # A thread of its own has none of the caller's autocast, inference mode, fake tensors and launch overrides.
     with ThreadPoolExecutor(1) as thread:
-        failure = thread.submit(check_here).result()
-    # If the folder cannot be written, the next process checks again.
-    with suppress(OSError):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
-            json.dump({"facts": facts, "failure": failure}, file, indent=1)
-        os.replace(file.name, path)
-    return failure
+        return thread.submit(check_here).result()
 
 
 def check(kernels: Kernels) -> str | None:
-    """What is wrong with kernels by the tiny case of their family, or None if they agree with plain torch."""
+    """What is wrong with kernels by the tiny case of their op, or None if they agree with plain torch."""
     # The cases call the functions that ask here.
     from vmonarch.kernels.common.tiny_cases import tiny_case
 
-    case = tiny_case(kernels.family, kernels.device)
+    case = tiny_case(kernels.op, kernels.device)
     generator = torch.Generator().manual_seed(0)
 
     def random(shape: tuple[int, ...]) -> torch.Tensor:
@@ -196,37 +177,13 @@ def check(kernels: Kernels) -> str | None:
 
 
 def _warn_once(kernels: Kernels, why: str) -> None:
-    if (kernels.family, kernels.hopper) in _warned:
+    if (kernels.op, kernels.hopper) in _warned:
         return
-    _warned.add((kernels.family, kernels.hopper))
+    _warned.add((kernels.op, kernels.hopper))
     instead = "The portable kernels are" if kernels.hopper else "Plain torch is"
     warnings.warn(
         f"{why}. {instead} used instead, which is slower. Tested versions of Triton: {', '.join(TESTED_TRITON)}."
-        " Please report this message together with what `vmonarch info` prints. The verdict is kept for other"
-        f" processes: to have the kernels checked again, delete {_folder()}.",
+        " Please report this message together with what `vmonarch info` prints.",
         RuntimeWarning,
         stacklevel=2,
     )
-
-
-def _facts(kernels: Kernels) -> dict[str, str]:
-    """All that a verdict depends on."""
-    device = kernels.device
-    return {
-        "kernels": str(kernels),
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "interpreter",
-        "triton": _triton_version(),
-        "torch": torch.__version__,
-        "sources": _hash_of_sources(),
-    }
-
-
-@functools.cache
-def _hash_of_sources() -> str:
-    files = sorted(path for path in Path(__file__).parents[1].rglob("*") if path.suffix in (".py", ".json"))
-    return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()
-
-
-def _folder() -> Path:
-    cache = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
-    return Path(cache, "vmonarch", "kernel-checks")

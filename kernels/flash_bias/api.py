@@ -75,7 +75,7 @@ def flash_bias_attention(
         query,
         key,
         value,
-        family="flash_bias",
+        op="flash_bias",
         unless=why_too_wide(query_factor, query.dtype),
         others=(query_factor, key_factor),
     ):

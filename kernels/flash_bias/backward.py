@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from vmonarch.kernels.common.launch import hopper_fits, unit_stride
+from vmonarch.kernels.common.launch import block_dim, hopper_fits, unit_stride
 from vmonarch.kernels.common.softmax import probabilities, row_delta
 from vmonarch.kernels.common.tiles import load_rows, store_rows
 from vmonarch.kernels.flash_bias.forward import Launch, biased_scores, is_attended, key_bounds
@@ -213,7 +213,7 @@ def _backward_on_hopper(
     B, Sq, H, D = query.shape
     Sk, R = key.shape[1], factors[0].shape[3]
     dq, dk, dv, dfq, dfk = gradients
-    tile, width = hopper_kernels.TILE, hopper_kernels.hopper_dim(D)
+    tile, width = hopper_kernels.TILE, block_dim(D)
     segments = (Segment(0, Sq, ((0, Sk),)),)
     rows = row_work(segments, tile, hopper_kernels.rows_choice(width, R)["block"], 1, 1, 1, query.device)
     block = hopper_kernels.keys_choice(width, True, R)["block"]

@@ -47,7 +47,7 @@ def flash_entropy_attention(
     check_flag("entropy_grad", entropy_grad)
     check_implementation(implementation)
     scale = resolve_scale(scale, query.shape[-1])
-    if use_triton("flash_entropy_attention", implementation, query, key, value, family="flash_entropy"):
+    if use_triton("flash_entropy_attention", implementation, query, key, value, op="flash_entropy"):
         # Triton is imported when it is needed, not with the package.
         from vmonarch.kernels.flash_entropy.op import flash_entropy_attention_triton
 

@@ -513,7 +513,7 @@ def flash_backward(
     if on_hopper:
         from vmonarch.kernels.hopper import backward as hopper_kernels
 
-        tile, width = hopper_kernels.TILE, hopper_kernels.hopper_dim(D)
+        tile, width = hopper_kernels.TILE, block_dim(D)
         row_options = {"BLOCK_M": tile, "BLOCK_N": hopper_kernels.rows_choice(width)["block"]}
         column_options = {"BLOCK_M": hopper_kernels.keys_choice(width, True)["block"], "BLOCK_N": tile}
     else:

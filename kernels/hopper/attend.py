@@ -63,11 +63,6 @@ def shared_layout(columns, rank=2):
     return gl.NVMMASharedLayout(swizzle_byte_width=min(128, 2 * columns), element_bitwidth=16, rank=rank)
 
 
-def hopper_dim(head_dim: int) -> int:
-    """What a head dimension is padded to in shared memory."""
-    return block_dim(head_dim)
-
-
 def stages_that_fit(kept: int, stage: int, at_most: int = 4) -> int:
     """How many stages of `stage` bytes fit beside the bytes that the program keeps."""
     return max(1, min(at_most, (SHARED_MEMORY - kept) // stage))
@@ -80,7 +75,7 @@ def rows_descriptor(tensor: torch.Tensor, rows: int, columns: int | None = None)
     head dimension takes.
     """
     tensor = tensor.transpose(1, 2) if tensor.ndim == 4 else tensor.unsqueeze(0)
-    columns = columns or hopper_dim(tensor.shape[3])
+    columns = columns or block_dim(tensor.shape[3])
     shape = list(tensor.shape)
     strides = tma_strides(tensor.stride(), shape)
     return TensorDescriptor(tensor, shape, strides, [1, 1, rows, columns], _tile_layout(columns))

@@ -29,7 +29,6 @@ from vmonarch.kernels.hopper.attend import (
     divides_exactly,
     entropy_of,
     factor_descriptors,
-    hopper_dim,
     load_keys,
     log2_partition,
     rows_descriptor,
@@ -257,7 +256,7 @@ def flash(
     if factors is not None:
         R = block_dim(factors[0].shape[3])
         descriptors, shares = factor_descriptors(factors, (HALF, block_n))
-        columns = hopper_dim(query.shape[3])
+        columns = block_dim(query.shape[3])
         kept, stage = (options["Q_STAGES"] * BLOCK_M * (columns + R), block_n * (2 * columns + R))
         options = {**options, "STAGES": stages_that_fit(2 * kept, 2 * stage, options["STAGES"])}
     _hopper_flash_kernel[(work.firsts.shape[0] - 1,)](

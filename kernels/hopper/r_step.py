@@ -47,11 +47,9 @@ def _tile_of(tile, row_tiles, blocks, heads):
 
 
 @gluon.jit
-def _key_range(block, counts_ptr, tokens, positions, keys, offset, KEYS_ARE_BLOCKS: gl.constexpr):
+def _key_range(block, tokens, positions, keys, offset, KEYS_ARE_BLOCKS: gl.constexpr):
     """First and last + 1 of the rows of the keys of a block in their tensor."""
-    if counts_ptr is not None:
-        return block * 0, gl.load(counts_ptr + block)
-    elif KEYS_ARE_BLOCKS:
+    if KEYS_ARE_BLOCKS:
         return block * 0, keys
     else:
         start = block * positions - offset
@@ -60,7 +58,7 @@ def _key_range(block, counts_ptr, tokens, positions, keys, offset, KEYS_ARE_BLOC
 
 @gluon.jit
 def _load(
-    z_desc, k_desc, v_desc, counts_ptr, buffers, numbers,
+    z_desc, k_desc, v_desc, buffers, numbers,
     LAST: gl.constexpr, Z_IS_QUERY: gl.constexpr, KEYS_ARE_BLOCKS: gl.constexpr,
     Q_STAGES: gl.constexpr, STAGES: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_TAIL: gl.constexpr,
 ):  # fmt: skip
@@ -85,7 +83,7 @@ def _load(
         for half in gl.static_range(2):
             z_row = z_first + row + half * _HALF
             copy_rows(z_desc, z_i, z_j, z_row, barrier, z_bufs.index(2 * turn + half))
-        start, stop = _key_range(block, counts_ptr, tokens, positions, keys, offset, KEYS_ARE_BLOCKS)
+        start, stop = _key_range(block, tokens, positions, keys, offset, KEYS_ARE_BLOCKS)
         n = load_keys(
             k_desc, v_desc, k_bufs, v_bufs, full, empty, full, empty, n, k_i, k_j, start, stop, None, None, 0, 0,
             LAST, False, False, STAGES, BLOCK_N, BLOCK_TAIL,
@@ -111,7 +109,7 @@ def _store_rows(desc, x, place, group, row):
 
 @gluon.jit
 def _attend(
-    half: gl.constexpr, aL_desc, y_desc, counts_ptr, bias_ptr, cL_ptr, lse_ptr, buffers, numbers, scales,
+    half: gl.constexpr, aL_desc, y_desc, bias_ptr, cL_ptr, lse_ptr, buffers, numbers, scales,
     SUM_K: gl.constexpr, LAST: gl.constexpr, KEYS_ARE_BLOCKS: gl.constexpr, BIASED: gl.constexpr,
     STORE_LSE: gl.constexpr, Q_STAGES: gl.constexpr, STAGES: gl.constexpr, BLOCK_N: gl.constexpr,
     BLOCK_TAIL: gl.constexpr,
@@ -132,7 +130,7 @@ def _attend(
         next_tile = gl.load(order_ptr + place + 1)
         row, group, block, head, batch = _tile_of(tile, row_tiles, blocks, heads)
         row += half * _HALF
-        start, stop = _key_range(block, counts_ptr, tokens, positions, keys, offset, KEYS_ARE_BLOCKS)
+        start, stop = _key_range(block, tokens, positions, keys, offset, KEYS_ARE_BLOCKS)
         turn = t % Q_STAGES
         mbarrier.wait(z_full.index(turn), t // Q_STAGES & 1)
         if half == 1:
@@ -180,7 +178,7 @@ def _attend(
 
 @gluon.jit(do_not_specialize=["row_tiles", "heads", "tokens", "blocks", "positions", "keys", "offset"])
 def _hopper_r_step_kernel(
-    z_desc, k_desc, v_desc, aL_desc, y_desc, counts_ptr, bias_ptr, cL_ptr, lse_ptr,
+    z_desc, k_desc, v_desc, aL_desc, y_desc, bias_ptr, cL_ptr, lse_ptr,
     order_ptr, row_tiles, heads, tokens, blocks, positions, keys, offset, log_keys, scale, log2_scale,
     SUM_K: gl.constexpr, LAST: gl.constexpr, Z_IS_QUERY: gl.constexpr, KEYS_ARE_BLOCKS: gl.constexpr,
     BIASED: gl.constexpr, STORE_LSE: gl.constexpr, Q_STAGES: gl.constexpr, STAGES: gl.constexpr, BLOCK_N: gl.constexpr,
@@ -193,15 +191,15 @@ def _hopper_r_step_kernel(
     gl.warp_specialize(
         [
             (_load, (
-                z_desc, k_desc, v_desc, counts_ptr, buffers, numbers,
+                z_desc, k_desc, v_desc, buffers, numbers,
                 LAST, Z_IS_QUERY, KEYS_ARE_BLOCKS, Q_STAGES, STAGES, BLOCK_N, BLOCK_TAIL,
             )),
             (_attend, (
-                0, aL_desc, y_desc, counts_ptr, bias_ptr, cL_ptr, lse_ptr, buffers, numbers, scales,
+                0, aL_desc, y_desc, bias_ptr, cL_ptr, lse_ptr, buffers, numbers, scales,
                 SUM_K, LAST, KEYS_ARE_BLOCKS, BIASED, STORE_LSE, Q_STAGES, STAGES, BLOCK_N, BLOCK_TAIL,
             )),
             (_attend, (
-                1, aL_desc, y_desc, counts_ptr, bias_ptr, cL_ptr, lse_ptr, buffers, numbers, scales,
+                1, aL_desc, y_desc, bias_ptr, cL_ptr, lse_ptr, buffers, numbers, scales,
                 SUM_K, LAST, KEYS_ARE_BLOCKS, BIASED, STORE_LSE, Q_STAGES, STAGES, BLOCK_N, BLOCK_TAIL,
             )),
         ],
@@ -219,7 +217,6 @@ def r_step(
     cL: torch.Tensor | None,
     y: torch.Tensor | None,
     lse: torch.Tensor | None,
-    counts: torch.Tensor | None,
     bias: torch.Tensor | None,
     keys_per_key: int,
     places: Places,
@@ -231,8 +228,7 @@ def r_step(
 
     Args:
         z: [B, S, H, D] or [B·H·m, b, D].
-        key: [B, S, H, D] or [B·H·m, c, D], pooled or packed. value: like `key` if `y` is given, else not read.
-        counts: [m], how many of the c keys count, from the first on; None for all.
+        key: [B, S, H, D] or [B·H·m, c, D], pooled. value: like `key` if `y` is given, else not read.
         bias: [m, c], log2 of the number of keys that each key stands for; None if it is `keys_per_key` for each.
         aL, y: [B·H·m, b, D], at least one of them. cL, lse: [B·H·m, b], cL beside aL.
     """
@@ -245,10 +241,10 @@ def r_step(
     assert written is not None
     groups = written.shape[0]
     order = even_order(row_tiles, groups, half_tiles, processors(key.device), key.device)
-    ragged = counts is not None or (not blocks_of_keys and places.positions * places.blocks != places.tokens)
+    ragged = not blocks_of_keys and places.positions * places.blocks != places.tokens
     _hopper_r_step_kernel[(min(row_tiles * groups, processors(key.device)),)](
         rows_descriptor(z, HALF), rows_descriptor(key, block_n), None if y is None else rows_descriptor(value, block_n),
-        None if aL is None else rows_descriptor(aL, HALF), None if y is None else rows_descriptor(y, HALF), counts,
+        None if aL is None else rows_descriptor(aL, HALF), None if y is None else rows_descriptor(y, HALF),
         bias, cL, lse,
         order, row_tiles, heads, places.tokens, places.blocks, places.positions, keys, places.offset,
         math.log(keys_per_key), scale, log2_scale_of(scale),

@@ -16,11 +16,11 @@ import torch
 import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import async_copy, fence_async_shared, mbarrier
+from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrier
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from vmonarch.kernels.common.constants import kept
-from vmonarch.kernels.common.launch import launch_options, tma_strides
+from vmonarch.kernels.common.launch import block_dim, launch_options, tma_strides
 from vmonarch.kernels.common.softmax import log2_scale_of
 from vmonarch.kernels.flash_entropy.forward import COMBINE_ROWS, combine_parts
 from vmonarch.kernels.flash_entropy.segments import device_table, processors
@@ -31,13 +31,12 @@ from vmonarch.kernels.hopper.attend import (
     allocate_tiles,
     attend_keys,
     copy_rows,
-    hopper_dim,
     log2_partition,
     rows_descriptor,
     shared_layout,
 )
 from vmonarch.kernels.hopper.gluon import async_load, async_load_numbers, reinterpret
-from vmonarch.kernels.two_resolution.kernels import GAINS, Written, plain, unspecialised
+from vmonarch.kernels.two_resolution.kernels import GAINS, plain, unspecialised
 from vmonarch.kernels.two_resolution.tiling import Box, Tiling
 
 _HALF = gl.constexpr(HALF)
@@ -64,7 +63,7 @@ def _place_of(tile, tiles_h, tiles_w):
 
 
 @gluon.jit
-def exact_part(at, part, number_ptr, cells, PLACES: gl.constexpr, PARTS: gl.constexpr):
+def tiles_of_part(at, part, number_ptr, cells, PLACES: gl.constexpr, PARTS: gl.constexpr):
     """First exact tile of a part of the keys, and how many; the first part has all cells, and fewer tiles for it."""
     number = gl.load(number_ptr + at)
     if PARTS == 1:
@@ -147,7 +146,7 @@ def load_tiles(
                 async_load_numbers(bias_bufs.index(stage), own_ptr + first + key)
                 async_copy.mbarrier_arrive(barrier, increment_count=False)
                 place += 1
-        first_tile, number = exact_part(at, part, number_ptr, cells, PLACES, PARTS)
+        first_tile, number = tiles_of_part(at, part, number_ptr, cells, PLACES, PARTS)
         blocks = (number + TILES - 1) // TILES
         own_list_ptr = list_ptr + gl.to_tensor(at).to(gl.int64) * width + first_tile
         for block in range(blocks):
@@ -174,8 +173,8 @@ def load_tiles(
 
 @gluon.jit
 def _attend(
-    half: gl.constexpr, number_ptr, box_ptr, out_ptr, lse_ptr, aL_ptr, cL_ptr, places_of_out, buffers, bias_bufs,
-    numbers, rows, columns, scale, log2_scale, D: gl.constexpr, SUM_K: gl.constexpr, REST: gl.constexpr,
+    half: gl.constexpr, number_ptr, box_ptr, out_ptr, lse_ptr, places_of_out, buffers, bias_bufs,
+    numbers, rows, columns, log2_scale, D: gl.constexpr, REST: gl.constexpr,
     FULL: gl.constexpr, BOX: gl.constexpr, SECOND: gl.constexpr, PLACES: gl.constexpr, PARTS: gl.constexpr,
     Q_STAGES: gl.constexpr, STAGES: gl.constexpr, BLOCK_N: gl.constexpr,
 ):  # fmt: skip
@@ -191,7 +190,7 @@ def _attend(
     for item in range(gl.program_id(0), items, gl.num_programs(0)):
         at = item // PARTS
         part = item % PARTS
-        first_tile, number = exact_part(at, part, number_ptr, cells, PLACES, PARTS)
+        first_tile, number = tiles_of_part(at, part, number_ptr, cells, PLACES, PARTS)
         bh = at // queries
         turn = t % Q_STAGES
         mbarrier.wait(q_full.index(turn), t // Q_STAGES & 1)
@@ -199,7 +198,6 @@ def _attend(
             mbarrier.wait(lead.index(turn), t // Q_STAGES & 1)
         q = q_bufs.index(2 * turn + half)
         acc = gl.zeros([_HALF, BLOCK_D], gl.float32, layout)
-        acc_k = gl.zeros([_HALF, BLOCK_D], gl.float32, layout) if SUM_K else acc
         row_max = gl.full([_HALF], -float("inf"), gl.float32, stats)
         row_sum = gl.zeros([_HALF], gl.float32, stats)
         # Biases come with the keys, so that means and tokens are all alike.
@@ -211,27 +209,22 @@ def _attend(
             tokens = 0
         if REST:
             if means > 0:
-                acc_k, acc, row_max, row_sum, _, place = attend_keys(
-                    acc_k, acc, row_max, row_sum, row_sum, q, k_bufs, v_bufs, full, empty, full, empty,
+                _, acc, row_max, row_sum, _, place = attend_keys(
+                    acc, acc, row_max, row_sum, row_sum, q, k_bufs, v_bufs, full, empty, full, empty,
                     lead.index(turn), half == 0, place, 0, means, bias_bufs, None, 0, log2_scale,
-                    SUM_K, True, 2, False, False, False, False, False, STAGES, BLOCK_N, 0,
+                    False, True, 2, False, False, False, False, False, STAGES, BLOCK_N, 0,
                 )  # fmt: skip
         if not MERGED:
             if tokens > 0:
-                acc_k, acc, row_max, row_sum, _, place = attend_keys(
-                    acc_k, acc, row_max, row_sum, row_sum, q, k_bufs, v_bufs, full, empty, full, empty,
+                _, acc, row_max, row_sum, _, place = attend_keys(
+                    acc, acc, row_max, row_sum, row_sum, q, k_bufs, v_bufs, full, empty, full, empty,
                     lead.index(turn), (half == 0) & (means == 0), place, 0, tokens, bias_bufs, None, 0, log2_scale,
-                    SUM_K, True, 0 if FULL else 2, False, False, False, False, False, STAGES, BLOCK_N, 0,
+                    False, True, 0 if FULL else 2, False, False, False, False, False, STAGES, BLOCK_N, 0,
                 )  # fmt: skip
         mbarrier.arrive(lead.index(turn), pred=(half == 0) & (means + tokens == 0))
         inverse = gl.convert_layout(1.0 / gl.where(row_sum == 0, 1.0, row_sum), gl.SliceLayout(1, layout))
         log2_lse = log2_partition(row_max, row_sum)
-        if SUM_K:
-            aL = (acc_k * inverse[:, None]).to(q.dtype)
-            # The entropy is free (docs/attention.md, "The entropy"), here with the rounded aL.
-            z_aL = gl.convert_layout(gl.sum(q.load(layout).to(gl.float32) * aL.to(gl.float32), 1), stats)
-        else:
-            mbarrier.arrive(q_empty.index(turn))
+        mbarrier.arrive(q_empty.index(turn))
 
         own_ptr = box_ptr + at % queries * 8
         b = (bh // H).to(gl.int64)
@@ -239,39 +232,21 @@ def _attend(
         token, there = token_of(gl.arange(0, _HALF, stats), half, own_ptr, rows, columns, BOX, SECOND)
         # Rows of the parts of a head follow each other.
         stat = b * lse_b + h * lse_h + part * (lse_h // PARTS) + token
-        lse = log2_lse * 0.6931471805599453
-        gl.store(lse_ptr + stat, lse if PARTS == 1 else log2_lse, mask=there)
+        gl.store(lse_ptr + stat, log2_lse * 0.6931471805599453 if PARTS == 1 else log2_lse, mask=there)
         out = (acc * inverse[:, None]).to(out_ptr.dtype.element_ty)
         base = b * out_b + h * out_h + part * (out_h // PARTS)
-        if SUM_K:
-            gl.store(cL_ptr + stat, scale * z_aL - lse, mask=there)
-            store_rows(aL_ptr, aL, q, base, out_s, half, own_ptr, rows, columns, D, BOX, SECOND)
-            store_rows(out_ptr, out, q, base, out_s, half, own_ptr, rows, columns, D, BOX, SECOND)
-            # The copy engine writes there next.
-            fence_async_shared()
-            mbarrier.arrive(q_empty.index(turn))
-        else:
-            store_rows(out_ptr, out, None, base, out_s, half, own_ptr, rows, columns, D, BOX, SECOND)
+        store_rows(out_ptr, out, base, out_s, half, own_ptr, rows, columns, D, BOX, SECOND)
         t += 1
-
-
-@gluon.constexpr_function
-def lines_layout(columns):
-    """Registers of [64, columns], 16 bytes of a row in each thread."""
-    return gl.BlockedLayout([1, 8], [256 // columns, columns // 8], [4, 1], [1, 0])
 
 
 @gluon.jit
 def store_rows(
-    ptr, x, buffer, base, stride, half: gl.constexpr, own_ptr, rows, columns,
+    ptr, x, base, stride, half: gl.constexpr, own_ptr, rows, columns,
     D: gl.constexpr, BOX: gl.constexpr, SECOND: gl.constexpr,
 ):  # fmt: skip
-    """Store x [64, D] in the rows of this half of a tile of queries; by way of `buffer`, if given, in whole lines."""
+    """Store x [64, D] in the rows of this half of a tile of queries."""
     BLOCK_D: gl.constexpr = x.shape[1]
-    layout: gl.constexpr = accumulator_layout(BLOCK_D) if buffer is None else lines_layout(BLOCK_D)
-    if buffer is not None:
-        buffer.store(x)
-        x = buffer.load(layout)
+    layout: gl.constexpr = accumulator_layout(BLOCK_D)
     token, there = token_of(gl.arange(0, _HALF, gl.SliceLayout(1, layout)), half, own_ptr, rows, columns, BOX, SECOND)
     dims = gl.arange(0, BLOCK_D, gl.SliceLayout(0, layout))
     at = (base + token.to(gl.int64) * stride)[:, None] * D + dims[None, :]
@@ -292,12 +267,12 @@ def token_of(place, half: gl.constexpr, box_ptr, rows, columns, BOX: gl.constexp
 @gluon.jit(do_not_specialize=["H", "items", "width", "out_b", "out_s", "out_h", "lse_b", "lse_h"])
 def _hopper_two_resolution_kernel(
     q_desc, k_desc, v_desc, k_mean_desc, v_mean_desc, gain_ptr, list_ptr, number_ptr, there_ptr,
-    box_ptr, out_ptr, lse_ptr, aL_ptr, cL_ptr, out_b, out_s, out_h, lse_b, lse_h, tiling, H, items, width, scale,
-    log2_scale, D: gl.constexpr, SUM_K: gl.constexpr, REST: gl.constexpr, FULL: gl.constexpr, BOX: gl.constexpr,
+    box_ptr, out_ptr, lse_ptr, out_b, out_s, out_h, lse_b, lse_h, tiling, H, items, width, log2_scale,
+    D: gl.constexpr, REST: gl.constexpr, FULL: gl.constexpr, BOX: gl.constexpr,
     SECOND: gl.constexpr, PLACES: gl.constexpr, PARTS: gl.constexpr, Q_STAGES: gl.constexpr, STAGES: gl.constexpr,
     BLOCK_N: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """out and lse of all tiles of queries, in an R-step aL and cL too; arguments as `two_resolution_kernel`.
+    """out and lse of all tiles of queries; arguments as `two_resolution_kernel`.
 
     With PARTS, of as many parts of a tile's keys: rows in float32, lse in units of log 2.
     """
@@ -321,13 +296,13 @@ def _hopper_two_resolution_kernel(
                 None, buffers, bias_bufs, n, numbers, REST, FULL, SECOND, PLACES, PARTS, Q_STAGES, STAGES, BLOCK_N,
             )),
             (_attend, (
-                0, number_ptr, box_ptr, out_ptr, lse_ptr, aL_ptr, cL_ptr, places_of_out, buffers, bias_bufs, numbers,
-                n.rows, n.columns, scale, log2_scale, D, SUM_K, REST, FULL, BOX, SECOND, PLACES, PARTS, Q_STAGES,
+                0, number_ptr, box_ptr, out_ptr, lse_ptr, places_of_out, buffers, bias_bufs, numbers,
+                n.rows, n.columns, log2_scale, D, REST, FULL, BOX, SECOND, PLACES, PARTS, Q_STAGES,
                 STAGES, BLOCK_N,
             )),
             (_attend, (
-                1, number_ptr, box_ptr, out_ptr, lse_ptr, aL_ptr, cL_ptr, places_of_out, buffers, bias_bufs, numbers,
-                n.rows, n.columns, scale, log2_scale, D, SUM_K, REST, FULL, BOX, SECOND, PLACES, PARTS, Q_STAGES,
+                1, number_ptr, box_ptr, out_ptr, lse_ptr, places_of_out, buffers, bias_bufs, numbers,
+                n.rows, n.columns, log2_scale, D, REST, FULL, BOX, SECOND, PLACES, PARTS, Q_STAGES,
                 STAGES, BLOCK_N,
             )),
         ],
@@ -406,7 +381,7 @@ def video_descriptor(tensor: torch.Tensor, tiling: Tiling, box: Box, columns: in
     stride = tensor.stride(1)
     shape = [B * tiling.frames, tiling.rows, tiling.columns, H, D]
     strides = [tiling.rows * tiling.columns * stride, tiling.columns * stride, stride, tensor.stride(2), 1]
-    columns = min(columns, hopper_dim(D))
+    columns = min(columns, block_dim(D))
     return TensorDescriptor(
         tensor, shape, tma_strides(strides, shape), [*box, 1, columns], shared_layout.fn(columns, 5)
     )
@@ -462,7 +437,8 @@ def two_resolution(
     gain: torch.Tensor | None,
     lists: torch.Tensor,
     number: torch.Tensor,
-    written: Written,
+    out: torch.Tensor,
+    lse: torch.Tensor,
     *,
     tiling: Tiling,
     scale: float,
@@ -474,36 +450,36 @@ def two_resolution(
         k_mean, v_mean: [B, m·c, H, D], and gain [B, H, n, ≥ m·c], what their logits gain, its rows filled up with -inf
             to a multiple of GAINS; None without the rest.
         lists: [B, H, n, width], of which `number` [B, H, n] count.
+        out, lse: as `two_resolution.op.attend` writes them.
     """
     B, S, H, D = query.shape
-    sums_keys = written.aL is not None
-    name = "hopper_two_resolution_r" if sums_keys else "hopper_two_resolution"
-    options = launch_options(name, query.device, query.dtype, D)
+    options = launch_options("hopper_two_resolution", query.device, query.dtype, D)
     launch = launch_of(tiling)
     places = math.prod(launch.keys)
     options["BLOCK_N"] = max(options["BLOCK_N"], places)
     width, cells = lists.shape[3], 0 if k_mean is None else k_mean.shape[1]
-    parts = 1
-    if written.out.ndim == 4 and not sums_keys:
-        parts = parts_of(number.numel(), width * places + cells, processors(query.device))
-    items, whole = parts * number.numel(), written
+    parts = parts_of(number.numel(), width * places + cells, processors(query.device))
+    items = parts * number.numel()
+    written, log2_lse = out, lse
+    out_rows, lse_rows = [stride // D for stride in out.stride()[:3]], lse.stride()[:2]
     # The parts of a head lie one after the other.
     rows = triton.cdiv(S, COMBINE_ROWS) * COMBINE_ROWS
     of_head = parts * rows
     if parts > 1:
-        out = query.new_empty(B * H * parts, rows, D, dtype=torch.float32)
-        written = Written(out, out.new_empty(out.shape[:2]), (H * of_head, 1, of_head), (H * of_head, of_head))
+        written = query.new_empty(B * H * parts, rows, D, dtype=torch.float32)
+        log2_lse = written.new_empty(written.shape[:2])
+        out_rows, lse_rows = [H * of_head, 1, of_head], (H * of_head, of_head)
     _hopper_two_resolution_kernel[(min(items, processors(query.device)),)](
-        video_descriptor(query, tiling.of_queries, launch.half, hopper_dim(D)),
+        video_descriptor(query, tiling.of_queries, launch.half, block_dim(D)),
         *launch.of_keys(key, value, k_mean, v_mean, options["BLOCK_N"]), gain, lists, number,
         launch.there(query.device),
-        tile_boxes(tiling.of_queries, query.device), written.out, written.lse, written.aL, written.cL,
-        *written.out_rows, *written.lse_rows, unspecialised(tiling), H, items, width, scale,
-        log2_scale_of(scale), D=D, SUM_K=sums_keys, REST=k_mean is not None,
+        tile_boxes(tiling.of_queries, query.device), written, log2_lse,
+        *out_rows, *lse_rows, unspecialised(tiling), H, items, width,
+        log2_scale_of(scale), D=D, REST=k_mean is not None,
         FULL=launch.full, BOX=launch.half, SECOND=launch.second, PLACES=places, PARTS=parts, **options,
         # What consumers of narrow heads leave, the producer needs for small tiles and for parts.
         REGISTERS=240 if D > 64 and parts == 1 else 232, num_warps=4, maxnreg=168,
     )  # fmt: skip
     if parts > 1:
         merges = _merges(S, parts, query.device)
-        combine_parts((written.out, written.lse, None), merges, rows, B * H, whole.out, whole.lse, None)
+        combine_parts((written, log2_lse, None), merges, rows, B * H, out, lse, None)

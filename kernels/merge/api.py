@@ -42,7 +42,7 @@ def merge_partials(
     outs = [out for out, _ in partials]
     lses = [lse for _, lse in partials]
     reason = _why_not_kernels(partials)
-    if use_triton("merge_partials", implementation, *outs, family="merge", unless=reason, others=lses):
+    if use_triton("merge_partials", implementation, *outs, op="merge", unless=reason, others=lses):
         # Triton is imported when it is needed, not with the package.
         from vmonarch.kernels.merge.op import merge_pair
 

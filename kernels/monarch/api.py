@@ -11,7 +11,7 @@ from vmonarch.grid import LatentGrid
 from vmonarch.kernels.common.checks import check_factors, check_key_mask, check_qkv
 from vmonarch.kernels.common.launch import use_triton
 from vmonarch.kernels.flash_bias.factors import extended
-from vmonarch.kernels.monarch.blocks import exact_key_frames, grid_layout, sequence_layout
+from vmonarch.kernels.monarch.blocks import grid_layout, sequence_layout
 from vmonarch.kernels.monarch.reference import monarch_attention_reference
 from vmonarch.options import VMonarchOptions, takes_options
 from vmonarch.validation import check_flag, check_implementation, check_positive_integer, resolve_scale
@@ -30,7 +30,6 @@ def vmonarch_attention(
     options: VMonarchOptions | None = None,
     bias: tuple[torch.Tensor, torch.Tensor] | None = None,
     scale: float | None = None,
-    entropy_grad: bool = False,
     return_lse: bool = False,
     implementation: str = "auto",
     **named: Any,
@@ -49,7 +48,6 @@ def vmonarch_attention(
             exact rows too; see `flash_bias_attention`. They make heads wider: D + R dimensions, or up to D + 6·R for
             float32 factors among 16-bit tensors.
         scale: softmax scale; 1/√D if None.
-        entropy_grad: whether gradients flow through the entropy cL (stopped by default, as in the paper).
         return_lse: also return the log-partition of every row. For a Monarch row it equals
             lse_true - KL(Monarch row ‖ softmax row); for a row answered exactly it is lse_true.
         implementation: "torch"; "triton", the fused kernels (CUDA; float16, bfloat16 or float32; head dimensions up to
@@ -69,7 +67,6 @@ def vmonarch_attention(
     check_qkv(query, key, value, same_length=True)
     grid = LatentGrid.parse(grid)
     options = VMonarchOptions.of(options, named)
-    check_flag("entropy_grad", entropy_grad)
     check_implementation(implementation)
     check_flag("return_lse", return_lse)
     if grid.tokens != query.shape[1]:
@@ -77,33 +74,26 @@ def vmonarch_attention(
             f"grid {tuple(grid)} has {grid.tokens} tokens, but query has {query.shape[1]};"
             " frames × height × width must equal the sequence length"
         )
-    options.check_tiles(grid)
-
-    T = grid.frames
-    cut = options.cut(T)
     scale = resolve_scale(scale, query.shape[-1])
     if bias is not None:
         query, key = _with_bias(query, key, bias, scale)
-    family = "monarch" if options.row_share == options.r_share == 1 else "monarch_in_two_resolutions"
-    if use_triton("vmonarch_attention", implementation, query, key, value, family=family):
+    op = "monarch" if options.row_share == 1 else "monarch_in_two_resolutions"
+    if use_triton("vmonarch_attention", implementation, query, key, value, op=op):
         from vmonarch.kernels.monarch.call import MonarchCall
         from vmonarch.kernels.monarch.op import monarch_attention_triton
         from vmonarch.kernels.monarch.places import grid_places
 
-        call = MonarchCall(grid_places(grid, **cut), options, scale, entropy_grad)
+        call = MonarchCall(grid_places(grid, coarse=options.coarse), options, scale)
         out, lse = monarch_attention_triton(query, key, value, None, call)
         return (out, lse) if return_lse else out
 
-    pattern = options.pattern
     out, lse = monarch_attention_reference(
         query,
         key,
         value,
-        grid_layout(grid, **cut, device=query.device),
+        grid_layout(grid, coarse=options.coarse, device=query.device),
         options,
         scale=scale,
-        entropy_grad=entropy_grad,
-        key_frames=None if pattern is None else exact_key_frames(pattern, T, cut["frames_per_block"]),
         grid=grid,
     )
     return (out, lse) if return_lse else out
@@ -132,7 +122,6 @@ def monarch_attention(
     key_mask: torch.Tensor | None = None,
     min_mass: float = 0.0,
     scale: float | None = None,
-    entropy_grad: bool = False,
     return_lse: bool = False,
     implementation: str = "auto",
 ) -> Any:
@@ -150,7 +139,6 @@ def monarch_attention(
         key_mask: boolean [B, S], true where a key may be attended. A row without any key gives 0 and lse = -inf.
         min_mass: lower bound of cR where it divides; the paper has none (0 only keeps empty columns finite).
         scale: softmax scale; 1/√D if None.
-        entropy_grad: whether gradients flow through the entropy cL.
         return_lse: also return the log-partition of every row, lse_true - KL(Monarch row ‖ softmax row).
         implementation: "torch"; "triton", the fused kernels (CUDA; float16, bfloat16 or float32; head dimensions up to
             256); or "auto", see `kernels.common.launch.use_triton`.
@@ -169,19 +157,18 @@ def monarch_attention(
     if padding not in PADDINGS:
         raise ValueError(f"padding must be one of {', '.join(PADDINGS)}, got {padding!r}")
     options = VMonarchOptions(num_iterations=num_iterations, exact=None, min_mass=min_mass)
-    check_flag("entropy_grad", entropy_grad)
     check_flag("return_lse", return_lse)
     check_implementation(implementation)
     B, S = query.shape[:2]
     check_key_mask(key_mask, key)
     block_size = min(block_size, S)
     scale = resolve_scale(scale, query.shape[-1])
-    if use_triton("monarch_attention", implementation, query, key, value, family="monarch"):
+    if use_triton("monarch_attention", implementation, query, key, value, op="monarch"):
         from vmonarch.kernels.monarch.call import MonarchCall
         from vmonarch.kernels.monarch.op import monarch_attention_triton
         from vmonarch.kernels.monarch.places import sequence_places
 
-        call = MonarchCall(sequence_places(S, block_size, padding), options, scale, entropy_grad)
+        call = MonarchCall(sequence_places(S, block_size, padding), options, scale)
         out, lse = monarch_attention_triton(query, key, value, key_mask, call)
         return (out, lse) if return_lse else out
 
@@ -192,7 +179,6 @@ def monarch_attention(
         sequence_layout(S, block_size, padding, query.device),
         options,
         scale=scale,
-        entropy_grad=entropy_grad,
         key_mask=key_mask,
     )
     return (out, lse) if return_lse else out

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 
 import torch
 
-from vmonarch.exact_blocks import ExactBlocks
 from vmonarch.grid import LatentGrid
 
 
@@ -24,7 +23,6 @@ class BlockLayout:
         index: [m, b] the token at each place, 0 where there is none; None if block l holds tokens l·b … l·b + b - 1.
         place: [S] the place l·b + j of each token; None with `index`.
         valid: [m, b] where a place holds a token; None if all do.
-        frame: [m, b] the latent frame of the token at each place.
         cell: [b] the coarse cell of each position; None without pooling.
         cells: c.
     """
@@ -34,7 +32,6 @@ class BlockLayout:
     index: torch.Tensor | None = None
     place: torch.Tensor | None = None
     valid: torch.Tensor | None = None
-    frame: torch.Tensor | None = None
     cell: torch.Tensor | None = None
     cells: int = 0
 
@@ -57,17 +54,16 @@ class BlockLayout:
         """Average the keys of every coarse cell.
 
         Args:
-            key: [B, H, m, b, D], zeros at empty places.
+            key: [B, H, m, b, D].
 
         Returns:
-            (mean key [B, H, m, c, D], log of the number of keys [m, c], -inf for an empty cell).
+            (mean key [B, H, m, c, D], log of the number of keys [c]).
         """
         assert self.cell is not None
         B, H, m, b, D = key.shape
-        present = key.new_ones(m, b) if self.valid is None else self.valid.to(key.dtype)
-        count = key.new_zeros(m, self.cells).index_add(1, self.cell, present)
+        count = key.new_zeros(self.cells).index_add(0, self.cell, key.new_ones(b))
         total = key.new_zeros(B, H, m, self.cells, D).index_add(3, self.cell, key)
-        return total / count.clamp(min=1).unsqueeze(-1), torch.log(count)
+        return total / count.unsqueeze(-1), torch.log(count)
 
 
 def sequence_layout(tokens: int, block_size: int, padding: str, device: torch.device) -> BlockLayout:
@@ -87,98 +83,25 @@ def sequence_layout(tokens: int, block_size: int, padding: str, device: torch.de
     return BlockLayout(blocks, block_size, index=index.where(valid, 0), place=place, valid=valid)
 
 
-@dataclass(frozen=True)
-class _Axis:
-    """One axis of the grid cut into parts of at most `size` places."""
-
-    parts: int
-    size: int
-    part: torch.Tensor  # [length] the part of each coordinate
-    offset: torch.Tensor  # [length] its offset inside that part
-    coordinate: torch.Tensor  # [parts, size], 0 where a part is shorter
-    valid: torch.Tensor  # [parts, size]
-
-
-def _axis(starts: list[int], length: int, device: torch.device) -> _Axis:
-    bounds = [*starts, length]
-    sizes = [stop - start for start, stop in zip(bounds, bounds[1:], strict=False)]
-    size = max(sizes)
-    part = [p for p, n in enumerate(sizes) for _ in range(n)]
-    offset = [o for n in sizes for o in range(n)]
-    coordinate = [[start + o if o < n else 0 for o in range(size)] for start, n in zip(starts, sizes, strict=True)]
-    valid = [[o < n for o in range(size)] for n in sizes]
-    return _Axis(
-        len(starts),
-        size,
-        torch.tensor(part, device=device),
-        torch.tensor(offset, device=device),
-        torch.tensor(coordinate, device=device),
-        torch.tensor(valid, device=device),
-    )
+def even_layout(rows: int, width: int, blocks: int, device: torch.device) -> BlockLayout:
+    """Rows of `width` tokens each, cut into blocks of consecutive rows whose numbers differ by at most one."""
+    bounds = torch.arange(blocks + 1, device=device) * rows // blocks * width
+    positions = -(-rows // blocks) * width
+    offset = torch.arange(positions, device=device)
+    valid = offset < bounds.diff().unsqueeze(1)
+    # Block i begins with row ⌊i·rows/blocks⌋.
+    token = torch.arange(rows * width, device=device)
+    block = ((token // width + 1) * blocks - 1) // rows
+    place = block * positions + token - bounds[block]
+    return BlockLayout(blocks, positions, index=(bounds[:-1, None] + offset).where(valid, 0), place=place, valid=valid)
 
 
-def grid_layout(
-    grid: LatentGrid, *, frames_per_block: int, tiles: tuple[int, int], coarse: int, device: torch.device
-) -> BlockLayout:
-    """Blocks of `frames_per_block` frames × one spatial tile (docs/attention.md, "Blocks").
-
-    The last block of frames may be short; the rows and columns of a frame are cut into tiles whose sizes differ by at
-    most one. Position j is the same place inside the tile for every block.
-    """
+def grid_layout(grid: LatentGrid, *, coarse: int, device: torch.device) -> BlockLayout:
+    """Blocks of one frame, with cells of coarse × coarse positions (docs/attention.md, "Blocks")."""
     T, H, W = grid
-    whole_frames = tiles == (1, 1) and T % frames_per_block == 0
-    if whole_frames and coarse == 1 and frames_per_block == 1:
-        frame = torch.arange(T, device=device).unsqueeze(1).expand(T, grid.tokens_per_frame)
-        return BlockLayout(T, grid.tokens_per_frame, frame=frame)
-    t = _axis(list(range(0, T, frames_per_block)), T, device)
-    h = _axis([p * H // tiles[0] for p in range(tiles[0])], H, device)
-    w = _axis([p * W // tiles[1] for p in range(tiles[1])], W, device)
-    blocks, positions = t.parts * h.parts * w.parts, t.size * h.size * w.size
-
-    def over_places(time: torch.Tensor, height: torch.Tensor, width: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Lay the [parts, size] tables of the three axes along [parts × 3, size × 3]."""
-        return (
-            time[:, None, None, :, None, None],
-            height[None, :, None, None, :, None],
-            width[None, None, :, None, None, :],
-        )
-
-    def flat(table: torch.Tensor) -> torch.Tensor:
-        shape = (t.parts, h.parts, w.parts, t.size, h.size, w.size)
-        return table.expand(shape).reshape(blocks, positions)
-
-    time, row, column = over_places(t.coordinate, h.coordinate, w.coordinate)
-    valid_t, valid_h, valid_w = over_places(t.valid, h.valid, w.valid)
-    valid = flat(valid_t & valid_h & valid_w)
-    cell, cells = None, 0
-    if coarse > 1:
-        cells_h, cells_w = -(-h.size // coarse), -(-w.size // coarse)
-        cells = t.size * cells_h * cells_w
-        cell_h = torch.arange(h.size, device=device) // coarse
-        cell_w = torch.arange(w.size, device=device) // coarse
-        cell_t = torch.arange(t.size, device=device)
-        cell = ((cell_t[:, None, None] * cells_h + cell_h[:, None]) * cells_w + cell_w).flatten()
-    if whole_frames:
-        return BlockLayout(blocks, positions, frame=flat(time), cell=cell, cells=cells)
-    index = flat((time * H + row) * W + column)
-    block = (t.part[:, None, None] * h.parts + h.part[:, None]) * w.parts + w.part
-    position = (t.offset[:, None, None] * h.size + h.offset[:, None]) * w.size + w.offset
-    return BlockLayout(
-        blocks,
-        positions,
-        index=index.where(valid, 0),
-        place=(block * positions + position).flatten(),
-        valid=valid,
-        frame=flat(time),
-        cell=cell,
-        cells=cells,
-    )
-
-
-def exact_key_frames(pattern: ExactBlocks, frames: int, block_frames: int) -> tuple[tuple[int, ...], ...]:
-    """E(l) of every frame l (docs/attention.md, "Exact parts"), rounded outward to whole blocks of frames."""
-    blocks = [range(t, min(t + block_frames, frames)) for t in range(0, frames, block_frames)]
-    return tuple(
-        tuple(k for block in blocks if not attended.isdisjoint(block) for k in block)
-        for attended in map(frozenset, pattern.key_frames(frames))
-    )
+    if coarse == 1:
+        return BlockLayout(T, H * W)
+    cell_h, cell_w = (torch.arange(size, device=device) // coarse for size in (H, W))
+    cells_w = -(-W // coarse)
+    cell = (cell_h[:, None] * cells_w + cell_w).flatten()
+    return BlockLayout(T, H * W, cell=cell, cells=-(-H // coarse) * cells_w)

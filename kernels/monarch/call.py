@@ -7,12 +7,10 @@ from dataclasses import dataclass
 
 import torch
 
-from vmonarch.exact_blocks import ExactBlocks
 from vmonarch.kernels.common.constants import kept
 from vmonarch.kernels.flash_entropy.segments import Segment
-from vmonarch.kernels.monarch.blocks import exact_key_frames
 from vmonarch.kernels.monarch.places import Places
-from vmonarch.options import VMonarchOptions
+from vmonarch.options import ExactBlocks, VMonarchOptions
 
 
 @dataclass(frozen=True)
@@ -36,21 +34,11 @@ class _ExactPart:
 
 @dataclass(frozen=True)
 class MonarchCall:
-    """Everything about a call but its tensors.
-
-    Args:
-        entropy_grad: whether gradients flow through the entropy cL.
-    """
+    """Everything about a call but its tensors."""
 
     places: Places
     options: VMonarchOptions
     scale: float
-    entropy_grad: bool
-
-    @property
-    def tiled(self) -> bool:
-        """Whether a frame is cut into several blocks, so that the tokens of a block are not consecutive."""
-        return self.places.tiles_h * self.places.tiles_w > 1
 
     @property
     def l_updates(self) -> int:
@@ -67,19 +55,12 @@ class MonarchCall:
         """The exact part; None if there is none."""
         return _exact_part(self.options.pattern, self.places, self.options.row_share < 1)
 
-    @property
-    def own_blocks(self) -> tuple[Segment, ...]:
-        """Every block and its own keys, for the flash kernels; blocks are whole frames."""
-        part = _exact_part(ExactBlocks(band=0), self.places)
-        assert part is not None
-        return part.segments
-
 
 @functools.lru_cache(maxsize=64)
 def _exact_part(pattern: ExactBlocks | None, places: Places, coarse_rows: bool = False) -> _ExactPart | None:
     if pattern is None:
         return None
-    key_frames = exact_key_frames(pattern, places.frames, places.block_frames)
+    key_frames = pattern.key_frames(places.blocks)
     if not any(key_frames):
         return None
     size = places.height * places.width
@@ -89,12 +70,10 @@ def _exact_part(pattern: ExactBlocks | None, places: Places, coarse_rows: bool =
         for l, attended in enumerate(key_frames)
         if attended and l not in rows
     )
-    tiles = places.tiles_h * places.tiles_w
-    first_frames = [block // tiles * places.block_frames for block in range(places.blocks)]
     return _ExactPart(
         segments,
-        tuple(tuple(int(frame in attended) for frame in first_frames) for attended in key_frames),
-        all(len(attended) in (0, places.frames) for attended in key_frames),
+        tuple(tuple(int(k in attended) for k in range(places.blocks)) for attended in key_frames),
+        all(len(attended) in (0, places.blocks) for attended in key_frames),
         rows,
         pattern.aware,
     )

@@ -13,16 +13,13 @@ from typing import Any
 
 import torch
 
-from vmonarch.grid import LatentGrid
-from vmonarch.kernels.common.launch import hopper_fits, unit_stride
+from vmonarch.kernels.common.launch import unit_stride
 from vmonarch.kernels.flash_entropy.backward import flash_backward
 from vmonarch.kernels.flash_entropy.forward import flash_forward
 from vmonarch.kernels.monarch.call import MonarchCall
 from vmonarch.kernels.monarch.l_step import LStep
-from vmonarch.kernels.monarch.last_r_step import LastRStep
 from vmonarch.kernels.monarch.r_step import RStep
 from vmonarch.kernels.monarch.rows import Rows
-from vmonarch.two_resolution_options import row_options
 
 
 @dataclass
@@ -71,12 +68,6 @@ def saved_shapes(
     ]
 
 
-def _rows(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: MonarchCall) -> Rows:
-    assert call.exact is not None
-    grid = LatentGrid(call.places.frames, call.places.height, call.places.width)
-    return Rows(query, key, value, grid, call.exact.rows, row_options(call.options), call.scale)
-
-
 def _on_its_device(function):
     """Run on the device of the first argument: Triton launches on the current one, wherever the tensors are."""
 
@@ -86,6 +77,38 @@ def _on_its_device(function):
             return function(*args, **kwargs)
 
     return guarded
+
+
+def _exact_forward(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: MonarchCall, out: torch.Tensor
+) -> torch.Tensor:
+    """lse [B, H, S] of the exact part, whose output is written to `out`."""
+    exact = call.exact
+    assert exact is not None
+    if exact.segments:
+        _, lse, _ = flash_forward(query, key, value, exact.segments, scale=call.scale, entropy=False, out=out)
+    else:
+        B, S, H, _ = query.shape
+        lse = query.new_full((B, H, S), -torch.inf, dtype=torch.float32)
+    if exact.rows:
+        Rows(query, key, value, call).forward(out, lse)
+    return lse
+
+
+def _exact_backward(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: MonarchCall,
+    do: torch.Tensor, dlse: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
+    *, dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor,
+) -> None:  # fmt: skip
+    """Add what the exact part gives to the gradients dq, dk and dv."""
+    exact = call.exact
+    assert exact is not None
+    if exact.rows:
+        Rows(query, key, value, call).backward(do, dlse, out, lse, dq=dq, dk=dk, dv=dv)
+    if exact.segments:
+        flash_backward(
+            do, dlse, None, query, key, value, out, lse, None, exact.segments, scale=call.scale, dq=dq, dk=dk, dv=dv
+        )  # fmt: skip
 
 
 @_on_its_device
@@ -121,14 +144,7 @@ def forward(
     if exact is not None:
         # Rows that are exact throughout lie in `out` already; others are merged there, unless training needs them.
         out_exact = saved[4] if save and not exact.whole_rows else out
-        if exact.segments:
-            _, lse_exact, _ = flash_forward(
-                query, key, value, exact.segments, scale=call.scale, entropy=False, out=out_exact
-            )
-        else:
-            lse_exact = torch.full_like(lse, -torch.inf)
-        if exact.rows:
-            _rows(query, key, value, call).forward(out_exact, lse_exact)
+        lse_exact = _exact_forward(query, key, value, call, out_exact)
 
     if save:
         blocks, y, stats, row_stats = saved[:4]
@@ -144,11 +160,6 @@ def forward(
     r, l = RStep(key, value, key_mask, call), LStep(query, call)
     pooled = r.pooled()
     z = query
-    if call.tiled and key_mask is None and hopper_fits("monarch", query, key, value, blocks):
-        # Copies in the order of the blocks cost less than they save; the first z is free until the first L-step.
-        r = r.with_packed()
-        z = buffers.z[0] if t > 1 else query.new_empty(groups, b, D)
-        r.pack(query, z, tokens_first=False)
     for i in range(t - 1):
         n = i % own
         aL, cL = buffers.aL[n], buffers.cL[n]
@@ -165,10 +176,7 @@ def forward(
     aL, cL = buffers.aL[-1], buffers.cL[-1]
     last_lse = buffers.lse_r[-1] if save else None
     sums = dict(aL=aL, cL=cL) if call.options.last_l_update else {}
-    if call.options.r_share < 1:
-        LastRStep(key, value, call).forward(z, y=y, lse=last_lse, **sums)
-    else:
-        r.forward(z, None, y=y, lse=last_lse, **sums)
+    r.forward(z, None, y=y, lse=last_lse, **sums)
     l.output(aL, cL, y, out=out, lse=lse, lse_exact=lse_exact, out_exact=out_exact)
     if save and lse_exact is not None:
         saved[5] = lse_exact
@@ -189,7 +197,7 @@ def backward(
     call: MonarchCall,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of query, key and value; R and L are recomputed from z, aL and the log-partitions."""
-    blocks, y, stats, row_stats, out_exact, lse_exact = saved
+    blocks, y, stats, row_stats = saved[:4]
     t = call.options.num_iterations
     buffers = _slices(call, blocks, stats, row_stats)
     exact = call.exact
@@ -204,96 +212,54 @@ def backward(
     dy = torch.empty_like(y)
     # A row tile of dy is read last by the program that writes the same rows of daR.
     daR = dy if dy.shape == daL.shape else torch.empty_like(daL)
-    dcL, delta_r, dcR = (torch.empty_like(stats[0]) for _ in range(3))
-    exact_arguments: dict[str, Any] = {}
+    delta_r, dcR = (torch.empty_like(stats[0]) for _ in range(2))
+    out_exact = lse_exact = dlse_exact = do_exact = None
     if exact is not None:
-        out_exact = out if exact.whole_rows else out_exact
-        exact_arguments = dict(lse_exact=lse_exact, dlse_exact=torch.empty_like(lse))
-        do_exact = None if exact.whole_rows else torch.empty_like(out_exact)
+        out_exact, lse_exact = out if exact.whole_rows else saved[4], saved[5]
+        dlse_exact, do_exact = torch.empty_like(lse), None if exact.whole_rows else torch.empty_like(out_exact)
+    aware: dict[str, Any] = {}
+    if exact is not None and exact.aware:
+        aware = dict(lse_exact=lse_exact, dlse_exact=dlse_exact)
 
     r, l = RStep(key, value, key_mask, call), LStep(query, call)
     pooled = r.pooled()
     l.backward(
-        buffers.aL[-1],
-        buffers.cL[-1],
-        lse,
-        dq=dq,
-        daL=daL,
-        dcL=dcL,
-        delta_r=delta_r,
-        y=y,
-        out=out,
-        do=grad_out,
-        dlse=grad_lse,
-        dy=dy,
-        **exact_arguments,
-        **(dict[str, Any](out_exact=out_exact, do_exact=do_exact) if exact is not None else {}),
-    )
+        buffers.aL[-1], buffers.cL[-1], lse, dq=dq, daL=daL, delta_r=delta_r, y=y, out=out, do=grad_out, dlse=grad_lse,
+        dy=dy, lse_exact=lse_exact, dlse_exact=dlse_exact, out_exact=out_exact, do_exact=do_exact,
+    )  # fmt: skip
     for i in reversed(range(t)):
-        last = i == t - 1
-        z = buffers.z[i - 1] if i > 0 else query
-        common: dict[str, Any] = dict(
+        last, values_alone = i == t - 1, i == call.l_updates
+        r.backward(
+            buffers.z[i - 1] if i > 0 else query,
+            None if last else pooled,
             lse=buffers.lse_r[i],
+            daL=None if values_alone else daL,
+            dy=dy if last else None,
+            delta=r.row_dots(dy, y) if values_alone else delta_r,
+            dq=dq,
             dk=dk,
             dv=dv,
             cR=buffers.cR[i - 1] if i > 0 else None,
             daR=daR,
             dcR=dcR,
         )
-        of_sums: dict[str, Any] = dict(daL=daL, dcL=dcL if call.entropy_grad else None)
-        if last and call.options.r_share < 1:
-            of_sums = dict(of_sums, aL=buffers.aL[i]) if i < call.l_updates else {}
-            LastRStep(key, value, call).backward(z, y=y, dy=dy, dq=dq, **of_sums, **common)
-        elif i == call.l_updates:
-            r.backward(z, None, cL=None, daL=None, dcL=None, dy=dy, delta=r.row_dots(dy, y), dq=dq, **common)
-        else:
-            of_values = dy if last else None
-            r.backward(
-                z, None if last else pooled, cL=buffers.cL[i], dy=of_values, delta=delta_r, dq=dq, **of_sums, **common
-            )
-        if i > 0:
-            # The L that this iteration has not updated mixes the values, too.
-            first = (daL, dcL) if i == call.l_updates else None
-            if first is not None:
-                daL, dcL = torch.empty_like(daL), torch.empty_like(dcL)
-            l.backward(
-                buffers.aL[i - 1],
-                buffers.cL[i - 1],
-                buffers.lse_l[i - 1],
-                dq=dq,
-                daL=daL,
-                dcL=dcL,
-                delta_r=delta_r,
-                daR=daR,
-                dcR=dcR,
-                cR=buffers.cR[i - 1],
-                **(exact_arguments if exact is not None and exact.aware else {}),
-            )
-            if first is not None:
-                # What `l.backward` of the output has left in `delta_r` has the values in it.
-                delta_r += r.row_dots(first[0], buffers.aL[i - 1])
-                daL += first[0]
-                dcL += first[1]
+        if i == 0:
+            break
+        # The L that this iteration has not updated mixes the values, too.
+        first = daL if values_alone else None
+        if first is not None:
+            daL = torch.empty_like(daL)
+        l.backward(
+            buffers.aL[i - 1], buffers.cL[i - 1], buffers.lse_l[i - 1], dq=dq, daL=daL, delta_r=delta_r,
+            daR=daR, dcR=dcR, cR=buffers.cR[i - 1], **aware,
+        )  # fmt: skip
+        if first is not None:
+            # What `l.backward` of the output has left in `delta_r` has the values in it.
+            delta_r += r.row_dots(first, buffers.aL[i - 1])
+            daL += first
     # The exact part needs room of its own, where its keys are split.
     del daL, dy, daR, pooled
-    if exact is not None and exact.rows:
-        do, dlse = grad_out if do_exact is None else do_exact, exact_arguments["dlse_exact"]
-        _rows(query, key, value, call).backward(do, dlse, out_exact, lse_exact, dq, dk, dv)
-    if exact is not None and exact.segments:
-        flash_backward(
-            grad_out if do_exact is None else do_exact,
-            exact_arguments["dlse_exact"],
-            None,
-            query,
-            key,
-            value,
-            out_exact,
-            lse_exact,
-            None,
-            exact.segments,
-            scale=call.scale,
-            dq=dq,
-            dk=dk,
-            dv=dv,
-        )
+    if out_exact is not None and lse_exact is not None and dlse_exact is not None:
+        do = grad_out if do_exact is None else do_exact
+        _exact_backward(query, key, value, call, do, dlse_exact, out_exact, lse_exact, dq=dq, dk=dk, dv=dv)
     return dq, dk, dv

@@ -22,11 +22,11 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from vmonarch.kernels.common.launch import block_dim, dot_precision, hopper_fits, launch_options, tma_fits, tma_strides
+from vmonarch.kernels.common.launch import block_dim, dot_precision, launch_options, tma_fits, tma_strides
 from vmonarch.kernels.common.softmax import log2_partition, log2_scale_of, online_softmax
 from vmonarch.kernels.common.tiles import add_rows, load_rows, store_rows
 from vmonarch.kernels.monarch.call import MonarchCall, exact_table_of
-from vmonarch.kernels.monarch.places import Places, plain_places, token_at
+from vmonarch.kernels.monarch.places import plain_places, token_at
 
 # Divided by such a mass, what float16 rounds to 0 counts for less than its precision.
 _LEAST_MASS_IN_FLOAT16 = 2**-8
@@ -64,23 +64,22 @@ def _store_block(
 
 
 @triton.jit
-def _tokens(places, l, j, TILED: tl.constexpr, FULL: tl.constexpr):
+def _tokens(places, l, j, FULL: tl.constexpr):
     """Token at position j of the blocks l, and whether there is one. FULL: all blocks are consecutive whole tokens."""
     if FULL:
         token = l * places.positions + j
         valid = l < places.blocks
     else:
-        token, valid = token_at(places, l, j, TILED)
+        token, valid = token_at(places, l, j)
         valid = valid & (l < places.blocks)
     return token, valid
 
 
 @triton.jit
-def _is_exact(exact_ptr, places, l, valid, first, j, BLOCK_N: tl.constexpr):
+def _is_exact(exact_ptr, places, l, valid, first, BLOCK_N: tl.constexpr):
     """[l, k] true in exact blocks, k from `first`; `exact_ptr` is a table of bits, int32 [T, ⌈m/32⌉]."""
     words = (places.blocks + 31) // 32
-    frame = l // (places.tiles_h * places.tiles_w) * places.block_frames
-    word_ptr = exact_ptr + (frame + j // (places.tile_height * places.tile_width)) * words
+    word_ptr = exact_ptr + l * words
     word = first // 32
     bits = tl.load(word_ptr + word, mask=valid, other=0)[:, None]
     k = (first + tl.arange(0, BLOCK_N))[None, :]
@@ -92,7 +91,7 @@ def _is_exact(exact_ptr, places, l, valid, first, j, BLOCK_N: tl.constexpr):
 
 @triton.jit
 def _logits(
-    q, aL, cL, logit, exact_ptr, places, l, valid, first, j, log2_scale,
+    q, aL, cL, logit, exact_ptr, places, l, valid, first, log2_scale,
     EXACT: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Z [l, k] in units of log 2, -inf in exact blocks and where cL is inf. `logit` is that of the exact part."""
@@ -100,7 +99,7 @@ def _logits(
     if EXACT == "rows":
         Z = tl.where((logit == -float("inf"))[:, None], Z, -float("inf"))
     if EXACT == "blocks":
-        Z = tl.where(_is_exact(exact_ptr, places, l, valid, first, j, BLOCK_N), -float("inf"), Z)
+        Z = tl.where(_is_exact(exact_ptr, places, l, valid, first, BLOCK_N), -float("inf"), Z)
     return Z
 
 
@@ -109,7 +108,7 @@ def _l_rows_kernel(
     q_ptr, aL_ptr, cL_ptr, y_ptr, exact_ptr, lse_exact_ptr, out_exact_ptr, out_ptr, lse_ptr,
     stride_qb, stride_qs, stride_qh, stride_eb, stride_es, stride_eh, stride_ob, stride_os, stride_oh,
     heads, places, row_tiles, log2_scale,
-    D: tl.constexpr, E: tl.constexpr, LAST: tl.constexpr, EXACT: tl.constexpr, TILED: tl.constexpr, FULL: tl.constexpr,
+    D: tl.constexpr, E: tl.constexpr, LAST: tl.constexpr, EXACT: tl.constexpr, FULL: tl.constexpr,
     ONE_TILE: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
@@ -126,7 +125,7 @@ def _l_rows_kernel(
     first_token = (batch * heads + head).to(tl.int64) * places.tokens
     lse_ptr += first_token
     l = first_l + tl.arange(0, BLOCK_M)
-    token, valid = _tokens(places, l, j, TILED, FULL)
+    token, valid = _tokens(places, l, j, FULL)
     q = load_rows(q_ptr, stride_qs, token, valid, D, BLOCK_D, True)  # [M, D]
     logit = 0.0
     if EXACT is not None:
@@ -141,7 +140,7 @@ def _l_rows_kernel(
         cL = tl.load(cL_ptr + k * places.positions, mask=inside, other=float("inf"))
         if LAST:
             y = load_rows(y_ptr + first_row * E, E, k * places.positions, inside, E, BLOCK_E, True)  # [N, E]
-        Z = _logits(q, aL, cL, logit, exact_ptr, places, l, valid, first, j, log2_scale, EXACT, BLOCK_N, PRECISION)
+        Z = _logits(q, aL, cL, logit, exact_ptr, places, l, valid, first, log2_scale, EXACT, BLOCK_N, PRECISION)
         L, alpha, row_max, row_sum, _ = online_softmax(Z, row_max, row_sum, row_sum, 1.0, False, True)
         if LAST:
             if not ONE_TILE:
@@ -173,7 +172,7 @@ def _l_rows_kernel(
 def _l_centroids_kernel(
     z_ptr, q_ptr, aL_ptr, cL_ptr, exact_ptr, lse_exact_ptr, lse_ptr, cR_ptr,
     stride_qb, stride_qs, stride_qh, heads, places, column_tiles, log2_scale, min_mass,
-    D: tl.constexpr, EXACT: tl.constexpr, TILED: tl.constexpr, FULL: tl.constexpr, ONE_TILE: tl.constexpr,
+    D: tl.constexpr, EXACT: tl.constexpr, FULL: tl.constexpr, ONE_TILE: tl.constexpr,
     STORE_STATISTICS: tl.constexpr, RELATIVE: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
@@ -197,12 +196,12 @@ def _l_centroids_kernel(
     unit = tl.full([BLOCK_N], 1.1754943508222875e-38 if RELATIVE else 1.0, tl.float32)
     for first in range(0, BLOCK_M if ONE_TILE else places.blocks, BLOCK_M):
         l = first + tl.arange(0, BLOCK_M)
-        token, valid = _tokens(places, l, j, TILED, FULL)
+        token, valid = _tokens(places, l, j, FULL)
         q = load_rows(q_ptr, stride_qs, token, valid, D, BLOCK_D, True)  # [M, D]
         logit = 0.0
         if EXACT is not None:
             logit = tl.load(lse_exact_ptr + first_token + token, mask=valid, other=-float("inf")) * 1.4426950408889634
-        Z = _logits(q, aL, cL, logit, exact_ptr, places, l, valid, first_k, j, log2_scale, EXACT, BLOCK_N, PRECISION)
+        Z = _logits(q, aL, cL, logit, exact_ptr, places, l, valid, first_k, log2_scale, EXACT, BLOCK_N, PRECISION)
         if ONE_TILE:
             row_max = tl.max(Z, 1)
             if EXACT is not None:
@@ -235,14 +234,14 @@ def _l_centroids_kernel(
 
 @triton.jit
 def _row_probabilities(
-    q, do, lse, aL, cL, v, dcR, mass, logit, exact_ptr, places, l, valid, first, j, log2_scale,
+    q, do, lse, aL, cL, v, dcR, mass, logit, exact_ptr, places, l, valid, first, log2_scale,
     LAST: tl.constexpr, EXACT: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """L, L / mass and L·dL [l, k]; dL is do·yᵀ in the last iteration, else (q·daRᵀ + dcR) / mass; v is y or daR.
 
     Where mass is small, L / mass is not, while dL may leave the range of the dtype.
     """
-    Z = _logits(q, aL, cL, logit, exact_ptr, places, l, valid, first, j, log2_scale, EXACT, BLOCK_N, PRECISION)
+    Z = _logits(q, aL, cL, logit, exact_ptr, places, l, valid, first, log2_scale, EXACT, BLOCK_N, PRECISION)
     L = tl.exp2(Z - lse[:, None])
     if LAST:
         return L, L, L * tl.dot(do, tl.trans(v), input_precision=PRECISION)
@@ -253,11 +252,11 @@ def _row_probabilities(
 
 @triton.jit
 def _store_columns(
-    daL, dcL, dy, aL, v, daL_ptr, dcL_ptr, dy_ptr, delta_r_ptr, first_row, row, inside, bh, j, first_k,
+    daL, dy, aL, v, daL_ptr, dy_ptr, delta_r_ptr, first_row, row, inside, bh, j, first_k,
     D: tl.constexpr, E: tl.constexpr, LAST: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
-    """Write the gradients of aL, cL and y, and δ = daL·aL + dy·y for the R-step's backward; daL and dy are transposed.
+    """Write the gradients of aL and y, and δ = daL·aL + dy·y for the R-step's backward; daL and dy are transposed.
 
     δ is the diagonal of a product, because aL and y are in shared memory, not in registers.
     """
@@ -271,18 +270,17 @@ def _store_columns(
     k = tl.arange(0, BLOCK_N)
     delta_r = tl.sum(tl.where(k[:, None] == k[None, :], products, 0.0), 1)
     tl.store(delta_r_ptr + first_row + row, delta_r, mask=inside)
-    tl.store(dcL_ptr + first_row + row, dcL, mask=inside)
 
 
 @triton.jit(do_not_specialize=["heads", "row_tiles"])
 def _l_backward_rows_kernel(
     daL_ptr, dy_ptr, q_ptr, aL_ptr, cL_ptr, lse_ptr, v_ptr, do_ptr, out_ptr, dcR_ptr, cR_ptr, dlse_ptr,
-    exact_ptr, lse_exact_ptr, out_exact_ptr, dq_ptr, delta_ptr, dlse_exact_ptr, do_exact_ptr, dcL_ptr, delta_r_ptr,
+    exact_ptr, lse_exact_ptr, out_exact_ptr, dq_ptr, delta_ptr, dlse_exact_ptr, do_exact_ptr, delta_r_ptr,
     stride_qb, stride_qs, stride_qh, stride_ob, stride_os, stride_oh, stride_gb, stride_gs, stride_gh,
     stride_eb, stride_es, stride_eh, stride_dqb, stride_dqs, stride_dqh,
     heads, places, row_tiles, scale, log2_scale, min_mass,
     D: tl.constexpr, E: tl.constexpr, LAST: tl.constexpr, EXACT: tl.constexpr, HAS_DLSE: tl.constexpr,
-    TILED: tl.constexpr, FULL: tl.constexpr, ONE_TILE: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
+    FULL: tl.constexpr, ONE_TILE: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
     """Write dq of the last iteration, add to it that of others; and the gradients of the exact part, and δ of the rows.
@@ -300,7 +298,7 @@ def _l_backward_rows_kernel(
     cL_ptr += first_row
     first_token = (batch * heads + head).to(tl.int64) * places.tokens
     l = first_l + tl.arange(0, BLOCK_M)
-    token, valid = _tokens(places, l, j, TILED, FULL)
+    token, valid = _tokens(places, l, j, FULL)
     q = load_rows(q_ptr, stride_qs, token, valid, D, BLOCK_D, True)  # [M, D]
     # A place without a query gets lse = inf, hence L = 0.
     lse = tl.load(lse_ptr + first_token + token, mask=valid, other=float("inf")) * 1.4426950408889634
@@ -341,7 +339,7 @@ def _l_backward_rows_kernel(
                 dcR = tl.load(dcR_ptr + first_row + row, mask=inside, other=0.0)
                 mass = tl.maximum(tl.load(cR_ptr + first_row + row, mask=inside, other=1.0), min_mass)
             L, over_mass, LdL = _row_probabilities(
-                q, do, lse, aL, cL, v, dcR, mass, logit, exact_ptr, places, l, valid, first, j, log2_scale,
+                q, do, lse, aL, cL, v, dcR, mass, logit, exact_ptr, places, l, valid, first, log2_scale,
                 LAST, EXACT, BLOCK_N, PRECISION,
             )  # fmt: skip
             if ONE_TILE:
@@ -369,8 +367,8 @@ def _l_backward_rows_kernel(
                 if LAST:
                     dy = tl.dot(tl.trans(do), L.to(do.dtype), input_precision=PRECISION)
                 _store_columns(
-                    tl.dot(tl.trans(q), scaled, input_precision=PRECISION), -tl.sum(dZ, 0), dy, aL, v,
-                    daL_ptr, dcL_ptr, dy_ptr, delta_r_ptr, first_row, row, inside, batch * heads + head, j, first,
+                    tl.dot(tl.trans(q), scaled, input_precision=PRECISION), dy, aL, v,
+                    daL_ptr, dy_ptr, delta_r_ptr, first_row, row, inside, batch * heads + head, j, first,
                     D, E, LAST, TMA, PRECISION, BLOCK_N, BLOCK_D, BLOCK_E,
                 )  # fmt: skip
     if EXACT is not None:
@@ -390,14 +388,14 @@ def _l_backward_rows_kernel(
 @triton.jit(do_not_specialize=["heads", "column_tiles"])
 def _l_backward_columns_kernel(
     daL_ptr, dy_ptr, q_ptr, aL_ptr, cL_ptr, lse_ptr, v_ptr, do_ptr, dcR_ptr, cR_ptr, exact_ptr, lse_exact_ptr,
-    delta_ptr, dcL_ptr, delta_r_ptr,
+    delta_ptr, delta_r_ptr,
     stride_qb, stride_qs, stride_qh, stride_gb, stride_gs, stride_gh,
     heads, places, column_tiles, scale, log2_scale, min_mass,
-    D: tl.constexpr, E: tl.constexpr, LAST: tl.constexpr, EXACT: tl.constexpr, TILED: tl.constexpr, FULL: tl.constexpr,
+    D: tl.constexpr, E: tl.constexpr, LAST: tl.constexpr, EXACT: tl.constexpr, FULL: tl.constexpr,
     ONE_TILE: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of aL, cL and y where the blocks are several tiles, from the δ of the rows."""
+    """Gradients of aL and y where the blocks are several tiles, from the δ of the rows."""
     places = plain_places(places)
     first_k, j, head, batch = _program(places, column_tiles, heads, BLOCK_N)
     first_row = _first_row(places, batch, head, heads, j)
@@ -417,10 +415,9 @@ def _l_backward_columns_kernel(
         mass = tl.maximum(tl.load(cR_ptr + first_row + row, mask=inside, other=1.0), min_mass)
     daL = tl.zeros([BLOCK_D, BLOCK_N], tl.float32)  # transposed, as dy
     dy = tl.zeros([BLOCK_E, BLOCK_N], tl.float32)
-    dcL = tl.zeros([BLOCK_N], tl.float32)
     for first in range(0, places.blocks, BLOCK_M):
         l = first + tl.arange(0, BLOCK_M)
-        token, valid = _tokens(places, l, j, TILED, FULL)
+        token, valid = _tokens(places, l, j, FULL)
         q = load_rows(q_ptr, stride_qs, token, valid, D, BLOCK_D, True)  # [M, D]
         do = q
         if LAST:
@@ -432,16 +429,15 @@ def _l_backward_columns_kernel(
         if EXACT is not None:
             logit = tl.load(lse_exact_ptr + first_token + token, mask=valid, other=-float("inf"))
         L, _, LdL = _row_probabilities(
-            q, do, lse, aL, cL, v, dcR, mass, logit, exact_ptr, places, l, valid, first_k, j, log2_scale,
+            q, do, lse, aL, cL, v, dcR, mass, logit, exact_ptr, places, l, valid, first_k, log2_scale,
             LAST, EXACT, BLOCK_N, PRECISION,
         )  # fmt: skip
         dZ = LdL - L * delta[:, None]
-        dcL -= tl.sum(dZ, 0)
         daL = tl.dot(tl.trans(q), (dZ * scale).to(q.dtype), daL, input_precision=PRECISION)
         if LAST:
             dy = tl.dot(tl.trans(do), L.to(do.dtype), dy, input_precision=PRECISION)
     _store_columns(
-        daL, dcL, dy, aL, v, daL_ptr, dcL_ptr, dy_ptr, delta_r_ptr, first_row, row, inside,
+        daL, dy, aL, v, daL_ptr, dy_ptr, delta_r_ptr, first_row, row, inside,
         batch * heads + head, j, first_k, D, E, LAST, TMA, PRECISION, BLOCK_N, BLOCK_D, BLOCK_E,
     )  # fmt: skip
 
@@ -457,24 +453,20 @@ class LStep:
     query: torch.Tensor
     call: MonarchCall
 
-    @property
-    def places(self) -> Places:
-        return self.call.places
-
     @functools.cached_property
     def exact(self) -> torch.Tensor | None:
         """int32 [T, ⌈m/32⌉], bits that are 1 where a key block is answered exactly for a query frame; or None."""
-        return exact_table_of(self.call.options.pattern, self.places, self.query.device)
+        return exact_table_of(self.call.options.pattern, self.call.places, self.query.device)
 
     def _options(self, name: str) -> dict[str, int]:
         """Launch options; BLOCK is the table's, or what holds all blocks if that is at most MAX_TILE."""
         options = launch_options(name, self.query.device, self.query.dtype, self.query.shape[3])
-        if self.places.blocks <= options.pop("MAX_TILE"):
-            options["BLOCK"] = max(16, triton.next_power_of_2(self.places.blocks))
+        if self.call.places.blocks <= options.pop("MAX_TILE"):
+            options["BLOCK"] = max(16, triton.next_power_of_2(self.call.places.blocks))
         return options
 
     def _one_tile(self, name: str) -> bool:
-        return self._options(name)["BLOCK"] >= self.places.blocks
+        return self._options(name)["BLOCK"] >= self.call.places.blocks
 
     def _exact_mode(self, lse_exact: torch.Tensor | None) -> str | None:
         """Whether rows of L are exact throughout ("rows") or in some blocks ("blocks"); None without an exact part."""
@@ -482,22 +474,12 @@ class LStep:
             return None
         return "rows" if self.call.exact.whole_rows else "blocks"
 
-    def _served_on_hopper(self, *blocks: torch.Tensor, lse_exact: torch.Tensor | None, last: bool) -> bool:
-        """Whole consecutive tokens, rows of L exact throughout or not at all, and where those kernels are faster."""
-        m, b, wide = self.places.blocks, self.places.positions, self.query.shape[3] > 64
-        if last:
-            faster = 16 < m <= (48 if wide else 32) or 64 < m <= 128
-        else:
-            faster = 16 < m <= 64 and wide
-        whole = not self.call.tiled and m * b == self.query.shape[1] and self._exact_mode(lse_exact) != "blocks"
-        return faster and whole and hopper_fits("monarch", self.query, *blocks)
-
     def _launch(
         self, kernel, name: str, tensors: tuple, strides: tuple, numbers: tuple, written: tuple = (), **constants
     ) -> None:
         """Start one program per position and tile of blocks; block tensors `written` are the first arguments."""
         B, S, H, D = self.query.shape
-        m, b = self.places.blocks, self.places.positions
+        m, b = self.call.places.blocks, self.call.places.positions
         options = self._options(name)
         tile, warps = options.pop("BLOCK"), options.pop("MAX_WARPS", 8)
         if tile < 64:
@@ -511,15 +493,15 @@ class LStep:
             if constants["TMA"]:
                 written = tuple(x if x is None else self._descriptor(x, tile) for x in written)
         kernel[(tiles * H * b * B,)](
-            *written, *tensors, *strides, H, self.places.unspecialised(), tiles, *numbers,
-            D=D, TILED=self.call.tiled, FULL=not self.call.tiled and m * b == S, ONE_TILE=tiles == 1,
+            *written, *tensors, *strides, H, self.call.places.unspecialised(), tiles, *numbers,
+            D=D, FULL=m * b == S, ONE_TILE=tiles == 1,
             PRECISION=dot_precision(self.query.dtype), BLOCK_M=tile, BLOCK_N=tile, BLOCK_D=block_dim(D),
             **constants, **options,
         )  # fmt: skip
 
     def _descriptor(self, x: torch.Tensor, tile: int) -> TensorDescriptor:
         """Descriptor of a block tensor, as [B·H, b, m, ·] in tiles of blocks at one position."""
-        m, b, width = self.places.blocks, self.places.positions, x.shape[-1]
+        m, b, width = self.call.places.blocks, self.call.places.positions, x.shape[-1]
         shape, strides = [x.shape[0] // m, b, m, width], [m * b * width, width, b * width, 1]
         return TensorDescriptor(x, shape, tma_strides(strides, shape), [1, 1, tile, block_dim(width)])
 
@@ -535,14 +517,6 @@ class LStep:
     ) -> None:
         """Write z [B·H·m, b, D] and, where cR is given (training), cR and the log-partitions lse [B, H, S]."""
         relative = self.query.dtype == torch.float16 and self.call.min_mass < _LEAST_MASS_IN_FLOAT16
-        if not relative and self._served_on_hopper(aL, z, lse_exact=lse_exact, last=False):
-            from vmonarch.kernels.hopper.l_step import centroids
-
-            centroids(
-                self.query, aL, cL, z=z, lse=lse, cR=cR, lse_exact=lse_exact,
-                places=self.places, scale=self.call.scale, min_mass=self.call.min_mass,
-            )  # fmt: skip
-            return
         if not self._one_tile("l_centroids"):
             self._rows("l_rows", aL, cL, None, lse=lse, lse_exact=lse_exact, out_exact=None, out=None)
         self._launch(
@@ -569,12 +543,6 @@ class LStep:
         out_exact: torch.Tensor | None,
     ) -> None:
         """Write out [B, S, H, E] and lse [B, H, S]; `out_exact` [B, S, H, E] may be `out`, and is with `whole_rows`."""
-        if self._served_on_hopper(aL, y, lse_exact=lse_exact, last=True):
-            from vmonarch.kernels.hopper.l_step import output
-
-            places, scale = self.places, self.call.scale
-            output(self.query, aL, cL, y, out=out, lse=lse, lse_exact=lse_exact, places=places, scale=scale)
-            return
         self._rows("l_output", aL, cL, y, lse=lse, lse_exact=lse_exact, out_exact=out_exact, out=out)
 
     def _rows(self, name: str, aL, cL, y, *, lse, lse_exact, out_exact, out) -> None:
@@ -604,7 +572,6 @@ class LStep:
         *,
         dq: torch.Tensor,
         daL: torch.Tensor,
-        dcL: torch.Tensor,
         delta_r: torch.Tensor,
         y: torch.Tensor | None = None,
         out: torch.Tensor | None = None,
@@ -622,7 +589,7 @@ class LStep:
         """Backward of `output` (which has y, out, do and dy) or of `centroids` (which has daR, dcR and cR).
 
         daR and dcR are the gradients of αR and cR times max(cR, min_mass), by which αR was divided.
-        Writes daL, dcL, delta_r and dy. Of the output, dq, dlse_exact and do_exact are written; of centroids added to.
+        Writes daL, delta_r and dy. Of the output, dq, dlse_exact and do_exact are written; of centroids added to.
         With `whole_rows`, `out_exact` is `out` and do_exact is not written.
         """
         v = daR if y is None else y
@@ -639,7 +606,7 @@ class LStep:
             "l_backward_rows",
             (
                 self.query, aL, cL, lse, v, do, out, dcR, cR, dlse, self.exact, lse_exact, out_exact,
-                dq, delta, dlse_exact, do_exact, dcL, delta_r,
+                dq, delta, dlse_exact, do_exact, delta_r,
             ),
             (
                 *query_strides,
@@ -657,7 +624,7 @@ class LStep:
             self._launch(
                 _l_backward_columns_kernel,
                 "l_backward_columns",
-                (self.query, aL, cL, lse, v, do, dcR, cR, self.exact, lse_exact, delta, dcL, delta_r),
+                (self.query, aL, cL, lse, v, do, dcR, cR, self.exact, lse_exact, delta, delta_r),
                 (*query_strides, *do_strides),
                 (self.call.scale, log2_scale_of(self.call.scale), self.call.min_mass),
                 (daL, dy),

@@ -11,25 +11,22 @@ from typing import Any
 
 import torch
 
-from vmonarch.exact_blocks import ExactBlocks
 from vmonarch.kernels.common.launch import learns, needs_operator
 from vmonarch.kernels.monarch.call import MonarchCall
 from vmonarch.kernels.monarch.fused import backward, forward, saved_shapes
 from vmonarch.kernels.monarch.places import Places
-from vmonarch.options import OPTION_FIELDS, VMonarchOptions
+from vmonarch.options import OPTION_FIELDS, ExactBlocks, VMonarchOptions
 
 _PLACES = len(Places._fields)
 # Options that are one number; places and the pattern of exact blocks hold the others.
 _INTEGERS = {
-    field.name: {"int": int, "bool": bool}[field.type]
-    for field in OPTION_FIELDS
-    if field.type in ("int", "bool") and field.name != "frames_per_block"
+    field.name: {"int": int, "bool": bool}[field.type] for field in OPTION_FIELDS if field.type in ("int", "bool")
 }
 _REALS = [field.name for field in OPTION_FIELDS if field.type == "float"]
 
 
 def _encode(call: MonarchCall) -> tuple[list[int], list[float]]:
-    numbers = [*call.places, call.entropy_grad, *(getattr(call.options, name) for name in _INTEGERS)]
+    numbers = [*call.places, *(getattr(call.options, name) for name in _INTEGERS)]
     pattern = call.options.pattern
     if pattern is not None:
         band = -1 if pattern.band is None else pattern.band
@@ -40,8 +37,7 @@ def _encode(call: MonarchCall) -> tuple[list[int], list[float]]:
 
 def _decode(numbers: list[int], reals: list[float]) -> MonarchCall:
     places = Places(*numbers[:_PLACES])
-    entropy_grad, *numbers = numbers[_PLACES:]
-    integers, frames = numbers[: len(_INTEGERS)], numbers[len(_INTEGERS) :]
+    integers, frames = numbers[_PLACES : _PLACES + len(_INTEGERS)], numbers[_PLACES + len(_INTEGERS) :]
     scale, *reals = reals
     exact = None
     if frames:
@@ -49,9 +45,7 @@ def _decode(numbers: list[int], reals: list[float]) -> MonarchCall:
         exact = ExactBlocks(tuple(frames[:rows]), tuple(frames[rows:]), None if band < 0 else band, bool(aware))
     options: dict[str, Any] = dict(zip(_REALS, reals, strict=True))
     options |= {name: of(number) for (name, of), number in zip(_INTEGERS.items(), integers, strict=True)}
-    tiles = (places.tiles_h, places.tiles_w)
-    options |= {"frames_per_block": places.block_frames, "tiles": tiles, "exact": exact}
-    return MonarchCall(places, VMonarchOptions(**options), scale, bool(entropy_grad))
+    return MonarchCall(places, VMonarchOptions(exact=exact, **options), scale)
 
 
 _INPUTS = "Tensor query, Tensor key, Tensor value, Tensor? key_mask"

@@ -7,7 +7,7 @@ Tokens are [B, S, H, D] with any strides but the last; block tensors are [B·H·
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 import triton
@@ -17,9 +17,9 @@ from vmonarch.kernels.common.launch import block_dim, dot_precision, hopper_fits
 from vmonarch.kernels.common.softmax import log2_partition, log2_scale_of, online_softmax, probabilities
 from vmonarch.kernels.common.tiles import add_rows, load_rows, store_rows
 from vmonarch.kernels.flash_entropy.backward import row_deltas
-from vmonarch.kernels.flash_entropy.segments import row_work
+from vmonarch.kernels.flash_entropy.segments import Segment, row_work
 from vmonarch.kernels.monarch.call import MonarchCall
-from vmonarch.kernels.monarch.places import Places, plain_places, token_at, token_in_cell, tokens_before
+from vmonarch.kernels.monarch.places import plain_places, token_at, token_in_cell
 
 # Rows of which a program takes the products.
 _DOTS_BLOCK = 64
@@ -32,23 +32,19 @@ def _parts_of(group, places, heads):
 
 
 @triton.jit
-def _key_rows(places, block, i, stop, POOLED: tl.constexpr, TILED: tl.constexpr):
+def _key_rows(places, block, i, stop, POOLED: tl.constexpr):
     """Row of key `i` of a block in its tensor, and whether there is one."""
     if POOLED:
         return i, i < stop
-    elif TILED:
-        return token_at(places, block, i, True)
     else:
         return block * places.positions - places.offset + i, i < stop
 
 
 @triton.jit
-def _key_range(places, block, POOLED: tl.constexpr, TILED: tl.constexpr):
+def _key_range(places, block, POOLED: tl.constexpr):
     """First and last + 1 of the keys `i` of a block; places outside hold none."""
     if POOLED:
         return 0, places.cells
-    elif TILED:
-        return 0, places.positions
     else:
         start = block * places.positions - places.offset
         return tl.maximum(0, -start), tl.minimum(places.positions, places.tokens - start)
@@ -75,13 +71,13 @@ def _r_step_keys(
     acc_k, acc_v, row_max, row_sum, z, start, stop,
     k_ptr, v_ptr, bias_ptr, mask_ptr, stride_ks, stride_vs, stride_ms, places, block, range_stop, log2_scale,
     D: tl.constexpr, E: tl.constexpr, SUM_K: tl.constexpr, LAST: tl.constexpr, POOLED: tl.constexpr,
-    TILED: tl.constexpr, HAS_MASK: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
+    HAS_MASK: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
     """Take the keys [start, stop) of a block into the running sums, BLOCK_N at a time."""
     for first in range(start, stop, BLOCK_N):
         i = first + tl.arange(0, BLOCK_N)
-        rows, valid = _key_rows(places, block, i, range_stop, POOLED, TILED)
+        rows, valid = _key_rows(places, block, i, range_stop, POOLED)
         k = load_rows(k_ptr, stride_ks, rows, valid, D, BLOCK_D, MASKED)  # [N, D]
         scores = tl.dot(z, tl.trans(k), input_precision=PRECISION)  # [M, N]
         scores = _masked_scores(
@@ -102,13 +98,13 @@ def _r_step_keys(
 @triton.jit
 def _load_z(
     z_ptr, stride_zb, stride_zs, stride_zh, places, heads, group, j,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, Z_IS_QUERY: tl.constexpr, TILED: tl.constexpr,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, Z_IS_QUERY: tl.constexpr,
     MASKED: tl.constexpr = True,
 ):  # fmt: skip
     """Centroid queries [M, D] of positions j: the query itself in the first iteration, a block tensor later."""
     block, head, batch = _parts_of(group, places, heads)
     if Z_IS_QUERY:
-        token, valid = token_at(places, block, j, TILED)
+        token, valid = token_at(places, block, j)
         base = z_ptr + batch.to(tl.int64) * stride_zb + head.to(tl.int64) * stride_zh
         return load_rows(base, stride_zs, token, valid, D, BLOCK_D, MASKED)
     else:
@@ -122,7 +118,7 @@ def _r_step_kernel(
     stride_zb, stride_zs, stride_zh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
     stride_mb, stride_ms, heads, places, row_tiles, scale, log2_scale,
     D: tl.constexpr, E: tl.constexpr, LAST: tl.constexpr, Z_IS_QUERY: tl.constexpr, POOLED: tl.constexpr,
-    TILED: tl.constexpr, HAS_MASK: tl.constexpr, STORE_LSE: tl.constexpr, PRECISION: tl.constexpr,
+    HAS_MASK: tl.constexpr, STORE_LSE: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_TAIL: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_E: tl.constexpr,
 ):  # fmt: skip
@@ -135,7 +131,7 @@ def _r_step_kernel(
     group = pid // row_tiles
     j = pid % row_tiles * BLOCK_M + tl.arange(0, BLOCK_M)
     block, head, batch = _parts_of(group, places, heads)
-    z = _load_z(z_ptr, stride_zb, stride_zs, stride_zh, places, heads, group, j, D, BLOCK_D, Z_IS_QUERY, TILED)
+    z = _load_z(z_ptr, stride_zb, stride_zs, stride_zh, places, heads, group, j, D, BLOCK_D, Z_IS_QUERY)
     if POOLED:
         k_ptr += group.to(tl.int64) * places.cells * D
         bias_ptr += block * places.cells
@@ -150,19 +146,19 @@ def _r_step_kernel(
     acc_v = tl.zeros([BLOCK_M, BLOCK_E], tl.float32) if LAST else acc_k
     row_max = tl.full([BLOCK_M], -float("inf"), tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
-    start, stop = _key_range(places, block, POOLED, TILED)
+    start, stop = _key_range(places, block, POOLED)
     full_stop = start
-    if not (HAS_MASK or (TILED and not POOLED)):
+    if not HAS_MASK:
         full_stop = start + (stop - start) // BLOCK_N * BLOCK_N
         acc_k, acc_v, row_max, row_sum = _r_step_keys(
             acc_k, acc_v, row_max, row_sum, z, start, full_stop,
             k_ptr, v_ptr, bias_ptr, mask_ptr, stride_ks, stride_vs, stride_ms, places, block, stop, log2_scale,
-            D, E, aL_ptr is not None, LAST, POOLED, TILED, False, False, PRECISION, BLOCK_N, BLOCK_D, BLOCK_E,
+            D, E, aL_ptr is not None, LAST, POOLED, False, False, PRECISION, BLOCK_N, BLOCK_D, BLOCK_E,
         )  # fmt: skip
     acc_k, acc_v, row_max, row_sum = _r_step_keys(
         acc_k, acc_v, row_max, row_sum, z, full_stop, stop,
         k_ptr, v_ptr, bias_ptr, mask_ptr, stride_ks, stride_vs, stride_ms, places, block, stop, log2_scale,
-        D, E, aL_ptr is not None, LAST, POOLED, TILED, HAS_MASK, True, PRECISION, BLOCK_TAIL, BLOCK_D, BLOCK_E,
+        D, E, aL_ptr is not None, LAST, POOLED, HAS_MASK, True, PRECISION, BLOCK_TAIL, BLOCK_D, BLOCK_E,
     )  # fmt: skip
 
     inverse = 1.0 / tl.where(row_sum == 0, 1.0, row_sum)
@@ -212,28 +208,6 @@ def _pool_kernel(
         tl.store(bias_ptr + group * places.cells + cell, bias, mask=inside)
 
 
-@triton.jit(do_not_specialize=["heads", "row_tiles"])
-def _pack_kernel(
-    x_ptr, out_ptr, counts_ptr, stride_xb, stride_xs, stride_xh, heads, places, row_tiles,
-    D: tl.constexpr, TOKENS_FIRST: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
-    """Copy tokens into the order of the blocks; count those of every block."""
-    places = plain_places(places)
-    pid = tl.program_id(0)
-    group = pid // row_tiles
-    position = pid % row_tiles * BLOCK_N + tl.arange(0, BLOCK_N)
-    block, head, batch = _parts_of(group, places, heads)
-    x_ptr += batch.to(tl.int64) * stride_xb + head.to(tl.int64) * stride_xh
-    token, valid = token_at(places, block, position, True)
-    inside = position < places.positions
-    x = load_rows(x_ptr, stride_xs, token, valid & inside, D, BLOCK_D, True)
-    before, count = tokens_before(places, block, position)
-    row = tl.where(valid, before, count + position - before) if TOKENS_FIRST else position
-    store_rows(out_ptr, D, group.to(tl.int64) * places.positions + row, inside, x, D, BLOCK_D)
-    if pid == group * row_tiles and group < places.blocks:
-        tl.store(counts_ptr + group, count)
-
-
 @triton.jit(do_not_specialize=["heads", "cell_tiles"])
 def _unpool_kernel(
     d_pooled_ptr, bias_ptr, dk_ptr, stride_kb, stride_ks, stride_kh, heads, places, cell_tiles,
@@ -257,32 +231,17 @@ def _unpool_kernel(
 
 
 @triton.jit
-def _d_scores(
-    p, dp, delta, dcL, cL, lse, scores, scale, ENTROPY_GRAD: tl.constexpr
-):  # fmt: skip
-    """Gradient of the logits; `scores` are raw and unmasked, delta, dcL, cL and lse broadcast to the tile."""
-    ds = dp - delta
-    if ENTROPY_GRAD:
-        # cL is minus the entropy of Algorithm 2: dS += dcL·P·(S - lse - cL). Pooled keys' log n is no part of S.
-        ds += dcL * (scores * scale - lse - cL)
-        # Without any key lse is not finite.
-        return tl.where(p == 0, 0.0, p * ds)
-    else:
-        return p * ds
-
-
-@triton.jit
 def _r_backward_z_keys(
-    dz, z, daL, dy, delta, lse, cL, dcL, start, stop, k_ptr, v_ptr, bias_ptr, mask_ptr,
+    dz, z, daL, dy, delta, lse, start, stop, k_ptr, v_ptr, bias_ptr, mask_ptr,
     stride_ks, stride_vs, stride_ms, places, block, range_stop, scale, log2_scale,
     D: tl.constexpr, E: tl.constexpr, SUM_K: tl.constexpr, LAST: tl.constexpr, POOLED: tl.constexpr,
-    TILED: tl.constexpr, HAS_MASK: tl.constexpr, ENTROPY_GRAD: tl.constexpr, MASKED: tl.constexpr,
+    HAS_MASK: tl.constexpr, MASKED: tl.constexpr,
     PRECISION: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
     """Add to dz / scale what the keys [start, stop) of a block contribute, BLOCK_N at a time."""
     for first in tl.range(start, stop, BLOCK_N):
         i = first + tl.arange(0, BLOCK_N)
-        rows, valid = _key_rows(places, block, i, range_stop, POOLED, TILED)
+        rows, valid = _key_rows(places, block, i, range_stop, POOLED)
         k = load_rows(k_ptr, stride_ks, rows, valid, D, BLOCK_D, MASKED)
         scores = tl.dot(z, tl.trans(k), input_precision=PRECISION)
         masked = _masked_scores(
@@ -296,19 +255,19 @@ def _r_backward_z_keys(
         if LAST:
             v = load_rows(v_ptr, stride_vs, rows, valid, E, BLOCK_E, MASKED)
             dp = tl.dot(dy, tl.trans(v), dp, input_precision=PRECISION)
-        ds = _d_scores(p, dp, delta, dcL, cL, lse, scores, scale, ENTROPY_GRAD)
+        ds = p * (dp - delta)
         dz = tl.dot(ds.to(k.dtype), k, dz, input_precision=PRECISION)
     return dz
 
 
 @triton.jit(do_not_specialize=["heads", "row_tiles"])
 def _r_backward_z_kernel(
-    z_ptr, k_ptr, v_ptr, bias_ptr, mask_ptr, daL_ptr, dy_ptr, delta_ptr, lse_ptr, cL_ptr, dcL_ptr,
+    z_ptr, k_ptr, v_ptr, bias_ptr, mask_ptr, daL_ptr, dy_ptr, delta_ptr, lse_ptr,
     cR_ptr, daR_ptr, dcR_ptr, dq_ptr,
     stride_zb, stride_zs, stride_zh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
     stride_mb, stride_ms, stride_dqb, stride_dqs, stride_dqh, heads, places, row_tiles, scale, log2_scale, min_mass,
     D: tl.constexpr, E: tl.constexpr, LAST: tl.constexpr, Z_IS_QUERY: tl.constexpr, POOLED: tl.constexpr,
-    TILED: tl.constexpr, HAS_MASK: tl.constexpr, ENTROPY_GRAD: tl.constexpr, PRECISION: tl.constexpr,
+    HAS_MASK: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
     """Gradient of one tile of z. For z = q it is added to dq; else αR and cR, of which z was made, get theirs.
@@ -322,17 +281,12 @@ def _r_backward_z_kernel(
     block, head, batch = _parts_of(group, places, heads)
     inside = j < places.positions
     row = group.to(tl.int64) * places.positions + j
-    z = _load_z(z_ptr, stride_zb, stride_zs, stride_zh, places, heads, group, j, D, BLOCK_D, Z_IS_QUERY, TILED, True)
+    z = _load_z(z_ptr, stride_zb, stride_zs, stride_zh, places, heads, group, j, D, BLOCK_D, Z_IS_QUERY, True)
     daL = z
     if daL_ptr is not None:
         daL = load_rows(daL_ptr, D, row, inside, D, BLOCK_D, True)
     delta = tl.load(delta_ptr + row, mask=inside, other=0.0)[:, None]
     lse = tl.load(lse_ptr + row, mask=inside, other=0.0)[:, None]
-    cL = delta
-    dcL = delta
-    if ENTROPY_GRAD:
-        cL = tl.load(cL_ptr + row, mask=inside, other=0.0)[:, None]
-        dcL = tl.load(dcL_ptr + row, mask=inside, other=0.0)[:, None]
     dy = z
     if LAST:
         dy = load_rows(dy_ptr, E, row, inside, E, BLOCK_E, True)
@@ -346,24 +300,24 @@ def _r_backward_z_kernel(
         mask_ptr += batch.to(tl.int64) * stride_mb
 
     dz = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    start, stop = _key_range(places, block, POOLED, TILED)
+    start, stop = _key_range(places, block, POOLED)
     full_stop = start
-    if not (HAS_MASK or (TILED and not POOLED)):
+    if not HAS_MASK:
         full_stop = start + (stop - start) // BLOCK_N * BLOCK_N
         dz = _r_backward_z_keys(
-            dz, z, daL, dy, delta, lse, cL, dcL, start, full_stop, k_ptr, v_ptr, bias_ptr, mask_ptr,
+            dz, z, daL, dy, delta, lse, start, full_stop, k_ptr, v_ptr, bias_ptr, mask_ptr,
             stride_ks, stride_vs, stride_ms, places, block, stop, scale, log2_scale, D, E, daL_ptr is not None, LAST,
-            POOLED, TILED, False, ENTROPY_GRAD, False, PRECISION, BLOCK_N, BLOCK_D, BLOCK_E,
+            POOLED, False, False, PRECISION, BLOCK_N, BLOCK_D, BLOCK_E,
         )  # fmt: skip
     dz = _r_backward_z_keys(
-        dz, z, daL, dy, delta, lse, cL, dcL, full_stop, stop, k_ptr, v_ptr, bias_ptr, mask_ptr,
+        dz, z, daL, dy, delta, lse, full_stop, stop, k_ptr, v_ptr, bias_ptr, mask_ptr,
         stride_ks, stride_vs, stride_ms, places, block, stop, scale, log2_scale, D, E, daL_ptr is not None, LAST,
-        POOLED, TILED, HAS_MASK, ENTROPY_GRAD, True, PRECISION, BLOCK_N, BLOCK_D, BLOCK_E,
+        POOLED, HAS_MASK, True, PRECISION, BLOCK_N, BLOCK_D, BLOCK_E,
     )  # fmt: skip
     dz *= scale
 
     if Z_IS_QUERY:
-        token, valid = token_at(places, block, j, TILED)
+        token, valid = token_at(places, block, j)
         dq_ptr += batch.to(tl.int64) * stride_dqb + head.to(tl.int64) * stride_dqh
         add_rows(dq_ptr, stride_dqs, token, valid, dz, D, BLOCK_D)
     else:
@@ -378,10 +332,10 @@ def _r_backward_z_kernel(
 
 @triton.jit
 def _r_backward_keys_rows(
-    dk, dv, k, v, attended, bias, start, stop, z_ptr, daL_ptr, dy_ptr, delta_ptr, lse_ptr, cL_ptr, dcL_ptr,
+    dk, dv, k, v, attended, bias, start, stop, z_ptr, daL_ptr, dy_ptr, delta_ptr, lse_ptr,
     stride_zb, stride_zs, stride_zh, heads, places, group, scale, log2_scale,
     D: tl.constexpr, E: tl.constexpr, LAST: tl.constexpr, Z_IS_QUERY: tl.constexpr, POOLED: tl.constexpr,
-    TILED: tl.constexpr, HAS_MASK: tl.constexpr, ENTROPY_GRAD: tl.constexpr, MASKED: tl.constexpr,
+    HAS_MASK: tl.constexpr, MASKED: tl.constexpr,
     PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
     """Add to dk and dv what the rows [start, stop) of a block contribute, BLOCK_M at a time."""
@@ -389,25 +343,18 @@ def _r_backward_keys_rows(
         j = first + tl.arange(0, BLOCK_M)
         inside = j < places.positions
         row = group.to(tl.int64) * places.positions + j
-        z = _load_z(
-            z_ptr, stride_zb, stride_zs, stride_zh, places, heads, group, j, D, BLOCK_D, Z_IS_QUERY, TILED, MASKED
-        )
+        z = _load_z(z_ptr, stride_zb, stride_zs, stride_zh, places, heads, group, j, D, BLOCK_D, Z_IS_QUERY, MASKED)
         daL = z
         if daL_ptr is not None:
             daL = load_rows(daL_ptr, D, row, inside, D, BLOCK_D, MASKED)
         # A position beyond the block gets lse = inf, hence p = 0.
         lse = _load_statistics(lse_ptr, row, inside, float("inf"), MASKED)
         delta = _load_statistics(delta_ptr, row, inside, 0.0, MASKED)
-        cL = delta
-        dcL = delta
-        if ENTROPY_GRAD:
-            cL = _load_statistics(cL_ptr, row, inside, 0.0, MASKED)
-            dcL = _load_statistics(dcL_ptr, row, inside, 0.0, MASKED)
         scores = tl.dot(k, tl.trans(z), input_precision=PRECISION)  # [N, M]
         masked = scores
         if POOLED:
             masked = scores * log2_scale + bias[:, None]
-        elif HAS_MASK or TILED:
+        elif HAS_MASK:
             masked = tl.where(attended[:, None], scores, -float("inf"))
         p = probabilities(masked, lse, 1.0 if POOLED else log2_scale)
         if daL_ptr is not None:
@@ -421,7 +368,7 @@ def _r_backward_keys_rows(
             dy = load_rows(dy_ptr, E, row, inside, E, BLOCK_E, MASKED)
             dp = tl.dot(v, tl.trans(dy), dp, input_precision=PRECISION)
             dv = tl.dot(p_rounded, dy, dv, input_precision=PRECISION)
-        ds = _d_scores(p, dp, delta, dcL, cL, lse, scores, scale, ENTROPY_GRAD) * scale
+        ds = p * (dp - delta) * scale
         dk = tl.dot(ds.to(k.dtype), z, dk, input_precision=PRECISION)
     return dk, dv
 
@@ -437,12 +384,12 @@ def _load_statistics(ptr, row, inside, other, MASKED: tl.constexpr):
 
 @triton.jit(do_not_specialize=["heads", "key_tiles"])
 def _r_backward_keys_kernel(
-    z_ptr, k_ptr, v_ptr, bias_ptr, mask_ptr, daL_ptr, dy_ptr, delta_ptr, lse_ptr, cL_ptr, dcL_ptr, dk_ptr, dv_ptr,
+    z_ptr, k_ptr, v_ptr, bias_ptr, mask_ptr, daL_ptr, dy_ptr, delta_ptr, lse_ptr, dk_ptr, dv_ptr,
     stride_zb, stride_zs, stride_zh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
     stride_mb, stride_ms, stride_dkb, stride_dks, stride_dkh, stride_dvb, stride_dvs, stride_dvh,
     heads, places, key_tiles, scale, log2_scale,
     D: tl.constexpr, E: tl.constexpr, LAST: tl.constexpr, Z_IS_QUERY: tl.constexpr, POOLED: tl.constexpr,
-    TILED: tl.constexpr, HAS_MASK: tl.constexpr, ENTROPY_GRAD: tl.constexpr, PRECISION: tl.constexpr,
+    HAS_MASK: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
     """Add one tile of keys' gradients, as keys and as values, and in the last iteration those of V.
@@ -461,9 +408,9 @@ def _r_backward_keys_kernel(
     else:
         k_ptr += batch.to(tl.int64) * stride_kb + head.to(tl.int64) * stride_kh
         dk_ptr += batch.to(tl.int64) * stride_dkb + head.to(tl.int64) * stride_dkh
-    start, stop = _key_range(places, block, POOLED, TILED)
+    start, stop = _key_range(places, block, POOLED)
     i = start + pid % key_tiles * BLOCK_N + tl.arange(0, BLOCK_N)
-    rows, valid = _key_rows(places, block, i, stop, POOLED, TILED)
+    rows, valid = _key_rows(places, block, i, stop, POOLED)
     k = load_rows(k_ptr, stride_ks, rows, valid, D, BLOCK_D, True)
     v = k
     if LAST:
@@ -481,19 +428,18 @@ def _r_backward_keys_kernel(
     dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     dv = tl.zeros([BLOCK_N, BLOCK_E], tl.float32) if LAST else dk
     full_stop = 0
-    if not (TILED and Z_IS_QUERY):
-        first_token = block * places.positions - places.offset
-        if not Z_IS_QUERY or (first_token >= 0 and first_token + places.positions <= places.tokens):
-            full_stop = places.positions // BLOCK_M * BLOCK_M
-        dk, dv = _r_backward_keys_rows(
-            dk, dv, k, v, attended, bias, 0, full_stop, z_ptr, daL_ptr, dy_ptr, delta_ptr, lse_ptr, cL_ptr, dcL_ptr,
-            stride_zb, stride_zs, stride_zh, heads, places, group, scale, log2_scale, D, E, LAST, Z_IS_QUERY, POOLED,
-            TILED, HAS_MASK, ENTROPY_GRAD, False, PRECISION, BLOCK_M, BLOCK_D, BLOCK_E,
-        )  # fmt: skip
+    first_token = block * places.positions - places.offset
+    if not Z_IS_QUERY or (first_token >= 0 and first_token + places.positions <= places.tokens):
+        full_stop = places.positions // BLOCK_M * BLOCK_M
     dk, dv = _r_backward_keys_rows(
-        dk, dv, k, v, attended, bias, full_stop, places.positions, z_ptr, daL_ptr, dy_ptr, delta_ptr, lse_ptr, cL_ptr,
-        dcL_ptr, stride_zb, stride_zs, stride_zh, heads, places, group, scale, log2_scale, D, E, LAST, Z_IS_QUERY,
-        POOLED, TILED, HAS_MASK, ENTROPY_GRAD, True, PRECISION, BLOCK_M, BLOCK_D, BLOCK_E,
+        dk, dv, k, v, attended, bias, 0, full_stop, z_ptr, daL_ptr, dy_ptr, delta_ptr, lse_ptr,
+        stride_zb, stride_zs, stride_zh, heads, places, group, scale, log2_scale, D, E, LAST, Z_IS_QUERY,
+        POOLED, HAS_MASK, False, PRECISION, BLOCK_M, BLOCK_D, BLOCK_E,
+    )  # fmt: skip
+    dk, dv = _r_backward_keys_rows(
+        dk, dv, k, v, attended, bias, full_stop, places.positions, z_ptr, daL_ptr, dy_ptr, delta_ptr, lse_ptr,
+        stride_zb, stride_zs, stride_zh, heads, places, group, scale, log2_scale, D, E, LAST, Z_IS_QUERY,
+        POOLED, HAS_MASK, True, PRECISION, BLOCK_M, BLOCK_D, BLOCK_E,
     )  # fmt: skip
 
     # The last iteration is differentiated first.
@@ -507,73 +453,35 @@ def _r_backward_keys_kernel(
 
 
 @dataclass(frozen=True)
-class Packed:
-    """Keys and values in the order of the blocks, [B·H·m, b, D], zero after the last token of a block.
-
-    Args:
-        counts: [m], int32, the number of tokens of every block; None if all have b.
-    """
-
-    key: torch.Tensor
-    value: torch.Tensor
-    counts: torch.Tensor | None
-
-
-@dataclass(frozen=True)
 class RStep:
     """What all R-steps of one call share: keys, values and the way to find them.
 
     Args:
         key: [B, S, H, D]. value: [B, S, H, E]. key_mask: [B, S] bool or None.
-        packed: the same keys and values for `forward`, copied into the order of the blocks.
     """
 
     key: torch.Tensor
     value: torch.Tensor
     key_mask: torch.Tensor | None
     call: MonarchCall
-    packed: Packed | None = None
-
-    @property
-    def places(self) -> Places:
-        return self.call.places
 
     @property
     def groups(self) -> int:
-        return self.key.shape[0] * self.key.shape[2] * self.places.blocks
+        return self.key.shape[0] * self.key.shape[2] * self.call.places.blocks
 
-    def pool(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """(mean key of every cell [B·H·m, c, D], log2 of the number of its keys [m, c])."""
-        places = self.places
+    def pooled(self) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """(mean key of every cell [B·H·m, c, D], log2 of the number of its keys [m, c]); None without `coarse`."""
+        if self.call.options.coarse == 1:
+            return None
+        places = self.call.places
         pooled = self.key.new_empty(self.groups, places.cells, self.key.shape[3])
         bias = self.key.new_empty(places.blocks, places.cells, dtype=torch.float32)
         self._launch(_pool_kernel, (self.key, pooled, bias), self.key, places.cells, COARSE=self.call.options.coarse)
         return pooled, bias
 
-    def pooled(self) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """What `pool` makes for all iterations but the last; None where keys are not pooled."""
-        return self.pool() if self.call.options.coarse > 1 else None
-
-    def pack(self, tokens: torch.Tensor, out: torch.Tensor, *, tokens_first: bool) -> torch.Tensor:
-        """Copy `tokens` [B, S, H, D] into `out` [B·H·m, b, D]; returns the number of tokens of every block [m].
-
-        Places without a token are zero; with `tokens_first` they come last.
-        """
-        counts = tokens.new_empty(self.places.blocks, dtype=torch.int32)
-        self._launch(_pack_kernel, (tokens, out, counts), tokens, self.places.positions, TOKENS_FIRST=tokens_first)
-        return counts
-
-    def with_packed(self) -> RStep:
-        """The same R-steps on packed keys and values."""
-        key, value = (x.new_empty(self.groups, self.places.positions, x.shape[3]) for x in (self.key, self.value))
-        counts = self.pack(self.key, key, tokens_first=True)
-        self.pack(self.value, value, tokens_first=True)
-        every_place_filled = self.places.blocks * self.places.positions == self.places.tokens
-        return replace(self, packed=Packed(key, value, None if every_place_filled else counts))
-
     def unpool(self, d_pooled: torch.Tensor, bias: torch.Tensor, dk: torch.Tensor) -> None:
         """Add the gradient of the pooled keys to dk [B, S, H, D]."""
-        self._launch(_unpool_kernel, (d_pooled, bias, dk), dk, self.places.cells, COARSE=self.call.options.coarse)
+        self._launch(_unpool_kernel, (d_pooled, bias, dk), dk, self.call.places.cells, COARSE=self.call.options.coarse)
 
     def _launch(self, kernel, tensors: tuple[torch.Tensor, ...], tokens: torch.Tensor, rows: int, **options) -> None:
         """Launch a kernel that works on this many rows of every block."""
@@ -581,7 +489,7 @@ class RStep:
         block = 32
         tiles = triton.cdiv(rows, block)
         kernel[(tiles * self.groups,)](
-            *tensors, *tokens.stride()[:3], self.key.shape[2], self.places.unspecialised(), tiles,
+            *tensors, *tokens.stride()[:3], self.key.shape[2], self.call.places.unspecialised(), tiles,
             D=D, BLOCK_N=block, BLOCK_D=block_dim(D), num_warps=4, **options,
         )  # fmt: skip
 
@@ -594,7 +502,7 @@ class RStep:
         strides = (*z_strides, *key_strides, *self.value.stride()[:3], *mask_strides)
         D, E = self.key.shape[3], self.value.shape[3]
         constants = dict(
-            D=D, E=E, LAST=last, Z_IS_QUERY=z_is_query, POOLED=pooled is not None, TILED=self.call.tiled,
+            D=D, E=E, LAST=last, Z_IS_QUERY=z_is_query, POOLED=pooled is not None,
             HAS_MASK=self.key_mask is not None, PRECISION=dot_precision(self.key.dtype),
             BLOCK_D=block_dim(D), BLOCK_E=block_dim(E if last else 1),
         )  # fmt: skip
@@ -605,23 +513,15 @@ class RStep:
 
     def _tail_block(self, block: int, pooled: bool) -> int:
         """Keys per tile after the last whole block: as few as hold them in one tile of a power of two."""
-        if self.key_mask is not None or (self.call.tiled and not pooled):
+        if self.key_mask is not None:
             return block
-        keys = self.places.cells if pooled else self.places.positions
+        keys = self.call.places.cells if pooled else self.call.places.positions
         return min(block, max(16, triton.next_power_of_2(keys % block)))
 
     def _cells_are_full(self) -> bool:
         """Whether every pooled key is the mean of coarse × coarse keys."""
-        places = self.places
+        places = self.call.places
         return places.blocks * places.cells * self.call.options.coarse**2 == places.tokens
-
-    def _served_on_hopper(self, z: torch.Tensor, written: torch.Tensor) -> bool:
-        """Whether the kernel for Hopper serves `forward`: for that, tokens must be packed unless consecutive.
-
-        Packed and pooled keys have rows like those of `written`, which is aL or y: contiguous.
-        """
-        in_order = not self.call.tiled or (self.packed is not None and z.ndim == 3)
-        return self.key_mask is None and in_order and hopper_fits("monarch", z, self.key, self.value, written)
 
     def forward(
         self,
@@ -639,15 +539,13 @@ class RStep:
         """
         written = aL if aL is not None else y
         assert written is not None
-        if self._served_on_hopper(z, written):
+        # Pooled keys have rows like those of aL and y: contiguous.
+        if self.key_mask is None and hopper_fits("monarch", z, self.key, self.value, written):
             from vmonarch.kernels.hopper.r_step import r_step
 
-            key, value, counts = self.key, self.value, None
-            if self.packed is not None:
-                key, value, counts = self.packed.key, self.packed.value, self.packed.counts
-            bias, keys_per_key = None, 1
+            key, bias, keys_per_key = self.key, None, 1
             if pooled is not None:
-                key, bias, counts = *pooled, None
+                key, bias = pooled
                 if self._cells_are_full():
                     bias, keys_per_key = None, self.call.options.coarse**2
             if y is not None:
@@ -655,20 +553,20 @@ class RStep:
             else:
                 stage = "r_step" if pooled is None else "r_step_pooled"
             r_step(
-                z, key, value, aL=aL, cL=cL, y=y, lse=lse, counts=counts, bias=bias, keys_per_key=keys_per_key,
-                places=self.places, heads=self.key.shape[2], scale=self.call.scale,
+                z, key, self.value, aL=aL, cL=cL, y=y, lse=lse, bias=bias, keys_per_key=keys_per_key,
+                places=self.call.places, heads=self.key.shape[2], scale=self.call.scale,
                 options=self._options(f"hopper_{stage}"),
             )  # fmt: skip
             return
         key, bias = (self.key, None) if pooled is None else pooled
         strides, constants = self._shared(z, None if pooled is None else pooled[0], y is not None)
         options = self._options("r_step" if y is None else "r_step_last")
-        row_tiles = triton.cdiv(self.places.positions, options["BLOCK_M"])
+        row_tiles = triton.cdiv(self.call.places.positions, options["BLOCK_M"])
         options["BLOCK_TAIL"] = self._tail_block(options["BLOCK_N"], pooled is not None)
         _r_step_kernel[(row_tiles * self.groups,)](
             z, key, self.value, bias, self.key_mask, aL, y, cL, lse, *strides,
-            self.key.shape[2], self.places.unspecialised(), row_tiles, self.call.scale, log2_scale_of(self.call.scale),
-            STORE_LSE=lse is not None, **constants, **options,
+            self.key.shape[2], self.call.places.unspecialised(), row_tiles, self.call.scale,
+            log2_scale_of(self.call.scale), STORE_LSE=lse is not None, **constants, **options,
         )  # fmt: skip
 
     def backward(
@@ -677,10 +575,8 @@ class RStep:
         pooled: tuple[torch.Tensor, torch.Tensor] | None,
         *,
         lse: torch.Tensor,
-        cL: torch.Tensor | None,
         daL: torch.Tensor | None,
         dy: torch.Tensor | None,
-        dcL: torch.Tensor | None,
         delta: torch.Tensor,
         dq: torch.Tensor,
         dk: torch.Tensor,
@@ -692,58 +588,49 @@ class RStep:
         """Write dk and dv if dy is given (the last iteration), else add to dk; add to dq where z is the query, else
         write daR and dcR.
 
-        `daL` and `cL` are None for y alone, `dcL` where no gradient flows through the entropy; `delta` = daL·aL + dy·y,
-        one number per row.
+        `daL` is None for y alone; `delta` = daL·aL + dy·y, one number per row. No gradient flows through cL.
         """
         key, bias = (self.key, None) if pooled is None else pooled
         d_key = dk if pooled is None else torch.empty_like(key)
         loaded = [x for x in (key, z, daL, dy, None if dy is None else self.value) if x is not None]
         even = pooled is None or self._cells_are_full()
-        if even and self.key_mask is None and not self.call.tiled and hopper_fits("monarch", *loaded):
+        if even and self.key_mask is None and hopper_fits("monarch", *loaded):
             from vmonarch.kernels.hopper.backward import r_backward
 
             r_backward(
-                key, self.value, self.places, self.key.shape[2], self.call.scale, z,
-                keys_per_key=1 if pooled is None else self.call.options.coarse**2, lse=lse, cL=cL, daL=daL, dy=dy,
-                dcL=dcL, delta=delta, dq=dq, dk=d_key, dv=dv, cR=cR, daR=daR, dcR=dcR, min_mass=self.call.min_mass,
+                key, self.value, self.call.places, self.key.shape[2], self.call.scale, z,
+                keys_per_key=1 if pooled is None else self.call.options.coarse**2, lse=lse, daL=daL, dy=dy,
+                delta=delta, dq=dq, dk=d_key, dv=dv, cR=cR, daR=daR, dcR=dcR, min_mass=self.call.min_mass,
             )  # fmt: skip
             if bias is not None:
                 self.unpool(d_key, bias, dk)
             return
         strides, constants = self._shared(z, None if pooled is None else pooled[0], dy is not None)
-        constants["ENTROPY_GRAD"] = dcL is not None
         numbers = (self.call.scale, log2_scale_of(self.call.scale))
-        saved = (daL, dy, delta, lse, cL, dcL)
+        saved = (daL, dy, delta, lse)
         dk_strides = dk.stride()[:3] if pooled is None else (0, key.shape[-1], 0)
         options = self._options("r_backward_keys")
-        keys = self.places.positions if pooled is None else self.places.cells
+        keys = self.call.places.positions if pooled is None else self.call.places.cells
         tiles = triton.cdiv(keys, options["BLOCK_N"])
         _r_backward_keys_kernel[(tiles * self.groups,)](
             z, key, self.value, bias, self.key_mask, *saved, d_key, dv, *strides, *dk_strides, *dv.stride()[:3],
-            self.key.shape[2], self.places.unspecialised(), tiles, *numbers, **constants, **options,
+            self.key.shape[2], self.call.places.unspecialised(), tiles, *numbers, **constants, **options,
         )  # fmt: skip
         if bias is not None:
             self.unpool(d_key, bias, dk)
         options = self._options("r_backward_z")
-        tiles = triton.cdiv(self.places.positions, options["BLOCK_M"])
+        tiles = triton.cdiv(self.call.places.positions, options["BLOCK_M"])
         _r_backward_z_kernel[(tiles * self.groups,)](
             z, key, self.value, bias, self.key_mask, *saved, cR, daR, dcR, dq, *strides, *dq.stride()[:3],
-            self.key.shape[2], self.places.unspecialised(), tiles, *numbers, self.call.min_mass, **constants, **options,
+            self.key.shape[2], self.call.places.unspecialised(), tiles, *numbers, self.call.min_mass,
+            **constants, **options,
         )  # fmt: skip
 
     def row_dots(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         """a·b of every row of two block tensors, [B·H·m, b] in float32; every block is a frame."""
+        B, S, H, _ = self.key.shape
         dots = a.new_empty(a.shape[:2], dtype=torch.float32)
-        rows = row_work(self.call.own_blocks, _DOTS_BLOCK, _DOTS_BLOCK, 1, 1, 1, a.device)
-        row_deltas(self._tokens(a), self._tokens(b), None, None, None, self._of_heads(dots), rows, _DOTS_BLOCK)
+        rows = row_work((Segment(0, S, ((0, S),)),), _DOTS_BLOCK, _DOTS_BLOCK, 1, 1, 1, a.device)
+        a, b = (blocks.view(B, H, S, -1).transpose(1, 2) for blocks in (a, b))
+        row_deltas(a, b, None, None, None, dots.view(B, H, S), rows, _DOTS_BLOCK)
         return dots
-
-    def _tokens(self, blocks: torch.Tensor) -> torch.Tensor:
-        """[B·H·m, b, D] as [B, S, H, D]; every block is a frame."""
-        B, S, H, _ = self.key.shape
-        return blocks.view(B, H, S, -1).transpose(1, 2)
-
-    def _of_heads(self, stats: torch.Tensor) -> torch.Tensor:
-        """[B·H·m, b] as [B, H, S]; every block is a frame."""
-        B, S, H, _ = self.key.shape
-        return stats.view(B, H, S)

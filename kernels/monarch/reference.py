@@ -10,7 +10,7 @@ Block tensors are [B, H, m, b, D].
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator
 
 import torch
 
@@ -19,21 +19,17 @@ from vmonarch.kernels.flash_entropy import reference as softmax
 from vmonarch.kernels.flash_entropy.reference import attend, in_row_chunks, softmax_parts, to_groups
 from vmonarch.kernels.monarch.blocks import BlockLayout
 from vmonarch.kernels.two_resolution.reference import chosen_tiles, two_resolution_attention_reference
-from vmonarch.kernels.two_resolution.tiling import frame_tiling, tiling_of
-from vmonarch.options import VMonarchOptions
-from vmonarch.two_resolution_options import r_options, row_options
-
-# The exact blocks [b, l, m] of a chunk of positions and of query blocks.
-ExactTable = Callable[[slice, slice], torch.Tensor]
+from vmonarch.kernels.two_resolution.tiling import tiling_of
+from vmonarch.options import VMonarchOptions, row_options
 
 
 def r_step(
-    z: torch.Tensor, key: torch.Tensor, key_bias: torch.Tensor | None, value: torch.Tensor | None, entropy_grad: bool
+    z: torch.Tensor, key: torch.Tensor, key_bias: torch.Tensor | None, value: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Update R inside every key block: plain attention with query z, key K and values K and V (Eq. 3, 4).
 
     The entropy comes free because the key is a value: cL = Σ R log R = z·aL - lse
-    (docs/attention.md, "The entropy").
+    (docs/attention.md, "The entropy"). No gradient flows through it: it would dominate that of the output.
 
     Args:
         z: [B, H, m, b, D] centroid queries.
@@ -52,41 +48,7 @@ def r_step(
     aL = outs[0].unflatten(0, lead)
     cL = (z * aL).sum(-1) - lse.unflatten(0, lead)
     y = None if value is None else outs[1].unflatten(0, lead)
-    return aL, cL if entropy_grad else cL.detach(), y
-
-
-def r_step_in_two_resolutions(
-    z: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    grid: LatentGrid,
-    options: VMonarchOptions,
-    entropy_grad: bool,
-) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor]:
-    """`r_step` of the last iteration in two resolutions; every block is a frame of `grid`.
-
-    Without `last_l_update` there is no aL and no cL.
-    """
-    (B, _, m, _, D), two = z.shape, r_options(options)
-    tiling = frame_tiling(grid, two)
-    # [B, H, m, b, …] -> [B·m, b, H, …]: a frame is a sample.
-    queries, keys, values = (x.permute(0, 2, 3, 1, 4).flatten(0, 1) for x in (z, key, value))
-    chosen = chosen_tiles(queries, keys, tiling, two, scale=1.0)
-    summed = torch.cat([keys, values], -1) if options.last_l_update else values
-    out, lse = two_resolution_attention_reference(queries, keys, summed, tiling, chosen, rest=True, scale=1.0)
-    out = out.unflatten(0, (B, m)).permute(0, 3, 1, 2, 4)
-    if not options.last_l_update:
-        return None, None, out
-    lse = lse.unflatten(0, (B, m)).transpose(1, 2)
-    aL, y = out[..., :D], out[..., D:]
-    cL = (z * aL).sum(-1) - lse
-    return aL, cL if entropy_grad else cL.detach(), y
-
-
-def values_of(z: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """y [B, H, m, b, E] of `r_step` alone, with every key."""
-    _, y = in_row_chunks(attend, z.flatten(0, 2), key.flatten(0, 2), None, value.flatten(0, 2))
-    return y.unflatten(0, z.shape[:3])
+    return aL, cL.detach(), y
 
 
 def l_logits(
@@ -96,7 +58,7 @@ def l_logits(
 
     Args:
         query: [G, b, l, D], position-major. aL: [G, b, m, D]. cL: [G, b, m].
-        exact: [b, l, m] true in exact blocks, or None.
+        exact: [l, m] true in exact blocks, or None.
         lse_exact: [G, b, l] log-weight of the exact part, -inf where there is none; or None.
 
     Returns:
@@ -165,51 +127,40 @@ def _slice_or_none(tensor: torch.Tensor | None, *index: slice) -> torch.Tensor |
     return None if tensor is None else tensor[index]
 
 
-def _in_chunks(groups: int, positions: int, rows: int, blocks: int) -> tuple[list[slice], list[slice]]:
-    """Slices of positions and of query rows whose logits stay within the chunk budget."""
+# A slice of query rows, their queries [G, b, l, D], and exact and lse_exact as `l_logits` takes them.
+_Rows = tuple[slice, torch.Tensor, tuple[torch.Tensor | None, torch.Tensor | None]]
+
+
+def _in_chunks(
+    query: torch.Tensor, blocks: int, exact: torch.Tensor | None, lse_exact: torch.Tensor | None
+) -> Iterator[tuple[slice, list[_Rows]]]:
+    """Slices of positions, each with its slices of query rows, whose logits stay within the chunk budget."""
+    groups, positions, rows = query.shape[:3]
     budget = max(1, softmax.MAX_CHUNK_SCORES // groups)
     rows_per_chunk = min(rows, max(1, budget // blocks))
-    positions_per_chunk = max(1, budget // (rows_per_chunk * blocks))
-    return _chunks(positions, positions_per_chunk), _chunks(rows, rows_per_chunk)
-
-
-def exact_blocks(key_frames: tuple[tuple[int, ...], ...], frame: torch.Tensor) -> ExactTable:
-    """The exact blocks of a chunk of positions and query blocks, as a function.
-
-    Args:
-        key_frames: E(l) for every frame l, whole key blocks.
-        frame: [m, b] the frame of every place.
-    """
-    T = len(key_frames)
-    pairs = torch.tensor([[k in attended for k in range(T)] for attended in key_frames], device=frame.device)  # [T, T]
-    of_blocks = pairs[:, frame[:, 0]]  # [T, m]
-    return lambda j, l: of_blocks[frame.T[j, l]]
+    for j in _chunks(positions, max(1, budget // (rows_per_chunk * blocks))):
+        yield (
+            j,
+            [
+                (l, query[:, j, l], (_slice_or_none(exact, l), _slice_or_none(lse_exact, slice(None), j, l)))
+                for l in _chunks(rows, rows_per_chunk)
+            ],
+        )
 
 
 def centroids(
     query: torch.Tensor,
     aL: torch.Tensor,
     cL: torch.Tensor,
-    exact: ExactTable | None,
+    exact: torch.Tensor | None,
     lse_exact: torch.Tensor | None,
     query_valid: torch.Tensor | None,
     options: VMonarchOptions,
 ) -> torch.Tensor:
     """The centroid queries z = αR / max(cR, min_mass) of all positions [G, b, m, D], by `l_step`, a chunk at a time."""
-    position_chunks, row_chunks = _in_chunks(query.shape[0], query.shape[1], query.shape[2], aL.shape[2])
     z = []
-    for j in position_chunks:
-        sums = [
-            l_step(
-                query[:, j, l],
-                aL[:, j],
-                cL[:, j],
-                None if exact is None else exact(j, l),
-                _slice_or_none(lse_exact, slice(None), j, l),
-                _slice_or_none(query_valid, j, l),
-            )
-            for l in row_chunks
-        ]
+    for j, rows in _in_chunks(query, aL.shape[2], exact, lse_exact):
+        sums = [l_step(q, aL[:, j], cL[:, j], *known, _slice_or_none(query_valid, j, l)) for l, q, known in rows]
         aR, cR = (sum(parts[1:], parts[0]) for parts in zip(*sums, strict=True))
         # The clamp (VMonarch, §4.1) keeps blocks that nobody looks at from being divided by nearly nothing.
         z.append(aR / cR.clamp(min=max(options.min_mass, torch.finfo(cR.dtype).tiny)).unsqueeze(-1))
@@ -221,25 +172,16 @@ def output(
     aL: torch.Tensor,
     cL: torch.Tensor,
     y: torch.Tensor,
-    exact: ExactTable | None,
+    exact: torch.Tensor | None,
     lse_exact: torch.Tensor | None,
     out_exact: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(o [G, b, l, E], lse [G, b, l]) of all positions, by `last_l_step`, a chunk at a time."""
-    position_chunks, row_chunks = _in_chunks(query.shape[0], query.shape[1], query.shape[2], aL.shape[2])
     outs, lses = [], []
-    for j in position_chunks:
+    for j, rows in _in_chunks(query, aL.shape[2], exact, lse_exact):
         parts = [
-            last_l_step(
-                query[:, j, l],
-                aL[:, j],
-                cL[:, j],
-                y[:, j],
-                None if exact is None else exact(j, l),
-                _slice_or_none(lse_exact, slice(None), j, l),
-                _slice_or_none(out_exact, slice(None), j, l),
-            )
-            for l in row_chunks
+            last_l_step(q, aL[:, j], cL[:, j], y[:, j], *known, _slice_or_none(out_exact, slice(None), j, l))
+            for l, q, known in rows
         ]
         outs.append(torch.cat([o for o, _ in parts], 2))
         lses.append(torch.cat([lse for _, lse in parts], 2))
@@ -295,6 +237,37 @@ def exact_row(
     return two_resolution_attention_reference(query, key, value, tiling, chosen, rest=True, scale=scale)
 
 
+def exact_parts(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    grid: LatentGrid,
+    options: VMonarchOptions,
+    *,
+    scale: float,
+) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+    """The exact blocks [T, T], and `exact_part` with its exact rows in two resolutions; None where nothing is exact.
+
+    Returns:
+        (exact, out [B, S, H, E], lse [B, H, S]).
+    """
+    pattern = options.pattern
+    key_frames = () if pattern is None else pattern.key_frames(grid.frames)
+    if pattern is None or not any(key_frames):
+        return None, None, None
+    exact = [[k in attended for k in range(grid.frames)] for attended in key_frames]
+    rows = pattern.rows if options.row_share < 1 else ()
+    fine = tuple(() if l in rows else frames for l, frames in enumerate(key_frames))
+    out, lse = exact_part(to_groups(query) * scale, to_groups(key), to_groups(value), fine)
+    lead = query.shape[0], query.shape[2]
+    out, lse = out.unflatten(0, lead).transpose(1, 2), lse.unflatten(0, lead)
+    for l in rows:
+        of_frame = query.unflatten(1, (grid.frames, -1))[:, l]
+        out_l, lse_l = exact_row(of_frame, key, value, grid, options, scale=scale)
+        out, lse = _with_frame(out, out_l, l, 1), _with_frame(lse, lse_l, l, 2)
+    return torch.tensor(exact, device=query.device), out, lse
+
+
 def monarch_attention_reference(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -303,9 +276,7 @@ def monarch_attention_reference(
     options: VMonarchOptions,
     *,
     scale: float,
-    entropy_grad: bool,
     key_mask: torch.Tensor | None = None,
-    key_frames: tuple[tuple[int, ...], ...] | None = None,
     grid: LatentGrid | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Monarch attention over the blocks of `layout` (MonarchAttention, Fig. 7; VMonarch, Fig. 6).
@@ -313,8 +284,7 @@ def monarch_attention_reference(
     Args:
         query, key: [B, S, H, D]. value: [B, S, H, E].
         key_mask: [B, S], true where a key may be attended.
-        key_frames: E(l) for every frame l, rounded outward to whole key blocks; None for no exact block.
-        grid: of the tokens; None where they are no video.
+        grid: of the tokens, whose frames are the blocks; None where they are no video, which has no exact block.
 
     Returns:
         (out [B, S, H, E] in the dtype of `query`, lse [B, H, S]).
@@ -332,55 +302,32 @@ def monarch_attention_reference(
         key_bias = torch.zeros_like(present, dtype=compute_dtype).masked_fill(~present, -torch.inf)
     coarse_key, coarse_bias = layout.pool(k) if layout.cell is not None else (k, key_bias)
 
-    exact_table = out_exact = lse_exact = None
-    if key_frames is not None and any(key_frames):
-        assert layout.frame is not None
-        exact_table = exact_blocks(key_frames, layout.frame)
-        rows = options.pattern.rows if options.pattern is not None and options.row_share < 1 else ()
-        fine = tuple(() if l in rows else frames for l, frames in enumerate(key_frames))
-        out_exact, lse_exact = exact_part(to_groups(query) * scale, to_groups(key), to_groups(value), fine)
-        out_exact, lse_exact = out_exact.unflatten(0, (B, H)).transpose(1, 2), lse_exact.unflatten(0, (B, H))
-        for l in rows:
-            assert grid is not None
-            of_frame = query.unflatten(1, (grid.frames, -1))[:, l]
-            out_l, lse_l = exact_row(of_frame, key, value, grid, options, scale=scale)
-            out_exact, lse_exact = _with_frame(out_exact, out_l, l, 1), _with_frame(lse_exact, lse_l, l, 2)
+    exact = out_exact = lse_exact = None
+    if grid is not None:
+        exact, out_exact, lse_exact = exact_parts(query, key, value, grid, options, scale=scale)
+    if out_exact is not None and lse_exact is not None:
         out_exact = position_major(layout.to_blocks(out_exact))
         lse_exact = position_major(layout.to_blocks(lse_exact.transpose(1, 2).unsqueeze(-1))).squeeze(-1)
+    # Whether all L-steps know of the exact blocks, or only the last.
+    known = (exact, lse_exact) if options.pattern is not None and options.pattern.aware else (None, None)
 
     q_positions = position_major(q)  # [B·H, b, m, D]
     query_valid = None if layout.valid is None else layout.valid.T
-
-    # Whether all L-steps know of the exact blocks, or only the last.
-    aware = options.pattern is not None and options.pattern.aware
     z = q  # L starts as the identity, so every centroid is the block's own query
     for _ in range(options.num_iterations - 1):
-        aL, cL, _ = r_step(z, coarse_key, coarse_bias, None, entropy_grad)
+        aL, cL, _ = r_step(z, coarse_key, coarse_bias, None)
         aL, cL = position_major(aL), position_major(cL)
-        z = centroids(
-            q_positions,
-            aL,
-            cL,
-            exact_table if aware else None,
-            lse_exact if aware else None,
-            query_valid,
-            options,
-        )
+        z = centroids(q_positions, aL, cL, *known, query_valid, options)
         z = z.unflatten(0, (B, H)).transpose(2, 3)
 
-    last: tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
-    if options.r_share < 1:
-        assert grid is not None
-        last = r_step_in_two_resolutions(z, k, v, grid, options, entropy_grad)
-    elif options.last_l_update:
-        last = r_step(z, k, key_bias, v, entropy_grad)
+    if options.last_l_update:
+        aL, cL, y = r_step(z, k, key_bias, v)
+        assert y is not None
+        aL, cL = position_major(aL), position_major(cL)
     else:
-        last = None, None, values_of(z, k, v)
-    new_aL, new_cL, y = last
-    assert y is not None
-    if new_aL is not None and new_cL is not None:
-        aL, cL = position_major(new_aL), position_major(new_cL)
-    o, lse = output(q_positions, aL, cL, position_major(y), exact_table, lse_exact, out_exact)
+        _, y = in_row_chunks(attend, z.flatten(0, 2), k.flatten(0, 2), None, v.flatten(0, 2))
+        y = y.unflatten(0, z.shape[:3])
+    o, lse = output(q_positions, aL, cL, position_major(y), exact, lse_exact, out_exact)
     o = o.unflatten(0, (B, H)).transpose(2, 3)  # [B, H, m, b, E]
     lse = lse.unflatten(0, (B, H)).transpose(2, 3)  # [B, H, m, b]
     out = layout.to_tokens(o).transpose(1, 2).to(query.dtype).contiguous()

@@ -10,10 +10,11 @@ from collections.abc import Iterator
 import torch
 
 from vmonarch.grid import LatentGrid
+from vmonarch.kernels.monarch.call import MonarchCall
 from vmonarch.kernels.two_resolution import op
 from vmonarch.kernels.two_resolution.selection import exact_tiles
 from vmonarch.kernels.two_resolution.tiling import tiling_of
-from vmonarch.two_resolution_options import TwoResolutionOptions
+from vmonarch.options import row_options
 
 
 class Rows:
@@ -21,23 +22,16 @@ class Rows:
 
     Args:
         query, key: [B, S, H, D]. value: [B, S, H, E].
-        frames: of the rows.
     """
 
-    def __init__(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        grid: LatentGrid,
-        frames: tuple[int, ...],
-        options: TwoResolutionOptions,
-        scale: float,
-    ) -> None:
-        self.query, self.key, self.value, self.scale = query, key, value, scale
-        self.frames, self.positions = frames, grid.tokens_per_frame
-        self.tiling, self.options = tiling_of(grid, options, query_frames=1), options
-        self.width = exact_tiles(self.tiling, options)
+    def __init__(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: MonarchCall) -> None:
+        assert call.exact is not None
+        grid = LatentGrid(call.places.blocks, call.places.height, call.places.width)
+        self.query, self.key, self.value, self.scale = query, key, value, call.scale
+        self.frames, self.positions = call.exact.rows, grid.tokens_per_frame
+        self.options = row_options(call.options)
+        self.tiling = tiling_of(grid, self.options, query_frames=1)
+        self.width = exact_tiles(self.tiling, self.options)
 
     def _selected(self, pooled: op.Pooled) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
         """Of every frame its tokens, their queries, and their exact tiles [B, H, n, m]."""
@@ -51,14 +45,16 @@ class Rows:
         """Write out [B, S, H, E] and lse [B, H, S] of the rows, contiguous."""
         pooled = op.pool(self.key, self.value, self.tiling, None)
         for tokens, query, exact in self._selected(pooled):
-            row = op.of_tokens(out[:, tokens], lse[:, :, tokens])
-            op.attend(query, self.key, self.value, exact, self.width, None, self.tiling, pooled, self.scale, row)
+            op.attend(
+                query, self.key, self.value, exact, self.width, None, self.tiling, pooled, self.scale,
+                out[:, tokens], lse[:, :, tokens],
+            )  # fmt: skip
 
     def backward(
-        self, do: torch.Tensor, dlse: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, *gradients: torch.Tensor
-    ) -> None:
-        """Add what the rows give to the gradients dq, dk and dv, which are the last arguments."""
-        dq, dk, dv = gradients
+        self, do: torch.Tensor, dlse: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
+        *, dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor,
+    ) -> None:  # fmt: skip
+        """Add what the rows give to the gradients dq, dk and dv."""
         pooled = op.pool(self.key, self.value, self.tiling, None)
         for tokens, query, exact in self._selected(pooled):
             do_row, out_row = (x[:, tokens].contiguous() for x in (do, out))

@@ -57,7 +57,7 @@ def norm_rotary(
         if tensor.requires_grad:
             raise ValueError(f"{name} must not require a gradient: it gets none")
     tensors = (x, weight, cosines, sines)
-    if use_triton("norm_rotary", implementation, *tensors, family="norm_rotary", why_not=why_not_triton):
+    if use_triton("norm_rotary", implementation, *tensors, op="norm_rotary", why_not=why_not_triton):
         # Triton is imported when it is needed, not with the package.
         from vmonarch.kernels.norm_rotary.op import norm_rotary_forward
 

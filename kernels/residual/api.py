@@ -44,7 +44,7 @@ def attention_residual(
     _check_inference(exact=exact, approximate=approximate)
     check_residual_dtype(dtype)
     check_implementation(implementation)
-    if use_triton("attention_residual", implementation, exact, approximate, family="residual"):
+    if use_triton("attention_residual", implementation, exact, approximate, op="residual"):
         # Triton is imported when it is needed, not with the package.
         from vmonarch.kernels.residual.kernels import attention_residual_triton
 
@@ -81,7 +81,7 @@ def add_residual(out: torch.Tensor, residual: Residual, *, implementation: str =
         _check_like("residual.scale", scale, "out[..., 0]", out[..., 0], torch.float32)
     _check_inference(out=out)
     check_implementation(implementation)
-    if use_triton("add_residual", implementation, out, family="residual"):
+    if use_triton("add_residual", implementation, out, op="residual"):
         from vmonarch.kernels.residual.kernels import add_residual_triton
 
         return add_residual_triton(out, residual)

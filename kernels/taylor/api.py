@@ -8,7 +8,7 @@ import torch
 
 from vmonarch.autocast import without_autocast
 from vmonarch.kernels.common.checks import check_qkv
-from vmonarch.kernels.common.launch import MAX_HEAD_DIM, learns, use_triton
+from vmonarch.kernels.common.launch import learns, use_triton
 from vmonarch.kernels.taylor.feature_maps import FEATURE_MAPS, FeatureMap
 from vmonarch.kernels.taylor.reference import LinearState, taylor_attention_reference
 from vmonarch.validation import check_flag, check_implementation, check_positive_integer, resolve_scale
@@ -57,9 +57,9 @@ def taylor_attention(
         max_tokens: tokens that a sequence has at most, which "cosformer" spreads its angles over; None for those so
             far and the longer of Sq and Sk.
         scale: of q·k; 1/√d' if None.
-        implementation: "torch"; "triton", the fused kernels (CUDA; float16, bfloat16 or float32; d' up to 32 with the
-            Taylor map, up to 256 features with others; no gradients through states; in float16, products of two dims
-            of √scale·q or of √scale·k up to 65,504, and NaN beyond); or "auto", see `kernels.common.launch.use_triton`.
+        implementation: "torch"; "triton", the fused kernels (CUDA; float16, bfloat16 or float32; the Taylor map, d' up
+            to 32; no gradients through states; in float16, products of two dims of √scale·q or of √scale·k up to
+            65,504, and NaN beyond); or "auto", see `kernels.common.launch.use_triton`.
 
     Returns:
         out [B, Sq, H, E] in the dtype of `query`; with `return_lse` then lse [B, H, Sq] in nats; with `return_state`
@@ -99,20 +99,16 @@ def taylor_attention(
     of_state = () if state is None else (state.kv, state.k)
     reason = _why_not(query, key, value, chosen, of_state, return_state)
     others = (frame_weights, *of_state)
-    if use_triton("taylor_attention", implementation, query, key, value, family="taylor", unless=reason, others=others):
+    if use_triton("taylor_attention", implementation, query, key, value, op="taylor", unless=reason, others=others):
         # Triton is imported when it is needed, not with the package.
         from vmonarch.kernels.taylor.op import taylor_attention_triton
 
-        is_taylor = feature_map == "taylor"
-        if not is_taylor:
-            query, key = _features(chosen, query, key, scale, 0 if state is None else state.tokens, max_tokens)
         out, lse, after = taylor_attention_triton(
             query,
             key,
             value,
-            scale=scale if is_taylor else 1.0,
+            scale=scale,
             causal=causal,
-            taylor=is_taylor,
             state=state,
             frame_weights=frame_weights,
             return_lse=return_lse,
@@ -143,28 +139,13 @@ def _why_not(
     return_state: bool,
 ) -> str | None:
     """Why the kernels cannot take this call, or None if they can."""
-    dims = key.shape[3]
-    if feature_map.name == "taylor":
-        if dims > MAX_TAYLOR_DIM:
-            return f"key has {dims} dimensions (supported with the Taylor map: up to {MAX_TAYLOR_DIM})"
-    elif feature_map.features(dims) > MAX_HEAD_DIM:
-        return f"there are {feature_map.features(dims)} features (supported: up to {MAX_HEAD_DIM})"
+    if feature_map.name != "taylor":
+        return f"feature_map is {feature_map.name!r} (supported: taylor)"
+    if key.shape[3] > MAX_TAYLOR_DIM:
+        return f"key has {key.shape[3]} dimensions (supported: up to {MAX_TAYLOR_DIM})"
     if learns(query, key, value, *of_state) and (of_state or return_state):
         return "a state is taken or returned while gradients are recorded (supported: one or the other)"
     return None
-
-
-def _features(
-    feature_map: FeatureMap, query: torch.Tensor, key: torch.Tensor, scale: float, before: int, max_tokens: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """φ(q) and φ(k) [B, S, H, F], made in float32, in the dtype of the query."""
-
-    def of(x: torch.Tensor) -> torch.Tensor:
-        positions = before + torch.arange(x.shape[1], device=x.device)
-        wide = feature_map.map(x.float().transpose(1, 2), scale, positions, max_tokens)
-        return wide.transpose(1, 2).to(x.dtype).contiguous()
-
-    return of(query), of(key)
 
 
 def _check_state(state: object, feature_map: FeatureMap, key: torch.Tensor, value: torch.Tensor) -> None:
@@ -191,8 +172,8 @@ def _check_frame_weights(
         return
     H, tokens = query.shape[2], query.shape[1]
     if not isinstance(frame_weights, torch.Tensor) or not frame_weights.is_floating_point():
-        kind = frame_weights.dtype if isinstance(frame_weights, torch.Tensor) else type(frame_weights).__name__
-        raise TypeError(f"frame_weights must be None or a floating-point tensor [H, T, T], got {kind}")
+        got = frame_weights.dtype if isinstance(frame_weights, torch.Tensor) else type(frame_weights).__name__
+        raise TypeError(f"frame_weights must be None or a floating-point tensor [H, T, T], got {got}")
     shape = tuple(frame_weights.shape)
     if len(shape) != 3 or shape[0] != H or shape[1] != shape[2] or shape[1] == 0:
         raise ValueError(f"frame_weights must be [{H}, T, T], T frames of tokens, got {shape}")

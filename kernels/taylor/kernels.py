@@ -1,7 +1,6 @@
 """Linear attention in Triton: sums over chunks, and what queries and gradients read off them (Based, Eq. 2-4, §5).
 
-With q̂ = √scale·q, k̂ = √scale·k and s = q̂·k̂, a pair weighs w = 1 + s + s²/2 (TAYLOR), or w = s where features were made
-beforehand. A state holds the sums of one side:
+With q̂ = √scale·q, k̂ = √scale·k and s = q̂·k̂, a pair weighs w = 1 + s + s²/2. A state holds the sums of one side:
     order 0: Σ v, Σ c      order 1: Σ k̂ v, Σ k̂ c      order 2: Σ (k̂⊗k̂) v, Σ (k̂⊗k̂) c      with c = 1
 The products k̂⊗k̂ of a tile of tokens never leave the chip. From a state of the keys come the outputs and the queries'
 gradients; from the dual state of the queries, with (dO, h) / den in place of (v, c), the gradients of values and keys:
@@ -17,7 +16,7 @@ A program keeps its state and takes many tiles of tokens. Where d' is so large t
 order 2 is taken BLOCK_A of its first dimension at a time.
 
 Shapes: B batch, S tokens, H heads, d' dims, A of them, E value dim, C tokens per chunk; M or N rows of a tile. States
-are float32, [B·H, chunks, 1 + d' + d'² or d', E] and, for c, [B·H, chunks, 1 + d' + d'² or d'].
+are float32, [B·H, chunks, 1 + d' + d'², E] and, for c, [B·H, chunks, 1 + d' + d'²].
 """
 
 from __future__ import annotations
@@ -52,9 +51,7 @@ def _load_columns(ptr, stride, rows, inside, first, E: tl.constexpr, BLOCK_E: tl
 
 
 @triton.jit
-def _rows_of_order(
-    order: tl.constexpr, first_a, D: tl.constexpr, BLOCK_A: tl.constexpr, BLOCK_D: tl.constexpr, TAYLOR: tl.constexpr
-):
+def _rows_of_order(order: tl.constexpr, first_a, D: tl.constexpr, BLOCK_A: tl.constexpr, BLOCK_D: tl.constexpr):
     """Rows of a state that hold the sums of an order, and which of them there are."""
     if order == 2:
         pair = tl.arange(0, BLOCK_A * BLOCK_D)
@@ -62,29 +59,26 @@ def _rows_of_order(
         return 1 + D + a * D + b, (a < D) & (b < D)
     else:
         i = tl.arange(0, BLOCK_D)
-        return (1 if TAYLOR else 0) + i, i < D
+        return 1 + i, i < D
 
 
 @triton.jit
 def _load_state(
-    s_ptr, order: tl.constexpr, first_a, first_e, D: tl.constexpr, E: tl.constexpr, TAYLOR: tl.constexpr,
+    s_ptr, order: tl.constexpr, first_a, first_e, D: tl.constexpr, E: tl.constexpr,
     BLOCK_A: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
     """Sums of an order, [d' or A·d', BLOCK_E]."""
-    rows, inside = _rows_of_order(order, first_a, D, BLOCK_A, BLOCK_D, TAYLOR)
+    rows, inside = _rows_of_order(order, first_a, D, BLOCK_A, BLOCK_D)
     return _load_columns(s_ptr, E, rows, inside, first_e, E, BLOCK_E)
 
 
 @triton.jit
-def _load_sums(z_ptr, unit, D: tl.constexpr, TAYLOR: tl.constexpr, BLOCK_D: tl.constexpr):
+def _load_sums(z_ptr, unit, D: tl.constexpr, BLOCK_D: tl.constexpr):
     """Sums of c, divided by a unit: of order 1 [d'], and of order 2 [d', d']."""
     i = tl.arange(0, BLOCK_D)
-    z1 = tl.load(z_ptr + (1 if TAYLOR else 0) + i, mask=i < D, other=0.0)
-    if TAYLOR:
-        inside = (i < D)[:, None] & (i < D)[None, :]
-        z2 = tl.load(z_ptr + 1 + D + i[:, None] * D + i[None, :], mask=inside, other=0.0)
-    else:
-        z2 = tl.zeros([BLOCK_D, BLOCK_D], tl.float32)
+    z1 = tl.load(z_ptr + 1 + i, mask=i < D, other=0.0)
+    inside = (i < D)[:, None] & (i < D)[None, :]
+    z2 = tl.load(z_ptr + 1 + D + i[:, None] * D + i[None, :], mask=inside, other=0.0)
     return z1 / unit, z2 / unit
 
 
@@ -157,7 +151,7 @@ def _times(x, z, dtype: tl.constexpr, PRECISION: tl.constexpr):
 def state_kernel(
     x_ptr, v_ptr, c_ptr, weight_ptr, s_ptr, z_ptr, stride_xb, stride_xs, stride_xh, stride_vb, stride_vs, stride_vh,
     H, S, chunks, chunk, root_scale, least_weight,
-    D: tl.constexpr, E: tl.constexpr, TAYLOR: tl.constexpr, PRECISION: tl.constexpr,
+    D: tl.constexpr, E: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_A: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
     """The sums of one chunk, for BLOCK_E columns of the values and BLOCK_A first dims of order 2.
@@ -166,7 +160,7 @@ def state_kernel(
     transposed, [E, rows]: products take the features of a tile from the right.
     """
     column_tiles: tl.constexpr = (E + BLOCK_E - 1) // BLOCK_E
-    a_tiles: tl.constexpr = BLOCK_D // BLOCK_A if TAYLOR else 1
+    a_tiles: tl.constexpr = BLOCK_D // BLOCK_A
     pid = tl.program_id(0)
     first_e = pid % column_tiles * BLOCK_E
     first_a = pid // column_tiles % a_tiles * BLOCK_A
@@ -180,12 +174,11 @@ def state_kernel(
     v_ptr += b * stride_vb + h * stride_vh
     s1 = tl.zeros([BLOCK_E, BLOCK_D], tl.float32)
     z1 = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
-    if TAYLOR:
-        s2 = tl.zeros([BLOCK_E, BLOCK_A * BLOCK_D], tl.float32)
-        z2 = tl.zeros([BLOCK_D, BLOCK_D], tl.float32)
-        s0 = tl.zeros([BLOCK_E], tl.float32)
-        # One sum for every row of a tile; the rows are added at the end.
-        z0 = tl.zeros([BLOCK_N], tl.float32)
+    s2 = tl.zeros([BLOCK_E, BLOCK_A * BLOCK_D], tl.float32)
+    z2 = tl.zeros([BLOCK_D, BLOCK_D], tl.float32)
+    s0 = tl.zeros([BLOCK_E], tl.float32)
+    # One sum for every row of a tile; the rows are added at the end.
+    z0 = tl.zeros([BLOCK_N], tl.float32)
     unit, c_unit = 1.0, 1.0
     if c_ptr is not None:
         c_ptr += bh * S
@@ -208,46 +201,36 @@ def state_kernel(
         narrow = shared.to(v.dtype)
         s1 = tl.dot(tl.trans(v), narrow, s1, input_precision=PRECISION)
         z1 += shared * c[:, None]
-        if TAYLOR:
-            if a_tiles > 1:
-                shared = _load_scaled(x_ptr, stride_xs, n, inside, first_a, root_scale, D, BLOCK_A)
-                if c_ptr is not None:
-                    shared *= share[:, None]
-            s2 = tl.dot(tl.trans(v), _pairs(shared, x).to(v.dtype), s2, input_precision=PRECISION)
-            z2 = tl.dot(tl.trans((x * c[:, None]).to(v.dtype)), narrow, z2, input_precision=PRECISION)
-            of_v = v.to(tl.float32)
+        if a_tiles > 1:
+            shared = _load_scaled(x_ptr, stride_xs, n, inside, first_a, root_scale, D, BLOCK_A)
             if c_ptr is not None:
-                of_v *= share[:, None]
-            s0 += tl.sum(of_v, 0)
-            z0 += share * c
+                shared *= share[:, None]
+        s2 = tl.dot(tl.trans(v), _pairs(shared, x).to(v.dtype), s2, input_precision=PRECISION)
+        z2 = tl.dot(tl.trans((x * c[:, None]).to(v.dtype)), narrow, z2, input_precision=PRECISION)
+        of_v = v.to(tl.float32)
+        if c_ptr is not None:
+            of_v *= share[:, None]
+        s0 += tl.sum(of_v, 0)
+        z0 += share * c
     c_unit *= unit
-    F: tl.constexpr = 1 + D + D * D if TAYLOR else D
+    F: tl.constexpr = 1 + D + D * D
     s_ptr += part * F * E
     z_ptr += part * F
     columns = first_e + tl.arange(0, BLOCK_E)
     is_column = columns < E
     # What all programs of a chunk compute, the first of them writes.
     once = (first_e == 0) & (first_a == 0)
-    rows, inside = _rows_of_order(1, 0, D, BLOCK_A, BLOCK_D, TAYLOR)
+    rows, inside = _rows_of_order(1, 0, D, BLOCK_A, BLOCK_D)
     mask = is_column[:, None] & inside[None, :] & (first_a == 0)
     tl.store(s_ptr + columns[:, None] + rows[None, :] * E, s1 * unit, mask=mask)
     tl.store(z_ptr + rows, tl.sum(z1, 0) * c_unit, mask=inside & once)
-    if TAYLOR:
-        i = tl.arange(0, BLOCK_D)
-        mask = (i < D)[:, None] & (i < D)[None, :] & once
-        tl.store(z_ptr + 1 + D + i[:, None] * D + i[None, :], z2 * c_unit, mask=mask)
-        tl.store(z_ptr, tl.sum(z0, 0) * c_unit, mask=once)
-        tl.store(s_ptr + columns, s0 * unit, mask=is_column & (first_a == 0))
-        rows, inside = _rows_of_order(2, first_a, D, BLOCK_A, BLOCK_D, TAYLOR)
-        tl.store(s_ptr + columns[:, None] + rows[None, :] * E, s2 * unit, mask=is_column[:, None] & inside[None, :])
-
-
-@triton.jit
-def _weights(s, TAYLOR: tl.constexpr):
-    if TAYLOR:
-        return 1.0 + s + 0.5 * s * s
-    else:
-        return s
+    i = tl.arange(0, BLOCK_D)
+    mask = (i < D)[:, None] & (i < D)[None, :] & once
+    tl.store(z_ptr + 1 + D + i[:, None] * D + i[None, :], z2 * c_unit, mask=mask)
+    tl.store(z_ptr, tl.sum(z0, 0) * c_unit, mask=once)
+    tl.store(s_ptr + columns, s0 * unit, mask=is_column & (first_a == 0))
+    rows, inside = _rows_of_order(2, first_a, D, BLOCK_A, BLOCK_D)
+    tl.store(s_ptr + columns[:, None] + rows[None, :] * E, s2 * unit, mask=is_column[:, None] & inside[None, :])
 
 
 @triton.jit
@@ -267,7 +250,7 @@ def read_kernel(
     x_ptr, y_ptr, v_ptr, s_ptr, z_ptr, out_ptr, weight_ptr,
     stride_xb, stride_xs, stride_xh, stride_yb, stride_ys, stride_yh, stride_vb, stride_vs, stride_vh,
     stride_ob, stride_os, stride_oh, H, S, chunks, chunk, programs, root_scale, least_weight,
-    D: tl.constexpr, E: tl.constexpr, TAYLOR: tl.constexpr, CAUSAL: tl.constexpr, OWN: tl.constexpr,
+    D: tl.constexpr, E: tl.constexpr, CAUSAL: tl.constexpr, OWN: tl.constexpr,
     BACK: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_A: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
@@ -277,7 +260,7 @@ def read_kernel(
     chunk divided by their weight, which is given, and tokens see those after them, not those before.
     """
     column_tiles: tl.constexpr = (E + BLOCK_E - 1) // BLOCK_E
-    a_tiles: tl.constexpr = BLOCK_D // BLOCK_A if TAYLOR else 0
+    a_tiles: tl.constexpr = BLOCK_D // BLOCK_A
     pid = tl.program_id(0)
     first_e = pid % column_tiles * BLOCK_E
     part, bh, start, stop, first_tile, last_tile = _own_tiles(pid // column_tiles, chunks, chunk, S, programs, BLOCK_M)
@@ -288,7 +271,7 @@ def read_kernel(
     v_ptr += b * stride_vb + h * stride_vh
     out_ptr += b * stride_ob + h * stride_oh
     dtype = x_ptr.dtype.element_ty
-    F: tl.constexpr = 1 + D + D * D if TAYLOR else D
+    F: tl.constexpr = 1 + D + D * D
     read = part if OWN else bh
     s_ptr += read * F * E
     z_ptr += read * F
@@ -296,15 +279,14 @@ def read_kernel(
     weight_ptr += bh * S
     unit = _unit_of(s_ptr, F * E, dtype)
     inverse = 1.0 / unit
-    s1 = (inverse * _load_state(s_ptr, 1, 0, first_e, D, E, TAYLOR, BLOCK_A, BLOCK_D, BLOCK_E)).to(dtype)
-    if TAYLOR:
-        s0 = inverse * tl.load(s_ptr + columns, mask=columns < E, other=0.0)
-        half = 0.5 * inverse
-        s2 = (half * _load_state(s_ptr, 2, 0, first_e, D, E, TAYLOR, BLOCK_A, BLOCK_D, BLOCK_E)).to(dtype)
+    s1 = (inverse * _load_state(s_ptr, 1, 0, first_e, D, E, BLOCK_A, BLOCK_D, BLOCK_E)).to(dtype)
+    s0 = inverse * tl.load(s_ptr + columns, mask=columns < E, other=0.0)
+    half = 0.5 * inverse
+    s2 = (half * _load_state(s_ptr, 2, 0, first_e, D, E, BLOCK_A, BLOCK_D, BLOCK_E)).to(dtype)
     if not BACK:
         z_unit = _unit_of(z_ptr, F, dtype)
-        z1, z2 = _load_sums(z_ptr, z_unit, D, TAYLOR, BLOCK_D)
-        z0 = tl.load(z_ptr) if TAYLOR else 0.0
+        z1, z2 = _load_sums(z_ptr, z_unit, D, BLOCK_D)
+        z0 = tl.load(z_ptr)
     for tile in range(first_tile, last_tile):
         own_first = start + tile * BLOCK_M
         i = own_first + tl.arange(0, BLOCK_M)
@@ -312,22 +294,20 @@ def read_kernel(
         x = _load_scaled(x_ptr, stride_xs, i, inside, 0, root_scale, D, BLOCK_D)
         narrow = x.to(dtype)
         acc = tl.dot(narrow, s1, input_precision=PRECISION)  # [M, E]
-        if TAYLOR:
-            acc += s0[None, :]
-            xa = x
-            if a_tiles > 1:
-                xa = _load_scaled(x_ptr, stride_xs, i, inside, 0, root_scale, D, BLOCK_A)
-            acc = tl.dot(_pairs(xa, x).to(dtype), s2, acc, input_precision=PRECISION)
-            for a_tile in tl.static_range(1, a_tiles):
-                first_a = a_tile * BLOCK_A
-                xa = _load_scaled(x_ptr, stride_xs, i, inside, first_a, root_scale, D, BLOCK_A)
-                more = half * _load_state(s_ptr, 2, first_a, first_e, D, E, TAYLOR, BLOCK_A, BLOCK_D, BLOCK_E)
-                acc = tl.dot(_pairs(xa, x).to(dtype), more.to(dtype), acc, input_precision=PRECISION)
+        acc += s0[None, :]
+        xa = x
+        if a_tiles > 1:
+            xa = _load_scaled(x_ptr, stride_xs, i, inside, 0, root_scale, D, BLOCK_A)
+        acc = tl.dot(_pairs(xa, x).to(dtype), s2, acc, input_precision=PRECISION)
+        for a_tile in tl.static_range(1, a_tiles):
+            first_a = a_tile * BLOCK_A
+            xa = _load_scaled(x_ptr, stride_xs, i, inside, first_a, root_scale, D, BLOCK_A)
+            more = half * _load_state(s_ptr, 2, first_a, first_e, D, E, BLOCK_A, BLOCK_D, BLOCK_E)
+            acc = tl.dot(_pairs(xa, x).to(dtype), more.to(dtype), acc, input_precision=PRECISION)
         acc *= unit
         if not BACK:
             terms = tl.zeros([BLOCK_M, BLOCK_D], tl.float32) + z1[None, :]
-            if TAYLOR:
-                terms += 0.5 * _times(x, z2, dtype, PRECISION)
+            terms += 0.5 * _times(x, z2, dtype, PRECISION)
             weight = z0 + tl.sum(x * terms, 1) * z_unit
         if CAUSAL:
             raw = load_rows(x_ptr, stride_xs, i, inside, D, BLOCK_D, True)
@@ -337,7 +317,7 @@ def read_kernel(
                 y = load_rows(y_ptr, stride_ys, j, present, D, BLOCK_D, True)
                 s = tl.dot(raw, tl.trans(y), input_precision=PRECISION) * (root_scale * root_scale)
                 seen = (j[None, :] >= i[:, None]) if BACK else (j[None, :] <= i[:, None])
-                w = tl.where(seen & present[None, :], _weights(s, TAYLOR), 0.0)
+                w = tl.where(seen & present[None, :], 1.0 + s + 0.5 * s * s, 0.0)
                 if BACK:
                     w *= _inverse(tl.load(weight_ptr + j, mask=present, other=0.0), least_weight)[None, :]
                 else:
@@ -345,7 +325,7 @@ def read_kernel(
                 v = _load_columns(v_ptr, stride_vs, j, present, first_e, E, BLOCK_E)
                 acc = _product_in_range(w, v, acc, PRECISION)
         if not BACK:
-            # Weights of given features may be 0, or below.
+            # With weights of frames, no key may weigh anything.
             none = tl.abs(weight) <= least_weight
             acc = tl.where(none[:, None], 0.0, acc / tl.where(none, 1.0, weight)[:, None])
             tl.store(weight_ptr + i, weight, mask=inside & (first_e == 0))
@@ -381,7 +361,7 @@ def gradient_kernel(
     stride_xb, stride_xs, stride_xh, stride_gb, stride_gs, stride_gh,
     stride_yb, stride_ys, stride_yh, stride_vb, stride_vs, stride_vh,
     H, S, chunks, chunk, programs, root_scale, least_weight,
-    D: tl.constexpr, E: tl.constexpr, TAYLOR: tl.constexpr, CAUSAL: tl.constexpr, OWN: tl.constexpr,
+    D: tl.constexpr, E: tl.constexpr, CAUSAL: tl.constexpr, OWN: tl.constexpr,
     BACK: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_A: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
@@ -391,7 +371,7 @@ def gradient_kernel(
     queries: of this side, or BACK, of the other, where a state has been divided by it already.
     """
     e_tiles: tl.constexpr = (E + BLOCK_E - 1) // BLOCK_E
-    a_tiles: tl.constexpr = BLOCK_D // BLOCK_A if TAYLOR else 0
+    a_tiles: tl.constexpr = BLOCK_D // BLOCK_A
     part, bh, start, stop, first_tile, last_tile = _own_tiles(
         tl.program_id(0), chunks, chunk, S, programs, BLOCK_M
     )  # fmt: skip
@@ -402,7 +382,7 @@ def gradient_kernel(
     y_ptr += b * stride_yb + head * stride_yh
     v_ptr += b * stride_vb + head * stride_vh
     dtype = x_ptr.dtype.element_ty
-    F: tl.constexpr = 1 + D + D * D if TAYLOR else D
+    F: tl.constexpr = 1 + D + D * D
     read = part if OWN else bh
     s_ptr += read * F * E
     z_ptr += read * F
@@ -410,7 +390,7 @@ def gradient_kernel(
     unit = _unit_of(s_ptr, F * E, dtype)
     inverse = 1.0 / unit
     z_unit = _unit_of(z_ptr, F, dtype)
-    z1, z2 = _load_sums(z_ptr, z_unit, D, TAYLOR, BLOCK_D)
+    z1, z2 = _load_sums(z_ptr, z_unit, D, BLOCK_D)
     for tile in range(first_tile, last_tile):
         own_first = start + tile * BLOCK_M
         i = own_first + tl.arange(0, BLOCK_M)
@@ -420,17 +400,16 @@ def gradient_kernel(
         if h_ptr is not None:
             h = tl.load(h_ptr + bh * S + i, mask=inside, other=0.0)
         dx = tl.zeros([BLOCK_M, BLOCK_D], tl.float32) + z1[None, :]  # [M, d']
-        if TAYLOR:
-            dx += _times(x, z2, dtype, PRECISION)
+        dx += _times(x, z2, dtype, PRECISION)
         dx *= (h * z_unit * inverse)[:, None]
         for e_tile in tl.static_range(e_tiles):
             first_e = e_tile * BLOCK_E
             g = _load_columns(g_ptr, stride_gs, i, inside, first_e, E, BLOCK_E)
-            s1 = inverse * _load_state(s_ptr, 1, 0, first_e, D, E, TAYLOR, BLOCK_A, BLOCK_D, BLOCK_E)
+            s1 = inverse * _load_state(s_ptr, 1, 0, first_e, D, E, BLOCK_A, BLOCK_D, BLOCK_E)
             dx = tl.dot(g, tl.trans(s1.to(dtype)), dx, input_precision=PRECISION)
             for a_tile in tl.static_range(a_tiles):
                 first_a = a_tile * BLOCK_A
-                s2 = inverse * _load_state(s_ptr, 2, first_a, first_e, D, E, TAYLOR, BLOCK_A, BLOCK_D, BLOCK_E)
+                s2 = inverse * _load_state(s_ptr, 2, first_a, first_e, D, E, BLOCK_A, BLOCK_D, BLOCK_E)
                 # d/dx_b of ½ Σ_ab x_a x_b T_ab, T symmetric, is Σ_a x_a T_ab.
                 pairs = tl.dot(g, tl.trans(s2.to(dtype)), input_precision=PRECISION)
                 xa = x
@@ -453,9 +432,8 @@ def gradient_kernel(
                     g = _load_columns(g_ptr, stride_gs, i, inside, first_e, E, BLOCK_E)
                     v = _load_columns(v_ptr, stride_vs, j, present, first_e, E, BLOCK_E)
                     dw = tl.dot(g, tl.trans(v), dw, input_precision=PRECISION)
-                if TAYLOR:
-                    s = tl.dot(raw, tl.trans(y), input_precision=PRECISION) * (root_scale * root_scale)
-                    dw *= 1.0 + s
+                s = tl.dot(raw, tl.trans(y), input_precision=PRECISION) * (root_scale * root_scale)
+                dw *= 1.0 + s
                 if BACK:
                     dw *= _inverse(tl.load(weight_ptr + j, mask=present, other=0.0), least_weight)[None, :]
                 seen = (j[None, :] >= i[:, None]) if BACK else (j[None, :] <= i[:, None])
@@ -470,7 +448,7 @@ def gradient_kernel(
 def step_kernel(
     q_ptr, k_ptr, v_ptr, s_ptr, z_ptr, out_ptr, new_s_ptr, new_z_ptr,
     stride_qb, stride_qh, stride_kb, stride_kh, stride_vb, stride_vh, H, root_scale, least_weight,
-    D: tl.constexpr, E: tl.constexpr, TAYLOR: tl.constexpr,
+    D: tl.constexpr, E: tl.constexpr,
     BLOCK_A: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
     """One token of recurrent decoding: the state with its key, and what its query reads off that (Based, Eq. 3).
@@ -485,7 +463,7 @@ def step_kernel(
     h = bh % H
     q_ptr += b * stride_qb + h * stride_qh
     k_ptr += b * stride_kb + h * stride_kh
-    F: tl.constexpr = 1 + D + D * D if TAYLOR else D
+    F: tl.constexpr = 1 + D + D * D
     s_ptr += bh * F * E
     new_s_ptr += bh * F * E
     z_ptr += bh * F
@@ -497,21 +475,20 @@ def step_kernel(
     k = tl.load(k_ptr + i, mask=i < D, other=0.0).to(tl.float32) * root_scale
     acc = tl.zeros([BLOCK_E], tl.float32)
     weight = 0.0
-    if TAYLOR:
-        s0 = tl.load(s_ptr + e, mask=e < E, other=0.0) + v
-        z0 = tl.load(z_ptr) + 1.0
-        tl.store(new_s_ptr + e, s0, mask=e < E)
-        tl.store(new_z_ptr, z0, mask=first_e == 0)
-        acc += s0
-        weight += z0
-    for step in tl.static_range(1 + (BLOCK_D // BLOCK_A if TAYLOR else 0)):
+    s0 = tl.load(s_ptr + e, mask=e < E, other=0.0) + v
+    z0 = tl.load(z_ptr) + 1.0
+    tl.store(new_s_ptr + e, s0, mask=e < E)
+    tl.store(new_z_ptr, z0, mask=first_e == 0)
+    acc += s0
+    weight += z0
+    for step in tl.static_range(1 + BLOCK_D // BLOCK_A):
         if step == 0:
-            rows, inside = _rows_of_order(1, 0, D, BLOCK_A, BLOCK_D, TAYLOR)
+            rows, inside = _rows_of_order(1, 0, D, BLOCK_A, BLOCK_D)
             of_q = q
             of_k = k
         else:
             first_a = (step - 1) * BLOCK_A
-            rows, inside = _rows_of_order(2, first_a, D, BLOCK_A, BLOCK_D, TAYLOR)
+            rows, inside = _rows_of_order(2, first_a, D, BLOCK_A, BLOCK_D)
             a = first_a + tl.arange(0, BLOCK_A)
             # √½ for each side.
             qa = tl.load(q_ptr + a, mask=a < D, other=0.0).to(tl.float32) * (root_scale * 0.7071067811865476)

@@ -35,30 +35,31 @@ class _Launch:
     """What the kernels of one call share.
 
     Args:
-        like: a tensor [B, S, H, d'] of the call. width: E.
-        scale: of q·k; 1 where features were made beforehand.
-        taylor: whether weights are 1 + s + s²/2.
-        frames: 0, or how many frames the tokens are, each with sums of its own.
+        like: a tensor [B, S, H, d'] of the call. width: E. frame_weights: [H, T, T] or None.
+        scale: of q·k.
     """
 
     like: torch.Tensor
     width: int
+    frame_weights: torch.Tensor | None
     scale: float
     causal: bool
-    taylor: bool
-    frames: int
+
+    @property
+    def frames(self) -> int:
+        """0, or how many frames the tokens are, each with sums of its own."""
+        return 0 if self.frame_weights is None else self.frame_weights.shape[1]
 
     @property
     def rows(self) -> int:
         """F."""
         dims = self.like.shape[3]
-        return 1 + dims + dims**2 if self.taylor else dims
+        return 1 + dims + dims**2
 
     def on_hopper(self, *tensors: torch.Tensor) -> bool:
         """Whether the kernels for Hopper take these tensors [B, S, H, ·], which they copy by descriptors."""
         return (
-            self.taylor
-            and self.like.shape[3] <= HOPPER_DIM
+            self.like.shape[3] <= HOPPER_DIM
             and self.width <= HOPPER_HEAD_DIM
             and hopper_enabled("taylor", self.like.device, self.like.dtype)
             and tma_fits(*tensors)
@@ -73,8 +74,8 @@ class _Launch:
         dims, options = self.like.shape[3], self.options()
         BLOCK_D = block_dim(dims)
         return {
-            "D": dims, "E": self.width, "TAYLOR": self.taylor, "PRECISION": dot_precision(self.like.dtype),
-            "BLOCK_D": BLOCK_D, "BLOCK_A": min(options["BLOCK_A"], BLOCK_D) if self.taylor else 1,
+            "D": dims, "E": self.width, "PRECISION": dot_precision(self.like.dtype),
+            "BLOCK_D": BLOCK_D, "BLOCK_A": min(options["BLOCK_A"], BLOCK_D),
             "BLOCK_E": min(options["BLOCK_E"], block_dim(self.width)),
             "num_warps": options["num_warps"], "num_stages": options["num_stages"],
         }  # fmt: skip
@@ -108,7 +109,7 @@ class _Launch:
         s = x.new_empty(B * H, chunks, self.rows, self.width, dtype=torch.float32)
         z = x.new_empty(B * H, chunks, self.rows, dtype=torch.float32)
         blocks = self.blocks()
-        a_tiles = blocks["BLOCK_D"] // blocks["BLOCK_A"] if self.taylor else 1
+        a_tiles = blocks["BLOCK_D"] // blocks["BLOCK_A"]
         state_kernel[(triton.cdiv(self.width, blocks["BLOCK_E"]) * a_tiles * chunks * B * H,)](
             x, v, c, weight, s, z, *x.stride()[:3], *v.stride()[:3], H, S, chunks, chunk, math.sqrt(self.scale),
             LEAST_WEIGHT, BLOCK_N=self.options()["BLOCK_N"], **blocks,
@@ -219,21 +220,8 @@ def _mixed(sums: torch.Tensor, frame_weights: torch.Tensor) -> torch.Tensor:
 
 
 _INPUTS = (
-    "Tensor query, Tensor key, Tensor value, Tensor? frame_weights, Tensor? s, Tensor? z, float scale, bool causal,"
-    " bool taylor"
+    "Tensor query, Tensor key, Tensor value, Tensor? frame_weights, Tensor? s, Tensor? z, float scale, bool causal"
 )
-
-
-def _launch(
-    like: torch.Tensor,
-    value: torch.Tensor,
-    frame_weights: torch.Tensor | None,
-    scale: float,
-    causal: bool,
-    taylor: bool,
-) -> _Launch:
-    frames = 0 if frame_weights is None else frame_weights.shape[1]
-    return _Launch(like, value.shape[3], scale, causal, taylor, frames)
 
 
 @torch.library.custom_op(
@@ -243,7 +231,7 @@ def taylor_forward(*inputs: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tens
     """(out [B, Sq, H, E], weight [B, H, Sq], s [B·H, F, E] and z [B·H, F] after all keys)."""
     query, key, value, frame_weights, s, z, *numbers = inputs
     B, Sq, H, _ = query.shape
-    launch = _launch(query, value, frame_weights, *numbers)
+    launch = _Launch(query, value.shape[3], frame_weights, *numbers)
     with torch.cuda.device_of(query):
         sums, weights = launch.states(key, value)
         if launch.causal:
@@ -266,7 +254,7 @@ def _(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, frame_weights: Any, s: Any, z: Any, *numbers: Any
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     B, Sq, H, _d = query.shape
-    E, F = value.shape[3], _launch(query, value, frame_weights, *numbers).rows
+    E, F = value.shape[3], _Launch(query, value.shape[3], frame_weights, *numbers).rows
     shapes = (B, H, Sq), (B * H, F, E), (B * H, F)
     weight, s, z = (query.new_empty(shape, dtype=torch.float32) for shape in shapes)
     return query.new_empty(B, Sq, H, E), weight, s, z
@@ -276,12 +264,12 @@ def _(
     "vmonarch::taylor_backward",
     mutates_args=(),
     schema="(Tensor grad_out, Tensor? grad_weight, Tensor query, Tensor key, Tensor value, Tensor? frame_weights,"
-    " Tensor out, Tensor weight, float scale, bool causal, bool taylor) -> (Tensor, Tensor, Tensor, Tensor)",
+    " Tensor out, Tensor weight, float scale, bool causal) -> (Tensor, Tensor, Tensor, Tensor)",
 )
 def taylor_backward(*inputs: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """(dq, dk, dv, gradient of the frames' weights), each like its input; the last one is empty without them."""
     grad_out, grad_weight, query, key, value, frame_weights, out, weight, *numbers = inputs
-    launch = _launch(query, value, frame_weights, *numbers)
+    launch = _Launch(query, value.shape[3], frame_weights, *numbers)
     d_frames = query.new_empty(0)
     with torch.cuda.device_of(query):
         # Gradients of sums and of slices come expanded or strided, which neither kernels nor descriptors take.
@@ -293,8 +281,7 @@ def taylor_backward(*inputs: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Ten
         s_queries, z_queries = launch.states(query, grad_out, h, weight)
         if frame_weights is not None:
             of_row = s_keys.new_ones(launch.rows, 1)
-            if launch.taylor:
-                of_row[1 + query.shape[3] :] = 0.5
+            of_row[1 + query.shape[3] :] = 0.5
             products = (s_queries * of_row).flatten(2) @ s_keys.flatten(2).mT
             products += (z_queries * of_row[:, 0]) @ z_keys.mT
             d_frames = products.unflatten(0, (-1, frame_weights.shape[0])).sum(0).to(frame_weights.dtype)
@@ -332,13 +319,13 @@ def _backward(
     ctx: Any, grad_out: torch.Tensor | None, grad_weight: torch.Tensor | None, *_: Any
 ) -> tuple[torch.Tensor | None, ...]:
     if grad_out is None and grad_weight is None:
-        return (None,) * 9
+        return (None,) * 8
     query, key, value, frame_weights, out, weight = ctx.saved_tensors
     grad_out = torch.zeros_like(out) if grad_out is None else grad_out
     *gradients, d_frames = taylor_backward(
         grad_out, grad_weight, query, key, value, frame_weights, out, weight, *ctx.numbers
     )
-    return *gradients, None if frame_weights is None else d_frames, None, None, None, None, None
+    return *gradients, None if frame_weights is None else d_frames, None, None, None, None
 
 
 taylor_forward.register_autograd(_backward, setup_context=_setup_context)
@@ -352,7 +339,6 @@ def taylor_step(
     kv: torch.Tensor,
     k: torch.Tensor,
     scale: float,
-    taylor: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(out [B, 1, H, E], kv [B, H, F, E], k [B, H, F]) of one token after a state, kv and k of which are in float32."""
     B, _, H, dims = query.shape
@@ -363,7 +349,7 @@ def taylor_step(
     with torch.cuda.device_of(query):
         step_kernel[(triton.cdiv(E, BLOCK_E) * B * H,)](
             query, key, value, kv, k, out, new_kv, new_k, *query.stride()[0:3:2], *key.stride()[0:3:2],
-            *value.stride()[0:3:2], H, math.sqrt(scale), LEAST_WEIGHT, D=dims, E=E, TAYLOR=taylor,
+            *value.stride()[0:3:2], H, math.sqrt(scale), LEAST_WEIGHT, D=dims, E=E,
             BLOCK_A=min(BLOCK_D, max(1, 256 // BLOCK_D)), BLOCK_D=BLOCK_D, BLOCK_E=BLOCK_E, num_warps=4,
         )  # fmt: skip
     return out, new_kv, new_k
@@ -393,30 +379,24 @@ def taylor_attention_triton(
     *,
     scale: float,
     causal: bool,
-    taylor: bool,
     state: LinearState | None,
     frame_weights: torch.Tensor | None,
     return_lse: bool,
     return_state: bool,
 ) -> tuple[torch.Tensor, torch.Tensor | None, LinearState | None]:
-    """(out, lse, state) by the kernels, the last two if asked for; arguments are checked already.
-
-    query and key are features unless `taylor`.
-    """
+    """(out, lse, state) by the kernels, the last two if asked for; arguments are checked already."""
     B, H, dims = key.shape[0], key.shape[2], key.shape[3]
     tokens = key.shape[1] + (0 if state is None else state.tokens)
     if state is not None and query.shape[1] == key.shape[1] == 1 and not return_lse:
-        out, kv, k = taylor_step(query, key, value, state.kv.float(), state.k.float(), scale, taylor)
+        out, kv, k = taylor_step(query, key, value, state.kv.float(), state.k.float(), scale)
         return out, None, LinearState(kv, k, tokens)
     s = z = None
     if state is not None:
         s, z = (x.float().flatten(0, 1) for x in (state.kv, state.k))
-        if taylor:
-            s, z = _with_halves(s, z, dims, math.sqrt(2.0))
-    out, weight, s, z = taylor_forward(query, key, value, frame_weights, s, z, scale, causal, taylor)
+        s, z = _with_halves(s, z, dims, math.sqrt(2.0))
+    out, weight, s, z = taylor_forward(query, key, value, frame_weights, s, z, scale, causal)
     lse = log_partition(weight) if return_lse else None
     if not return_state:
         return out, lse, None
-    if taylor:
-        s, z = _with_halves(s, z, dims, math.sqrt(0.5))
+    s, z = _with_halves(s, z, dims, math.sqrt(0.5))
     return out, lse, LinearState(s.unflatten(0, (B, H)), z.unflatten(0, (B, H)), tokens)

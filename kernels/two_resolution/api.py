@@ -13,7 +13,7 @@ from vmonarch.kernels.common.launch import use_triton
 from vmonarch.kernels.two_resolution.reference import chosen_tiles, two_resolution_attention_reference
 from vmonarch.kernels.two_resolution.selection import Selection
 from vmonarch.kernels.two_resolution.tiling import Tiling, tiling_of
-from vmonarch.two_resolution_options import TwoResolutionOptions
+from vmonarch.options import TwoResolutionOptions
 from vmonarch.validation import check_flag, check_implementation, resolve_scale
 
 
@@ -73,7 +73,7 @@ def two_resolution_attention(
     tiling = tiling_of(grid, options)
     scale = resolve_scale(scale, query.shape[-1])
     exact = None if selection is None else _checked(selection, query, tiling)
-    if use_triton("two_resolution_attention", implementation, query, key, value, family="two_resolution"):
+    if use_triton("two_resolution_attention", implementation, query, key, value, op="two_resolution"):
         # Triton is imported when it is needed, not with the package.
         from vmonarch.kernels.two_resolution.op import two_resolution_attention_triton
 
@@ -94,8 +94,8 @@ def two_resolution_attention(
 def _checked(selection: object, query: torch.Tensor, tiling: Tiling) -> torch.Tensor:
     """The caller's choice of tiles."""
     if not isinstance(selection, torch.Tensor) or selection.dtype != torch.bool:
-        kind = selection.dtype if isinstance(selection, torch.Tensor) else type(selection).__name__
-        raise TypeError(f"selection must be a boolean tensor [B or 1, H or 1, n, m], got {kind}")
+        got = selection.dtype if isinstance(selection, torch.Tensor) else type(selection).__name__
+        raise TypeError(f"selection must be a boolean tensor [B or 1, H or 1, n, m], got {got}")
     n, m, (B, _, H, _) = tiling.of_queries.tiles, tiling.tiles, query.shape
     if (
         selection.ndim != 4

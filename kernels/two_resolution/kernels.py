@@ -16,9 +16,6 @@ log 2.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
-import torch
 import triton
 import triton.language as tl
 
@@ -34,21 +31,6 @@ def unspecialised(n: Tiling) -> Tiling:
 
 # What the logits of a tile's cells gain has rows of a multiple of so many numbers.
 GAINS = tl.constexpr(128)
-
-
-class Written(NamedTuple):
-    """What `attend` writes: query s of head h of sample b has the row b·i + s·j + h·k of out, and of aL, with (i, j, k)
-    = out_rows, and the place b·i + h·j + s in lse, and in cL, with (i, j) = lse_rows.
-
-    Without aL, the sum of the keys, there is no cL = scale·q·aL - lse either.
-    """
-
-    out: torch.Tensor
-    lse: torch.Tensor
-    out_rows: tuple[int, int, int]
-    lse_rows: tuple[int, int]
-    aL: torch.Tensor | None = None
-    cL: torch.Tensor | None = None
 
 
 @triton.jit
@@ -257,9 +239,9 @@ def _probabilities(logits, log2_lse):
 @triton.jit(do_not_specialize=["H", "width", "out_b", "out_s", "out_h", "lse_b", "lse_h"])
 def two_resolution_kernel(
     q_ptr, k_ptr, v_ptr, k_mean_ptr, v_mean_ptr, gain_ptr, list_ptr, number_ptr, key_mask_ptr,
-    out_ptr, lse_ptr, aL_ptr, cL_ptr,
+    out_ptr, lse_ptr,
     stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
-    out_b, out_s, out_h, lse_b, lse_h, H, width, tiling, c, scale, log2_scale,
+    out_b, out_s, out_h, lse_b, lse_h, H, width, tiling, c, log2_scale,
     D: tl.constexpr, E: tl.constexpr, REST: tl.constexpr, PRECISION: tl.constexpr,
     QT: tl.constexpr, QH: tl.constexpr, QW: tl.constexpr, BLOCK_M: tl.constexpr, PARTS_M: tl.constexpr,
     BT: tl.constexpr, BH: tl.constexpr, BW: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr,
@@ -268,15 +250,13 @@ def two_resolution_kernel(
     """out and lse of a part of a tile of queries. FULL: all tiles are full, no mask.
 
     Query s of head h of sample b has the row b·out_b + s·out_s + h·out_h of out [rows, E], and the place b·lse_b +
-    h·lse_h + s in lse. With aL_ptr, also the sum of the keys, in the same row of aL [rows, D], and in the place of lse
-    cL = scale·q·aL - lse: an R-step.
+    h·lse_h + s in lse.
     """
     n = plain(tiling)
     tiles = n.tiles_t * n.tiles_h * n.tiles_w
     at, b, h, row, exists = _queries_of(tl.program_id(0), n, H, QT, QH, QW, BLOCK_M, PARTS_M)
     q = load_rows(q_ptr + b * stride_qb + h * stride_qh, stride_qs, row, exists, D, BLOCK_D, not FULL)
     acc = tl.zeros([BLOCK_M, BLOCK_E], tl.float32)
-    acc_k = tl.zeros([BLOCK_M, BLOCK_D], tl.float32) if aL_ptr is not None else acc
     row_max = tl.full([BLOCK_M], -float("inf"), tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
     if REST:
@@ -291,8 +271,6 @@ def two_resolution_kernel(
             p, alpha, row_max, row_sum, unused = online_softmax(logits, row_max, row_sum, row_sum, 1.0, False, True)
             v = load_rows(v_mean_ptr, H * E, cell, inside, E, BLOCK_E, True)
             acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision=PRECISION)
-            if aL_ptr is not None:
-                acc_k = tl.dot(p.to(k.dtype), k, acc_k * alpha[:, None], input_precision=PRECISION)
     k_ptr += b * stride_kb + h * stride_kh
     v_ptr += b * stride_vb + h * stride_vh
     if key_mask_ptr is not None:
@@ -310,28 +288,17 @@ def two_resolution_kernel(
         )
         v = load_rows(v_ptr, stride_vs, key, there, E, BLOCK_E, not FULL)
         acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision=PRECISION)
-        if aL_ptr is not None:
-            acc_k = tl.dot(p.to(k.dtype), k, acc_k * alpha[:, None], input_precision=PRECISION)
     inverse = (1.0 / tl.where(row_sum == 0, 1.0, row_sum))[:, None]
     lse = log2_partition(row_max, row_sum) * 0.6931471805599453
     out_row = b * out_b + row * out_s + h * out_h
-    lse_ptr += b * lse_b + h * lse_h
-    tl.store(lse_ptr + row, lse, mask=exists)
-    if aL_ptr is not None:
-        aL = (acc_k * inverse).to(q.dtype)
-        # As in `r_step`: with the rounded aL that the L-step reads.
-        cL = scale * tl.sum(q.to(tl.float32) * aL.to(tl.float32), 1) - lse
-        tl.store(cL_ptr + b * lse_b + h * lse_h + row, cL, mask=exists)
-        store_rows(aL_ptr, D, out_row, exists, aL, D, BLOCK_D)
-        # out may take the memory of q: all warps must have read their rows of q before any writes out.
-        tl.debug_barrier()
+    tl.store(lse_ptr + b * lse_b + h * lse_h + row, lse, mask=exists)
     store_rows(out_ptr, E, out_row, exists, acc * inverse, E, BLOCK_E)
 
 
 @triton.jit(do_not_specialize=["H", "S", "width"])
 def two_resolution_rows_kernel(
     q_ptr, k_ptr, v_ptr, k_mean_ptr, v_mean_ptr, gain_ptr, list_ptr, number_ptr, key_mask_ptr,
-    do_ptr, out_ptr, daL_ptr, aL_ptr, lse_ptr, dlse_ptr, delta_ptr, dq_ptr,
+    do_ptr, out_ptr, lse_ptr, dlse_ptr, delta_ptr, dq_ptr,
     stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
     stride_gb, stride_gs, stride_gh, stride_ob, stride_os, stride_oh, H, S, width, tiling, c, scale, log2_scale,
     D: tl.constexpr, E: tl.constexpr, REST: tl.constexpr, PRECISION: tl.constexpr,
@@ -339,10 +306,7 @@ def two_resolution_rows_kernel(
     BT: tl.constexpr, BH: tl.constexpr, BW: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, FULL: tl.constexpr,
 ):  # fmt: skip
-    """dq [B, S, H, D], contiguous, of a part of a tile of queries; δ = rowsum(dO ∘ O) - dlse for the other kernels.
-
-    With the sum of the keys, aL [B, S, H, D], and its gradient, both contiguous, δ also has rowsum(daL ∘ aL).
-    """
+    """dq [B, S, H, D], contiguous, of a part of a tile of queries; δ = rowsum(dO ∘ O) - dlse for the other kernels."""
     n = plain(tiling)
     tiles = n.tiles_t * n.tiles_h * n.tiles_w
     at, b, h, row, exists = _queries_of(tl.program_id(0), n, H, QT, QH, QW, BLOCK_M, PARTS_M)
@@ -352,12 +316,6 @@ def two_resolution_rows_kernel(
     out = load_rows(out_ptr + b * stride_ob + h * stride_oh, stride_os, row, exists, E, BLOCK_E, not FULL)
     log2_lse = tl.load(lse_ptr + bh * S + row, mask=exists, other=float("inf")) * 1.4426950408889634
     delta = row_delta(do, out, dlse_ptr, bh * S + row, exists)
-    daL = do
-    if daL_ptr is not None:
-        own = b * S * H * D + h * D
-        daL = load_rows(daL_ptr + own, H * D, row, exists, D, BLOCK_D, not FULL)
-        aL = load_rows(aL_ptr + own, H * D, row, exists, D, BLOCK_D, not FULL)
-        delta += tl.sum(daL.to(tl.float32) * aL.to(tl.float32), 1)
     tl.store(delta_ptr + bh * S + row, delta, mask=exists)
     dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     if REST:
@@ -371,8 +329,6 @@ def two_resolution_rows_kernel(
             v = load_rows(v_mean_ptr, H * E, cell, inside, E, BLOCK_E, True)
             logits = tl.dot(q, tl.trans(k), input_precision=PRECISION) * log2_scale + gain[None, :]
             dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)
-            if daL_ptr is not None:
-                dp = tl.dot(daL, tl.trans(k), dp, input_precision=PRECISION)
             ds = _probabilities(logits, log2_lse[:, None]) * (dp - delta[:, None])
             dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
     k_ptr += b * stride_kb + h * stride_kh
@@ -389,8 +345,6 @@ def two_resolution_rows_kernel(
         if not FULL:
             logits = tl.where(_attended(key_mask_ptr, key, there)[None, :], logits, -float("inf"))
         dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)
-        if daL_ptr is not None:
-            dp = tl.dot(daL, tl.trans(k), dp, input_precision=PRECISION)
         ds = _probabilities(logits, log2_lse[:, None]) * (dp - delta[:, None])
         dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
     store_rows(dq_ptr + b * S * H * D + h * D, H * D, row, exists, dq * scale, D, BLOCK_D)
@@ -398,7 +352,7 @@ def two_resolution_rows_kernel(
 
 @triton.jit
 def _gradients(
-    k, v, gain, q_ptr, do_ptr, daL_ptr, lse_ptr, delta_ptr, stride_qs, stride_gs, stride_as, row, exists, dk, dv,
+    k, v, gain, q_ptr, do_ptr, lse_ptr, delta_ptr, stride_qs, stride_gs, row, exists, dk, dv,
     scale, log2_scale, D: tl.constexpr, E: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -412,17 +366,13 @@ def _gradients(
     p = _probabilities(logits, log2_lse[None, :])
     dv = tl.dot(p.to(do.dtype), do, dv, input_precision=PRECISION)
     dp = tl.dot(v, tl.trans(do), input_precision=PRECISION)
-    if daL_ptr is not None:
-        daL = load_rows(daL_ptr, stride_as, row, exists, D, BLOCK_D, True)
-        dk = tl.dot(p.to(daL.dtype), daL, dk, input_precision=PRECISION)
-        dp = tl.dot(k, tl.trans(daL), dp, input_precision=PRECISION)
     ds = p * (dp - delta[None, :]) * scale
     return tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION), dv
 
 
 @triton.jit(do_not_specialize=["H", "S", "splits", "span"])
 def two_resolution_cells_kernel(
-    q_ptr, k_mean_ptr, v_mean_ptr, gain_ptr, do_ptr, daL_ptr, lse_ptr, delta_ptr, dk_mean_ptr, dv_mean_ptr,
+    q_ptr, k_mean_ptr, v_mean_ptr, gain_ptr, do_ptr, lse_ptr, delta_ptr, dk_mean_ptr, dv_mean_ptr,
     stride_qb, stride_qs, stride_qh, stride_gb, stride_gs, stride_gh, H, S, splits, span, tiling, c, scale, log2_scale,
     D: tl.constexpr, E: tl.constexpr, PRECISION: tl.constexpr, QT: tl.constexpr, QH: tl.constexpr, QW: tl.constexpr,
     BLOCK_M: tl.constexpr, PARTS_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
@@ -445,8 +395,6 @@ def two_resolution_cells_kernel(
     v = load_rows(v_mean_ptr + b * cells * H * E + h * E, H * E, cell, inside, E, BLOCK_E, True)
     q_ptr += b * stride_qb + h * stride_qh
     do_ptr += b * stride_gb + h * stride_gh
-    if daL_ptr is not None:
-        daL_ptr += b * S * H * D + h * D
     dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     dv = tl.zeros([BLOCK_N, BLOCK_E], tl.float32)
     padded = tl.cdiv(cells, GAINS) * GAINS
@@ -456,7 +404,7 @@ def two_resolution_cells_kernel(
         gain = tl.load(gain_ptr + tile.to(tl.int64) * padded + cell, mask=inside, other=-float("inf"))
         row, exists, _ = _tokens_of(tile, i % PARTS_M, _of_queries(n), QT, QH, QW, BLOCK_M)
         dk, dv = _gradients(
-            k, v, gain, q_ptr, do_ptr, daL_ptr, lse_ptr + bh * S, delta_ptr + bh * S, stride_qs, stride_gs, H * D,
+            k, v, gain, q_ptr, do_ptr, lse_ptr + bh * S, delta_ptr + bh * S, stride_qs, stride_gs,
             row, exists, dk, dv, scale, log2_scale, D, E, BLOCK_D, BLOCK_E, PRECISION,
         )  # fmt: skip
     target = (split * (tl.num_programs(0) // blocks // splits) + bh) * cells + cell
@@ -466,7 +414,7 @@ def two_resolution_cells_kernel(
 
 @triton.jit(do_not_specialize=["H", "S"])
 def two_resolution_keys_kernel(
-    q_ptr, k_ptr, v_ptr, log2_number_ptr, list_ptr, number_ptr, key_mask_ptr, do_ptr, daL_ptr, lse_ptr, delta_ptr,
+    q_ptr, k_ptr, v_ptr, log2_number_ptr, list_ptr, number_ptr, key_mask_ptr, do_ptr, lse_ptr, delta_ptr,
     dk_mean_ptr, dv_mean_ptr, dk_ptr, dv_ptr, stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh,
     stride_vb, stride_vs, stride_vh, stride_gb, stride_gs, stride_gh, H, S, tiling, c, scale, log2_scale,
     D: tl.constexpr, E: tl.constexpr, REST: tl.constexpr, ADD: tl.constexpr, PRECISION: tl.constexpr,
@@ -496,8 +444,6 @@ def two_resolution_keys_kernel(
     gain = tl.where(attended, 0.0, -float("inf"))
     q_ptr += b * stride_qb + h * stride_qh
     do_ptr += b * stride_gb + h * stride_gh
-    if daL_ptr is not None:
-        daL_ptr += b * S * H * D + h * D
     dk = tl.zeros([BLOCK, BLOCK_D], tl.float32)
     dv = tl.zeros([BLOCK, BLOCK_E], tl.float32)
     at = bh * tiles + tile
@@ -505,7 +451,7 @@ def two_resolution_keys_kernel(
         other = tl.load(list_ptr + at * queries + i // PARTS_M).to(tl.int32)
         row, exists, _ = _tokens_of(other, i % PARTS_M, _of_queries(n), QT, QH, QW, BLOCK_M)
         dk, dv = _gradients(
-            k, v, gain, q_ptr, do_ptr, daL_ptr, lse_ptr + bh * S, delta_ptr + bh * S, stride_qs, stride_gs, H * D,
+            k, v, gain, q_ptr, do_ptr, lse_ptr + bh * S, delta_ptr + bh * S, stride_qs, stride_gs,
             row, exists, dk, dv, scale, log2_scale, D, E, BLOCK_D, BLOCK_E, PRECISION,
         )  # fmt: skip
     if REST:

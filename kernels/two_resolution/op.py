@@ -18,7 +18,6 @@ from vmonarch.kernels.common.softmax import log2_scale_of
 from vmonarch.kernels.flash_entropy.segments import processors
 from vmonarch.kernels.two_resolution.kernels import (
     GAINS,
-    Written,
     best_kernel,
     lists_kernel,
     means_kernel,
@@ -30,7 +29,7 @@ from vmonarch.kernels.two_resolution.kernels import (
 )
 from vmonarch.kernels.two_resolution.selection import best_of, exact_tiles, select_tiles
 from vmonarch.kernels.two_resolution.tiling import Box, Tiling
-from vmonarch.two_resolution_options import TwoResolutionOptions
+from vmonarch.options import TwoResolutionOptions
 
 # Tokens of which a program takes the sum at a time, and those that a warp of it does.
 _MEANS_BLOCK = 128
@@ -53,12 +52,10 @@ def _query_box(n: Tiling, block: int) -> dict[str, int]:
     return {names[name]: number for name, number in _box(n.of_queries.box, block).items()}
 
 
-def _constants(
-    name: str, query: torch.Tensor, value: torch.Tensor, n: Tiling, sum_keys: bool = False
-) -> dict[str, Any]:
-    """Of a kernel; with the sum of the keys it takes what heads as wide as both sums take."""
+def _constants(name: str, query: torch.Tensor, value: torch.Tensor, n: Tiling) -> dict[str, Any]:
+    """Of a kernel."""
     D, E = query.shape[3], value.shape[3]
-    options = launch_options(name, query.device, query.dtype, min(256, D + E) if sum_keys else max(D, E))
+    options = launch_options(name, query.device, query.dtype, max(D, E))
     constants: dict[str, Any] = {
         "D": D, "E": E, "BLOCK_D": block_dim(D), "BLOCK_E": block_dim(E), "PRECISION": dot_precision(query.dtype),
         **options, **_query_box(n, options["BLOCK_M"]),
@@ -183,8 +180,7 @@ def two_resolution_forward(*inputs: Any) -> tuple[torch.Tensor, torch.Tensor, to
         exact = choose(query, key, n, options, key_mask, pooled)
     B, S, H, _ = query.shape
     out, lse = query.new_empty(B, S, H, value.shape[3]), query.new_empty(B, H, S, dtype=torch.float32)
-    written = of_tokens(out, lse)
-    attend(query, key, value, exact, _width(n, options, given), key_mask, n, pooled, scale, written)
+    attend(query, key, value, exact, _width(n, options, given), key_mask, n, pooled, scale, out, lse)
     return out, lse, exact.new_empty(0) if given else exact
 
 
@@ -204,12 +200,6 @@ def _width(n: Tiling, options: TwoResolutionOptions, given: bool) -> int:
     return n.tiles if given or options.share is None else exact_tiles(n, options)
 
 
-def of_tokens(out: torch.Tensor, lse: torch.Tensor) -> Written:
-    """Consecutive tokens of contiguous tensors, out [B, S, H, E] and lse [B, H, S]."""
-    b, s, h, _ = (stride // out.shape[3] for stride in out.stride())
-    return Written(out, lse, out_rows=(b, s, h), lse_rows=(lse.stride(0), lse.stride(1)))
-
-
 def attend(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -220,11 +210,13 @@ def attend(
     n: Tiling,
     pooled: Pooled | None,
     scale: float,
-    written: Written,
+    out: torch.Tensor,
+    lse: torch.Tensor,
 ) -> None:
-    """Write out and lse, in an R-step aL and cL too, with the exact tiles [B, H, n, m].
+    """Write out [B, S, H, E] and lse [B, H, S], with the exact tiles [B, H, n, m].
 
-    A row has at most `width` of them. Without `pooled` the other tiles leave nothing.
+    They are consecutive tokens of contiguous tensors. A row has at most `width` exact tiles; without `pooled` the
+    others leave nothing.
     """
     B, _, H, _ = query.shape
     k_mean, v_mean, log2_number = _rest(pooled, key)
@@ -235,15 +227,15 @@ def attend(
             from vmonarch.kernels.hopper.two_resolution import two_resolution, two_resolution_fits
 
             if two_resolution_fits(n, query, key, value):
-                two_resolution(query, key, value, k_mean, v_mean, gain, lists, number, written, tiling=n, scale=scale)
+                two_resolution(query, key, value, k_mean, v_mean, gain, lists, number, out, lse, tiling=n, scale=scale)
                 return
-        constants = _constants("two_resolution", query, value, n, written.aL is not None)
+        constants = _constants("two_resolution", query, value, n)
+        out_rows = (stride // out.shape[3] for stride in out.stride()[:3])
         two_resolution_kernel[(n.of_queries.tiles * constants["PARTS_M"] * B * H,)](
-            query, key, value, k_mean, v_mean, gain, lists, number, key_mask,
-            written.out, written.lse, written.aL, written.cL,
-            *query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *written.out_rows, *written.lse_rows,
-            H, width, unspecialised(n), n.cells, scale, log2_scale_of(scale), REST=pooled is not None,
-            FULL=_full(n) and key_mask is None, **constants,
+            query, key, value, k_mean, v_mean, gain, lists, number, key_mask, out, lse,
+            *query.stride()[:3], *key.stride()[:3], *value.stride()[:3],
+            *out_rows, *lse.stride()[:2], H, width, unspecialised(n), n.cells, log2_scale_of(scale),
+            REST=pooled is not None, FULL=_full(n) and key_mask is None, **constants,
         )  # fmt: skip
 
 
@@ -270,15 +262,11 @@ def two_resolution_backward(*inputs: Any) -> tuple[torch.Tensor, torch.Tensor, t
 
 
 def backward(
-    *inputs: Any,
-    aL: torch.Tensor | None = None,
-    daL: torch.Tensor | None = None,
-    added: tuple[torch.Tensor, torch.Tensor] | None = None,
+    *inputs: Any, added: tuple[torch.Tensor, torch.Tensor] | None = None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """What the operator computes; with a `Tiling` for the numbers, and for `rest` the means or None.
 
     Args:
-        aL, daL: of an R-step, the sum of the keys and its gradient, [B, S, H, D], contiguous.
         added: dk and dv, contiguous, to which the gradients of keys and values are added; None for new ones.
     """
     grad_out, grad_lse, query, key, value, exact, width, key_mask, out, lse, n, pooled, scale = inputs
@@ -297,7 +285,7 @@ def backward(
     tiling, log2_scale, queries = unspecialised(n), log2_scale_of(scale), n.of_queries.tiles
     lists, number, gain = _lists(exact, width, log2_number)
     with torch.cuda.device_of(query):
-        on_hopper = aL is None and key_mask is None and hopper_fits("two_resolution", query, key, value, grad_out)
+        on_hopper = key_mask is None and hopper_fits("two_resolution", query, key, value, grad_out)
         if on_hopper:
             from vmonarch.kernels.hopper.backward import two_resolution as hopper_kernels
 
@@ -309,21 +297,21 @@ def backward(
             )  # fmt: skip
         else:
             dq = query.new_empty(query.shape)
-            constants = _constants("two_resolution_rows", query, value, n, aL is not None)
+            constants = _constants("two_resolution_rows", query, value, n)
             two_resolution_rows_kernel[(queries * constants["PARTS_M"] * B * H,)](
-                query, key, value, k_mean, v_mean, gain, lists, number, key_mask, grad_out, out, daL, aL, lse, grad_lse,
+                query, key, value, k_mean, v_mean, gain, lists, number, key_mask, grad_out, out, lse, grad_lse,
                 delta, dq, *q_strides, *kv_strides, *g_strides, *out.stride()[:3], H, S, width, tiling, n.cells, scale,
                 log2_scale, REST=rest, FULL=_full(n) and key_mask is None, **constants,
             )  # fmt: skip
         if rest:
-            constants = _constants("two_resolution_cells", query, value, n, aL is not None)
+            constants = _constants("two_resolution_cells", query, value, n)
             cells = n.tiles * n.cells
             blocks = triton.cdiv(cells, constants["BLOCK_N"]) * B * H
             # Few cells see many queries: those are split, until there is work for the whole chip.
             splits = max(1, min(queries, 4 * processors(query.device) // blocks))
             dk_mean, dv_mean = (query.new_empty(splits, B * H, cells, dim, dtype=torch.float32) for dim in (D, E))
             two_resolution_cells_kernel[(blocks * splits,)](
-                query, k_mean, v_mean, gain, grad_out, daL, lse, delta, dk_mean, dv_mean,
+                query, k_mean, v_mean, gain, grad_out, lse, delta, dk_mean, dv_mean,
                 *q_strides, *g_strides, H, S, splits, triton.cdiv(queries, splits), tiling, n.cells, scale, log2_scale,
                 **constants,
             )  # fmt: skip
@@ -335,9 +323,9 @@ def backward(
                 tiling=n, scale=scale, add=added is not None,
             )  # fmt: skip
         else:
-            constants = _constants("two_resolution_keys", query, value, n, aL is not None)
+            constants = _constants("two_resolution_keys", query, value, n)
             two_resolution_keys_kernel[(n.tiles * constants["PARTS"] * B * H,)](
-                query, key, value, log2_number, lists, number, key_mask, grad_out, daL, lse, delta, dk_mean, dv_mean,
+                query, key, value, log2_number, lists, number, key_mask, grad_out, lse, delta, dk_mean, dv_mean,
                 dk, dv, *q_strides, *kv_strides, *g_strides, H, S, tiling, n.cells, scale, log2_scale, REST=rest,
                 ADD=added is not None, **constants,
             )  # fmt: skip

@@ -11,7 +11,7 @@ import torch
 from vmonarch.kernels.flash_entropy.reference import recomputed, softmax_parts, to_groups
 from vmonarch.kernels.two_resolution.selection import Selection, select_tiles
 from vmonarch.kernels.two_resolution.tiling import Places, Tiling, places_of
-from vmonarch.two_resolution_options import TwoResolutionOptions
+from vmonarch.options import TwoResolutionOptions
 
 # Keys and values that one chunk of query tiles may gather, in elements.
 MAX_CHUNK_ELEMENTS = 2**26

@@ -14,7 +14,7 @@ import torch
 
 from vmonarch.kernels.common.constants import kept
 from vmonarch.kernels.two_resolution.tiling import Tiling
-from vmonarch.two_resolution_options import TwoResolutionOptions
+from vmonarch.options import TwoResolutionOptions
 
 
 class Selection(NamedTuple):
@@ -27,11 +27,6 @@ class Selection(NamedTuple):
 
     exact: torch.Tensor
     number: int | None
-
-
-def kept_tiles(tiles: int, share: float) -> int:
-    """How many of so many tiles are a share of them, rounded up; at least one."""
-    return max(1, math.ceil(share * tiles - 1e-9))
 
 
 def best_of(scores: torch.Tensor, count: int) -> torch.Tensor:
@@ -69,9 +64,9 @@ def select_tiles(
 
 
 def exact_tiles(tiling: Tiling, options: TwoResolutionOptions) -> int:
-    """How many tiles are exact for every tile of queries, with `share`."""
+    """How many tiles are exact for every tile of queries, with `share`, which is rounded up to at least one."""
     assert options.share is not None
-    wanted = kept_tiles(tiling.tiles, options.share)
+    wanted = max(1, math.ceil(options.share * tiling.tiles - 1e-9))
     if options.local is None and not options.sink:
         return wanted
     first, *others = _near(tiling, options.local)

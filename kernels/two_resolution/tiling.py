@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 
 from vmonarch.grid import LatentGrid
-from vmonarch.two_resolution_options import TwoResolutionOptions
+from vmonarch.options import TwoResolutionOptions
 
 # Tokens of a tile, where the options do not say: at most an eighth of a frame, but 16 at least.
 KEY_TOKENS, QUERY_TOKENS, FEWEST_TOKENS = 64, 128, 16
@@ -99,11 +99,6 @@ def tiling_of(grid: LatentGrid, options: TwoResolutionOptions, query_frames: int
     queries = parts(asking, options.query_tile or box_of(asking, QUERY_TOKENS))
     numbers = (*grid, *tiles, *parts(box, options.cell or box), *queries, asking.frames)
     return Tiling(*numbers)
-
-
-def frame_tiling(grid: LatentGrid, options: TwoResolutionOptions) -> Tiling:
-    """The cut of one frame of a grid, with four cells in a tile."""
-    return tiling_of(grid._replace(frames=1), options)._replace(cells_h=2, cells_w=2)
 
 
 @functools.cache

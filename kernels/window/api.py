@@ -73,7 +73,7 @@ def window_attention(
     attend = window_attention_reference
     last_of_a_video = "queries are the last tokens of a video (supported: all of them, or a sequence)"
     reason = last_of_a_video if axis == 0 and Sq != Sk else None
-    if use_triton("window_attention", implementation, query, key, value, family="window", unless=reason):
+    if use_triton("window_attention", implementation, query, key, value, op="window", unless=reason):
         # Triton is imported when it is needed, not with the package.
         from vmonarch.kernels.window.op import window_attention_triton
 

@@ -25,12 +25,11 @@ import torch
 
 from vmonarch.attend import Attend, Beside, Exact, Result
 from vmonarch.base import Layer
-from vmonarch.call import Call
+from vmonarch.call import Call, TokenSequence
 from vmonarch.configs import InputError
 from vmonarch.configs.methods import OLD_METHODS, resolve_method
 from vmonarch.grid import LatentGrid
 from vmonarch.residuals import Branch, Refresh, ResidualSharing
-from vmonarch.sequence import TokenSequence
 
 PRESETS = ("near-lossless", "fast", "vmonarch", "vmonarch-lite", "vmonarch-t1", "vmonarch-t3", "two-resolution")
 # What ComfyUI calls the override, and what keeps ours apart from those of other nodes.

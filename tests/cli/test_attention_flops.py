@@ -41,15 +41,6 @@ TEN = ["transformer"] * 10
 GRID = LatentGrid(3, 2, 3)
 
 
-@pytest.mark.parametrize(
-    "options", [{}, {"num_iterations": 3, "coarse": 2}, {"tiles": (2, 1), "frames_per_block": 3}], ids=str
-)
-def test_flops_are_those_of_the_formula(call, options: dict[str, Any]) -> None:
-    method = resolve_method({"name": "vmonarch", "implementation": "triton", **options, "label": "ours"})
-    expected = vmonarch_flops(GRID, 12, **options) / full_flops(GRID, 12)
-    assert relative_flops(call, [method], TEN) == {"ours": pytest.approx(expected)}
-
-
 @pytest.mark.parametrize("name", ["tiny_token_timestep_model", "tiny_image_model"])
 def test_flops_of_other_pipelines(name: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
     model, image = request.getfixturevalue(name), None
@@ -85,31 +76,6 @@ def test_flops_of_a_plan_are_those_of_its_heads(call, tmp_path) -> None:
     method = resolve_method(f"vmonarch:plan={tmp_path / 'plan.json'}")
     (found,) = relative_flops(call, [method], TEN).values()
     assert found == pytest.approx(plan.flops(GRID, 12) / (4 * full_flops(GRID, 12)))
-
-
-def test_flops_of_a_plan_for_two_transformers_count_each_where_it_runs(
-    tiny_two_stage_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    used: list[str] = []
-    denoise = sampling.denoise
-
-    def noted(model: LoadedModel, *inputs: Any, **options: Any) -> Any:
-        for name in ("transformer", "transformer_2"):
-            getattr(model.pipe, name).register_forward_pre_hook(lambda *_, name=name: used.append(name))
-        return denoise(model, *inputs, **options)
-
-    monkeypatch.setattr(sampling, "denoise", noted)
-    pipeline, call = recorded(tiny_two_stage_model, 6)
-    steps = transformers_by_step(pipeline.pipe, 6)
-    # Two calls a step, for guidance.
-    assert used[::2] == steps and len(set(steps)) == 2
-    layers = {"transformer": [["t1"] * 2] * 2, "transformer_2": [["full", "t1"]] * 2}
-    AttentionPlan({"t1": {"num_iterations": 1}, "full": None}, layers).save(tmp_path / "plan.json")
-    cheap = vmonarch_flops(GRID, 12, num_iterations=1) / full_flops(GRID, 12)
-    methods = [resolve_method(f"vmonarch:plan={tmp_path / 'plan.json'}{more}") for more in ("", ",dense_steps=1")]
-    plain, dense = relative_flops(call, methods, steps).values()
-    work = [cheap if name == "transformer" else (1 + cheap) / 2 for name in steps]
-    assert plain == pytest.approx(sum(work) / 6) and dense == pytest.approx((1 + sum(work[1:])) / 6)
 
 
 def test_flops_of_learnt_layers_are_not_told(call, shipped_adapter) -> None:

@@ -22,19 +22,6 @@ def pipe(tiny_model: Path):
     return load_model(complete(GenerateConfig(prompts=(PROMPT,), model=str(tiny_model)), folder), folder).pipe
 
 
-def test_the_shipped_adapter_makes_videos_that_can_be_made_again(cli, shipped_adapter: Path) -> None:
-    assert cli("generate", PROMPT, "--seed", 1, "--quiet")[0] == 0
-    code, _, err = cli("generate", PROMPT, "--seed", 1, "--attention", "based", "--quiet")
-    assert code == 0, err
-    full, based = cli.records()
-    assert based["config"]["attention"]["adapter"] == "embedded"
-    assert len(based["config"]["attention"]["adapter_sha256"]) == 64
-    assert based["frames_sha256"] != full["frames_sha256"]
-    path = f"outputs/generate/{based['video'].replace('.mp4', '.json')}"
-    assert cli("generate", "--from-json", path, "--quiet", tiny=False)[0] == 0
-    assert cli.records()[2]["frames_sha256"] == based["frames_sha256"]
-
-
 def test_an_adapter_at_home_is_recorded_by_a_path_that_is_right_in_every_folder(
     tiny_adapter: Path, monkeypatch
 ) -> None:
@@ -77,18 +64,6 @@ def test_the_preset_trains_an_adapter_that_videos_are_made_with_until_it_changes
     assert code == 2 and "attention.adapter" in err and "is not the file that it was" in err
 
 
-def test_compare_gives_full_attention_its_own_weights(cli, shipped_adapter: Path) -> None:
-    assert cli("generate", PROMPT, "--seed", 1, "--attention", "full", "--quiet")[0] == 0
-    code, _, err = cli("compare", PROMPT, "--seed", 1, "--methods", "based", "full", "vmonarch", "--quiet")
-    assert code == 0, err
-    (name,) = cli.outputs("outputs/compare")
-    (record,) = cli.records(f"outputs/compare/{name}")
-    frames = {result["method"]: result["frames_sha256"] for result in record["items"][0]["results"]}
-    # Nothing of the adapter is left, its LoRA layers neither, when another method runs.
-    assert frames["full"] == cli.records()[0]["frames_sha256"]
-    assert set(frames) == {"based", "full", "vmonarch"} and len(set(frames.values())) == 3
-
-
 def test_without_an_adapter_the_error_says_what_to_do(cli, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     import vmonarch.pipelines.embedded as embedded
 
@@ -98,28 +73,6 @@ def test_without_an_adapter_the_error_says_what_to_do(cli, monkeypatch: pytest.M
     assert code == 2 and "vmonarch finetune --config embedded-based" in err and advice in err
     code, _, err = cli("generate", PROMPT, "--attention", "based:adapter=nowhere.safetensors")
     assert code == 2 and "'nowhere.safetensors' cannot be used: [Errno 2] No such file" in err and advice in err
-
-
-def test_an_adapter_of_another_model_is_refused(cli, shipped_adapter: Path, tiny_image_model: Path, tmp_path) -> None:
-    from PIL import Image
-
-    Image.new("RGB", (48, 32), "red").save(tmp_path / "image.png")
-    line = ["--image", tmp_path / "image.png", "--attention", "based"]
-    code, _, err = cli("generate", PROMPT, *line, model=tiny_image_model)
-    assert code == 2 and "is for another model than transformer: " in err and "in_channels 16 (here 36)" in err, err
-    assert "Based has to be trained for a model: give adapter=FILE" in err
-
-
-def test_untrained_parameters_have_to_be_asked_for(pipe) -> None:
-    method = resolve_method("based:adapter=null,feature_dim=4,layers=[both, conv],window=[1, 3, 3],dense_steps=1")
-    assert resolve_method(method.to_dict()) == method
-    method.install(pipe)
-    processors = [block.attn1.processor for block in pipe.transformer.blocks]
-    assert [processor.kind for processor in processors] == ["both", "conv"]
-    assert processors[0].spec.config["feature_dim"] == 4 and processors[0].spec.dense_steps == 1
-    assert method.without_dense().options["dense_steps"] == 0
-    resolve_method("full").install(pipe)
-    assert not any(".processor." in name for name in pipe.transformer.state_dict())
 
 
 def test_options_go_with_the_adapter_or_are_refused(pipe, tiny_adapter: Path) -> None:
@@ -134,17 +87,3 @@ def test_options_go_with_the_adapter_or_are_refused(pipe, tiny_adapter: Path) ->
     ):
         with pytest.raises(InputError, match=message):
             resolve_method(f"based:adapter={tiny_adapter},{option}").install(pipe)
-
-
-@pytest.mark.parametrize(
-    ("option", "message"),
-    [
-        ("layers=linaer", "attention.layers must be based, one of linear"),
-        ("feature_dim=wide", "attention.feature_dim must be"),
-        ("window=[3, 3]", "attention.window must"),
-        ("rank=8", "attention.rank is no known key"),
-    ],
-)
-def test_bad_options_are_named(option: str, message: str) -> None:
-    with pytest.raises(InputError, match=message):
-        resolve_method(f"based:adapter=null,{option}")

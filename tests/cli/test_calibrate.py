@@ -9,14 +9,11 @@ import pytest
 from html_page import check_whole
 
 from vmonarch import AttentionPlan
-from vmonarch.configs import InputError, read_yaml
+from vmonarch.configs import InputError
 from vmonarch.eval.calibrate.planning import default_flops
-from vmonarch.eval.calibrate.settings import CANDIDATES, CalibrateConfig
 from vmonarch.files import AtomicFiles
 from vmonarch.grid import LatentGrid
-from vmonarch.pipelines.config import build_config
-from vmonarch.plan import method_dict
-from vmonarch.two_resolution_options import TwoResolutionOptions
+from vmonarch.options import TwoResolutionOptions
 
 PROMPT = "a <b>red</b> circle & more"
 SPARSE = "two-resolution:share=0.2,tile=[1,2,2]"
@@ -123,21 +120,6 @@ def test_what_was_sampled_outlives_a_plan_a_report_or_a_file_that_cannot_be_made
     assert AttentionPlan.parse(max((cli.folder / "outputs" / "calibrate").iterdir()) / "plan.json").methods
 
 
-def test_candidates_are_what_their_methods_change():
-    config = CalibrateConfig(prompts=("p",), candidates=CANDIDATES)
-    found = [method_dict(method.processor().options) for method in config.candidates]
-    half = {"coarse": 2, "last_l_update": False}
-    assert found[:3] == [{"num_iterations": 1, "exact": None}, half | {"exact": None}, {"exact": None}]
-    assert found[3:6] == [half | {"row_share": 0.25}, {"num_iterations": 1}, {"coarse": 2, "row_share": 0.25}]
-    assert found[6:9] == [{"coarse": 2}, {}, {"num_iterations": 3}]
-    assert [entry["exact"]["band"] for entry in found[9:15]] == [0, 1, 0, 1, 2, 3]
-    assert ["rows" in entry["exact"] for entry in found[9:15]] == [False] * 2 + [True] * 4
-    kind = {"kind": "two_resolution"}
-    assert found[15:18] == [kind, kind | {"share": 0.2}, kind | {"share": 0.4}]
-    kind = {"kind": "first_order"}
-    assert found[18:] == [kind, kind | {"parts": (1, 2, 2)}, kind | {"parts": (1, 4, 4)}]
-
-
 def test_what_a_model_that_cannot_be_differentiated_needs_is_said(cli, monkeypatch):
     from vmonarch.eval.calibrate import diagnosis
 
@@ -152,17 +134,3 @@ def test_what_a_model_that_cannot_be_differentiated_needs_is_said(cli, monkeypat
     code, out, err = cli("calibrate", *words, "--no-sensitivity")
     assert code == 0, err
     assert "output_error" not in Path(out.split()[-2]).read_text()
-
-
-def test_settings_are_checked_and_the_shipped_ones_build():
-    assert [CalibrateConfig(prompts=("p",), **given).measure for given in ({}, {"refine": 2})] == [None, "layer_error"]
-    assert CalibrateConfig(prompts=("p",), refine=2, measure="kl").measure == "kl"
-    assert build_config(CalibrateConfig, read_yaml("quick", group="calibrate"), {"prompts": ["p"]}).every == 10
-    with pytest.raises(InputError, match="candidates must be a list"):
-        CalibrateConfig(prompts=("p",), candidates="vmonarch")
-    # What stood in older files.
-    old = {"budget": None, "limit": None, "maps": []}
-    assert build_config(CalibrateConfig, {"prompts": ["p"], **old}) == CalibrateConfig(prompts=("p",))
-    for name, value in (("budget", 0.1), ("limit", "kl=0.5"), ("maps", ["0:0"])):
-        with pytest.raises(InputError, match=f"{name} is gone, got .*: "):
-            build_config(CalibrateConfig, {"prompts": ["p"], name: value})

@@ -14,7 +14,6 @@ import vmonarch
 from vmonarch.configs import InputError
 from vmonarch.pipelines.config import GenerateConfig, complete
 from vmonarch.pipelines.loading import LoadedModel, check_loaded, load_model
-from vmonarch.pipelines.lora import find_lora
 from vmonarch.pipelines.model_folder import find_model
 from vmonarch.pipelines.sampling import denoise
 
@@ -104,28 +103,6 @@ def test_each_transformer_gets_its_own_lora_layers(tiny_two_stage_model, tmp_pat
         torch.testing.assert_close(weight, expected[name], atol=1e-5, rtol=1e-5, msg=name)
     first = weights(tiny_two_stage_model / "transformer")
     assert all(weight.equal(first[name]) for name, weight in pipe.transformer.state_dict().items())
-
-
-def test_lora_layers_that_are_not_fused_survive_vmonarch(tiny_model, tmp_path) -> None:
-    file = tmp_path / "layers.safetensors"
-    write_lora("lightx2v", tiny_model / "transformer", file)
-    fused = load(tiny_model, lora=(f"{file}:{SCALE}",), steps=1, guidance=1.0)
-    plain = load(tiny_model, steps=1, guidance=1.0)
-
-    def latents(model: LoadedModel) -> torch.Tensor:
-        return denoise(model, model.config, [PROMPT], [0]).latents
-
-    exact = latents(fused)
-    vmonarch.apply(fused.pipe, vmonarch.VMonarchProcessor())
-    vmonarch.apply(plain.pipe, vmonarch.VMonarchProcessor())
-    plain.pipe.load_lora_weights(str(tmp_path), weight_name=file.name, adapter_name="few")
-    plain.pipe.set_adapters("few", SCALE)
-    approximate = latents(fused)
-    assert not torch.allclose(approximate, exact, atol=1e-3)
-    torch.testing.assert_close(latents(plain), approximate, atol=1e-4, rtol=1e-3)
-    for model in (fused, plain):
-        vmonarch.restore(model.pipe)
-        torch.testing.assert_close(latents(model), exact, atol=1e-4, rtol=1e-3)
 
 
 def test_what_diffusers_leaves_out_of_a_lora_file_is_told(tiny_model, tmp_path) -> None:
@@ -245,10 +222,3 @@ def test_fastwans_checkpoints_are_wan_pipelines_and_keep_their_noise_levels(brok
     torch.testing.assert_close(model.pipe.scheduler.timesteps / 1000, torch.tensor([1.0, 0.757, 0.522]))
     with pytest.raises(InputError, match=r"sigmas must be \(1.0, 0.757, 0.522\), with which the pipeline was loaded"):
         check_loaded(dataclasses.replace(model.config, sigmas=(1.0, 0.757, 0.5)), model)
-
-
-def test_a_scale_is_what_follows_the_last_colon(tmp_path) -> None:
-    file = tmp_path / "a:b.safetensors"
-    save_file({"x": torch.ones(1)}, file)
-    assert [find_lora("lora", word).scale for word in (f"{file}", f"{file}:-0.25")] == [1.0, -0.25]
-    assert find_lora("lora", f"{file}:2").word == f"{file}:2"

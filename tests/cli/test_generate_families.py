@@ -15,10 +15,7 @@ import torch
 
 from vmonarch import LatentGrid, VMonarchProcessor, apply
 from vmonarch.configs import InputError
-from vmonarch.configs.methods import resolve_method
-from vmonarch.eval.attention_flops import recorded_call, relative_flops
 from vmonarch.finetune.data.preprocess import preprocess, preprocess_config
-from vmonarch.flops import pair_flops, vmonarch_flops
 from vmonarch.pipelines import loading, sampling
 from vmonarch.pipelines.config import GenerateConfig, complete
 from vmonarch.pipelines.model_folder import find_model
@@ -111,17 +108,6 @@ def test_bfloat16_is_of_everything_but_the_vae(folders: Folders, name: str) -> N
     assert model.pipe.text_encoder.dtype == torch.bfloat16
 
 
-def test_guidance_of_a_guider_is_turned_off_at_one(folders: Folders) -> None:
-    folder = find_model(str(folders("hunyuan15")))
-    settings = complete(config(folder.path, "hunyuan15"), folder)
-    model = loading.load_model(settings, folder)
-    assert settings.guidance == 2.0, "that of the folder"
-    for guidance, calls in ((2.0, 2), (0.5, 1), (7.0, 2)):
-        wanted = complete(config(folder.path, "hunyuan15", guidance=guidance), folder)
-        assert sampling.denoise(model, wanted, [PROMPT], [0], steps=1).transformer_calls == calls
-        assert model.pipe.guider.guidance_scale == guidance
-
-
 @pytest.fixture
 def changed(folders: Folders, tmp_path: Path) -> Callable[..., Path]:
     """changed(name, file, key=value): a copy of a folder with another value in one of its configs."""
@@ -134,20 +120,7 @@ def changed(folders: Folders, tmp_path: Path) -> Callable[..., Path]:
     return copy
 
 
-def test_a_decoder_that_is_told_the_time(folders: Folders, tmp_path: Path) -> None:
-    path = Path(shutil.copytree(folders("ltx"), tmp_path / "model"))
-    stock = tiny_folders.stock(path)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(3)
-        stock.vae = type(stock.vae).from_config(stock.vae.config, timestep_conditioning=True).eval()
-    stock.save_pretrained(path)
-    stock, folder = tiny_folders.stock(path), find_model(str(path))
-    settings = complete(config(path, "ltx", attention="full"), folder)
-    found = sampling.sample(loading.load_model(settings, folder), settings, [PROMPT], [7]).frames
-    call = {"num_inference_steps": 2, "generator": torch.Generator().manual_seed(7), "output_type": "pt"}
-    assert torch.equal(found, stock(prompt=[PROMPT], **tiny_folders.size("ltx"), **call).frames)
-
-
+@pytest.mark.deep
 def test_methods_are_compared(cli, folders: Folders) -> None:
     words = line(folders("hunyuan"), "hunyuan", "--methods", "vmonarch", "vmonarch:exact={band: 9}")
     code, out, err = cli("compare", *words, tiny=False)
@@ -158,26 +131,7 @@ def test_methods_are_compared(cli, folders: Folders) -> None:
     assert exact > 80 > near
 
 
-@pytest.mark.parametrize("name", FAMILIES)
-def test_flops_count_the_text_beside_the_video(folders: Folders, name: str) -> None:
-    folder = find_model(str(folders(name)))
-    settings = complete(config(folder.path, name, attention="full", guidance=1.0), folder)
-    model = loading.load_model(settings, folder)
-    with recorded_call(model.pipe) as call:
-        sampling.denoise(model, settings, [PROMPT], [0], steps=1)
-    # Of HunyuanVideo-1.5 729 tokens of an image, 256 of glyphs and 1000 of the prompt.
-    text = {"hunyuan": 256, "hunyuan15": 729 + 256 + 1000, "ltx": 0, "cogvideox": 226}[name]
-    grid = folder.grid(**tiny_folders.size(name))
-    heads = model.pipe.transformer.config.num_attention_heads
-    dim = call.config["attention_head_dim"]
-    # The mask of padded text is a bias of rank 1 for the video's queries.
-    beside = pair_flops(grid.tokens * text, dim, rank=int("hunyuan" in name))
-    work = vmonarch_flops(grid, dim) + beside + pair_flops(text * (grid.tokens + text), dim)
-    expected = work / pair_flops((grid.tokens + text) ** 2, dim)
-    found = relative_flops(call, [resolve_method("vmonarch")], ["transformer"])["vmonarch"]
-    assert heads == 2 and found == pytest.approx(expected)
-
-
+@pytest.mark.deep
 def test_heads_are_diagnosed_and_planned(cli, folders: Folders) -> None:
     words = ["--candidates", "vmonarch-t1", "vmonarch", "--every", 1, "--flops", 1.5]
     code, _, err = cli("calibrate", *line(folders("hunyuan"), "hunyuan", *words), tiny=False)

@@ -26,6 +26,7 @@ def command(model: Path, folder: Path) -> list[str]:
     return [*words, *SETTINGS, *METHOD]
 
 
+@pytest.mark.deep
 def test_two_processes_make_the_videos_of_one(forks, tiny_two_stage_model, tmp_path, capsys):
     code, output = forks(tmp_path, SCRIPT, *command(tiny_two_stage_model, tmp_path / "two"), processes=2)
     assert code == 0, output[:3000]

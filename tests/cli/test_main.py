@@ -7,7 +7,6 @@ import logging
 import os
 import subprocess
 import sys
-import warnings
 from importlib.metadata import version
 from typing import Any
 
@@ -122,27 +121,14 @@ def test_errors_are_one_line_and_the_traceback_is_for_debugging(cli, monkeypatch
     assert code == 1 and err == "vmonarch generate: error: RuntimeError: CUDA error: out of memory\n"
 
 
-def test_warnings_are_one_line_and_tell_their_place_for_debugging_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    shown: list[str] = []
-
-    def warn(arguments: object) -> None:
-        shown.append(warnings.formatwarning("the image\n is cropped", UserWarning, "config.py", 1))
-
-    monkeypatch.setattr("vmonarch.cli.info.run", warn)
-    assert main(["info"]) == 0 and main(["info", "--debug"]) == 0
-    assert shown[0] == "vmonarch info: warning: the image is cropped\n" and "config.py:1: UserWarning" in shown[1]
-
-
 @pytest.mark.parametrize("name", ["torchao", "torch.utils._pytree"])
 def test_what_the_import_of_torchao_says_is_shown_for_debugging_alone(name: str, monkeypatch: Any) -> None:
     monkeypatch.setattr(logging.getLogger(name), "level", logging.NOTSET)
-    assert main(["completion", "bash", "--debug"]) == 0 and logging.getLogger(name).level == logging.NOTSET
-    assert main(["completion", "bash"]) == 0 and logging.getLogger(name).level == logging.ERROR
+    assert main(["info", "--debug"]) == 0 and logging.getLogger(name).level == logging.NOTSET
+    assert main(["info"]) == 0 and logging.getLogger(name).level == logging.ERROR
 
 
 def test_info(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    import torch
-
     from vmonarch.pipelines import environment
 
     assert main(["--version"]) == 0
@@ -150,13 +136,7 @@ def test_info(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatc
     assert main(["info", "--json"]) == 0
     facts = json.loads(capsys.readouterr().out)
     assert facts["vmonarch"] == __version__ and facts["packages"]["torch"] == version("torch")
-    assert facts["devices"][0]["device"] == "cpu" and facts["devices"][0]["dtype"] == "float32"
-    assert facts["devices"][0]["implementation"] == "torch"
-    assert not facts["unsupported"]
-    assert len(facts["devices"]) == 1 + torch.cuda.device_count()
-    assert {"full", "vmonarch"} <= set(facts["attention_methods"]) and "dev" in facts["extras"]
-    model = facts["embedded_model"]
-    assert (model["path"] and model["bytes"] > 10**5) or "missing" in model["problem"]
+    assert facts["devices"][0]["device"] == "cpu" and not facts["unsupported"]
     monkeypatch.setitem(environment.EXTRAS, "eval", ("no-such-package",))
     assert main(["info"]) == 0
     text = capsys.readouterr().out

@@ -22,8 +22,6 @@ from vmonarch.pipelines.config import GenerateConfig, SamplingConfig, build_conf
 from vmonarch.pipelines.loading import load_model
 from vmonarch.pipelines.model_folder import find_model
 
-REACH = (4.0, 8.0, 8.0)
-
 
 @pytest.fixture(scope="module")
 def pipe(tiny_model: Path):
@@ -52,8 +50,8 @@ def test_names_and_options_in_them_mean_what_they_say() -> None:
     general = {"full": None, "vmonarch": 2, "vmonarch-t1": 1, "vmonarch-t3": 3, "vmonarch-band1": 2}
     assert {name: resolve_method(name).to_dict().get("num_iterations") for name in general} == general
     assert resolve_method("vmonarch-band1").to_dict()["exact"] == {"band": 1}
-    method = resolve_method("vmonarch:num_iterations=3,tiles=[2, 2],exact={band: 1},dense_steps=0.25")
-    expected = VMonarchProcessor(num_iterations=3, tiles=(2, 2), exact={"band": 1}, dense_steps=0.25)
+    method = resolve_method("vmonarch:num_iterations=3,coarse=2,exact={rows: [0], band: 1},dense_steps=0.25")
+    expected = VMonarchProcessor(num_iterations=3, coarse=2, exact={"rows": [0], "band": 1}, dense_steps=0.25)
     assert method.processor().config == expected.config and method.name == "vmonarch"
     assert method.label.startswith("vmonarch:") and resolve_method("vmonarch:").label == "vmonarch"
 
@@ -67,15 +65,6 @@ def test_options_after_the_name_are_those_of_one_word(tiny_adapter: Path, monkey
         assert resolve_method(words).options == resolve_method(f"based:adapter={tiny_adapter}").options
     words = merge_attention(merge_attention("vmonarch:coarse=2,exact.rows=[0]", {"exact": {"band": 1}}), {"coarse": 4})
     assert resolve_method(words).label == "vmonarch:coarse=4,exact={'rows': [0], 'band': 1}"
-
-
-@pytest.mark.parametrize("spec", ["flashbias:bias.reach=[4, 8, 8]", "vmonarch:bias.reach=[4, 8, 8]"])
-def test_a_bias_falls_off_over_the_reach(pipe, spec: str) -> None:
-    method = resolve_method(spec)
-    method.install(pipe)
-    decay = pipe.transformer.blocks[0].attn1.processor.spec.bias.decay
-    assert decay.tolist() == [[reach**-2 for reach in REACH]]
-    assert resolve_method(method.to_dict()) == method
 
 
 # What records, and users' YAML, had until 2026-11-28.
@@ -108,18 +97,11 @@ def test_options_that_are_gone_are_read_where_they_changed_nothing() -> None:
         resolve_method("stack-fast:batch_guidance=true", argument="recipe", recipes=True)
 
 
-def test_the_warm_up_runs_the_method_itself() -> None:
-    method = resolve_method("near-lossless:dense_steps=5,num_iterations=3")
-    alone = resolve_method("near-lossless:refresh=null,num_iterations=3")
-    assert method.without_dense().options == alone.options
-
-
 # What the commands make of the presets in each folder of `configs/`. (Those in `plans/` are JSON: see test_plan.py.)
 PROMPT = {"prompts": ["a red circle"]}
 READERS: dict[str, Callable[[str], Any]] = {
     "calibrate": lambda name: build_config(CalibrateConfig, read_yaml(name, group="calibrate"), PROMPT),
     "compare": lambda name: build_config(CompareConfig, read_yaml(name, group="compare"), PROMPT),
-    "defaults": lambda name: build_config(SamplingConfig, read_yaml(name, group="defaults"), PROMPT),
     "eval": lambda name: build_config(EvalConfig, read_yaml(name, group="eval")),
     "finetune": lambda name: finetune_config(read_yaml(name, group="finetune")),
     "generate": lambda name: build_config(GenerateConfig, read_yaml(name, group="generate"), PROMPT),
@@ -135,7 +117,9 @@ def test_every_preset_is_read_names_a_model_that_there_is_and_says_what_it_is_fo
         assert path.read_text(encoding="utf-8").startswith("# "), path
         model = getattr(READERS[group](name), "model", "embedded")
         assert model == "embedded" or re.fullmatch(r"[\w.-]+/[\w.-]+", model), f"{group}/{name}: {model!r}"
-    for group in ("attention", "recipes"):
+    for values in read_yaml("defaults", group=".").values():
+        build_config(SamplingConfig, values, PROMPT)
+    for group in ("attention", "recipes", "defaults"):
         paragraphs = (FOLDER / f"{group}.yaml").read_text(encoding="utf-8").split("\n\n")
         assert all(paragraph.startswith("# ") and "\n  " in paragraph for paragraph in paragraphs[1:])
 
@@ -143,16 +127,14 @@ def test_every_preset_is_read_names_a_model_that_there_is_and_says_what_it_is_fo
 @pytest.mark.parametrize(
     ("options", "problem"),
     [
-        ("coarse=1.5", "coarse must be a positive integer, got 1.5"),
         ('coarse="???"', "coarse must be a positive integer, got '"),
-        ("tiles=[1]", "tiles must be a pair"),
+        ("frames_per_block=2", "frames_per_block is gone, got 2: blocks are frames; .* monarch-t4 with length"),
         ("exact.bnd=1", "exact.bnd is no known key; known: rows, columns, band, aware"),
         ("exact.band=-1", "exact must fit: ExactBlocks.band must be at least 0"),
         ("refesh=3", "refesh is no known key .did you mean refresh"),
         ("refresh.dtype=int8", "refresh must have steps"),
         ("bias.reach=[0,1,1]", "bias.reach must be three numbers above 0"),
         ("plan=nowhere.json", "plan nowhere.json cannot be read"),
-        ("implementation=cuda", "implementation must be one of"),
         ("processor=based", "processor must be 'vmonarch' here, got 'based'"),
     ],
 )

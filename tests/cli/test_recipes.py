@@ -13,7 +13,6 @@ import torch
 
 from vmonarch.configs import InputError
 from vmonarch.configs.methods import merge_attention, recipe_names, resolve_method
-from vmonarch.eval.attention_flops import step_kinds
 from vmonarch.finetune.config import finetune_config
 from vmonarch.pipelines import recipes
 from vmonarch.pipelines.config import GenerateConfig, complete
@@ -123,27 +122,6 @@ def test_blocks_are_compiled_below_the_caches_hooks(sample: Callable[..., torch.
     # One for both blocks and every step, with all that a block computes.
     assert len(graphs) == 1 and len(graphs[0]) > 20
     assert torch.equal(cached, sample({"name": "stock", "compile": False, "cache": CACHE}))
-
-
-@pytest.mark.parametrize("options", [{}, {"cache_interval": 2}, {"disable_cache_after_step": 5}], ids=str)
-def test_a_stack_knows_which_steps_its_cache_skips(
-    options: dict[str, int], sample: Callable[..., torch.Tensor], loaded: LoadedModel
-) -> None:
-    method = resolve({"name": "stock", "compile": False, "cache": CACHE | options})
-    steps: list[int] = []
-    loaded.pipe.transformer.blocks[0].ffn.register_forward_hook(
-        lambda *_: steps.append(list(loaded.pipe.scheduler.timesteps).index(loaded.pipe.current_timestep))
-    )
-    sample(method)
-    computed = [step for step in range(STEPS) if not method.stack.skips(step)]
-    assert 2 < len(computed) < STEPS and sorted({*steps}) == computed and len(steps) == 2 * len(computed)
-
-
-def test_steps_that_are_skipped_are_told_apart_for_each_transformer() -> None:
-    method = resolve({"name": "stock", "attention": {"name": "reuse", "refresh": [0, 2, 5]}, "cache": CACHE})
-    kinds = step_kinds(method, ["transformer"] * 7 + ["transformer_2"] * 4)
-    # e exact, k kept, s skipped, a approximate: step 2 is skipped, so that the next to be computed renews the residual.
-    assert "".join(kind[0] for kind in kinds) == "kaskssk" + "kasa"
 
 
 def test_a_recipe_is_recorded_made_again_and_compared_with_stock(cli: Any, told_steps: set[int | None]) -> None:

@@ -1,38 +1,36 @@
-"""The benchmarks of whole models: what they measure and extrapolate, what they record of failures, what they refuse."""
+"""The benchmarks of whole models: what they measure and extrapolate, what they record of failures, what they refuse.
+
+Models of `configs/models/` are what they are named after, and random weights stand as loaded ones would.
+"""
 
 import collections
 import copy
 import json
 from pathlib import Path
-from types import SimpleNamespace
 
 import diffusers
 import pytest
 import torch
-from diffusers import WanTransformer3DModel
+from diffusers import AutoencoderKLWan, WanTransformer3DModel
 from diffusers.models.attention import FeedForward
 from tiny_families import FAMILIES, GRID
 from torch.utils._pytree import tree_map_only
+from transformers import UMT5Config, UMT5EncoderModel
 
-import vmonarch
-from vmonarch import VMonarchOptions, VMonarchProcessor, plan, residuals
+from vmonarch import VMonarchOptions, plan, residuals
 from vmonarch.attend import Exact, Op
 from vmonarch.cli import main
-from vmonarch.configs.methods import resolve_method
-from vmonarch.eval.attention_flops import step_kinds
-from vmonarch.eval.bench import e2e, families, gate, train
-from vmonarch.eval.bench.machine import Clock
+from vmonarch.configs import InputError, preset_names
+from vmonarch.eval.bench import e2e, families, gate
 from vmonarch.eval.bench.runner import run_bench, wrong_rows
-from vmonarch.eval.wan_models import WanModel, read_model, share_weights
+from vmonarch.eval.wan_models import UMT5_XXL, WanModel, read_model
 from vmonarch.families import family_of
 from vmonarch.grid import LatentGrid
-from vmonarch.installation import is_applied
 from vmonarch.kernels.common.launch import interpreted
 from vmonarch.kernels.monarch import api
 
 pytestmark = pytest.mark.skipif(not interpreted(), reason="needs TRITON_INTERPRET=1 when triton is imported")
 CPU = torch.device("cpu")
-REFRESH = "vmonarch:refresh=[0,1,4]"
 CACHE = (
     "stock:attention=vmonarch,cache={kind: taylorseer, disable_cache_before_step: 4, cache_interval: 3, max_order: 1}"
 )
@@ -98,21 +96,6 @@ def test_a_compiler_that_is_wrong_or_does_nothing_is_noticed(measure, monkeypatc
     assert row["status"] == "failed" and "compiled nothing" in row["problem"]
 
 
-def test_a_method_that_fails_later_is_recorded_and_leaves_the_others_alone(measure, monkeypatch):
-    calls = []
-
-    def fail(self, *inputs):
-        calls.append(inputs)
-        if len(calls) > 4:
-            raise torch.OutOfMemoryError("CUDA out of memory")
-        return inputs[2], None
-
-    monkeypatch.setattr(Op, "__call__", fail)
-    rows = measure("vmonarch", "full")
-    assert rows["vmonarch", "eager"]["status"] == "out of memory" and "step_s" not in rows["vmonarch", "eager"]
-    assert rows["full", "eager"]["status"] == "ok"
-
-
 def test_a_part_that_does_not_fit_is_recorded(measure, monkeypatch):
     build = WanModel.build
 
@@ -129,138 +112,36 @@ def test_a_part_that_does_not_fit_is_recorded(measure, monkeypatch):
     assert [row["status"] for row in measure("full", "vmonarch").values()] == ["out of memory"] * 2
 
 
-def test_rows_share_weights_and_nothing_else(tiny_yaml):
-    stock = read_model(tiny_yaml).build("transformer", CPU, torch.float32)
-    shells = [share_weights(stock) for _ in range(2)]
-    assert all(a is b for shell in shells for a, b in zip(shell.parameters(), stock.parameters(), strict=True))
-    vmonarch.apply(shells[0], VMonarchProcessor())
-    shells[0].compile_repeated_blocks(backend="eager")
-    for other in (stock, shells[1]):
-        assert not is_applied(other) and other.blocks[0]._compiled_call_impl is None
-        assert type(other.blocks[0].attn1.processor).__name__ == "WanAttnProcessor"
-
-
-@pytest.mark.parametrize(
-    "method, second, kinds, steps",
-    [
-        ("vmonarch", 9, "aaaaaa", [0]),
-        ("vmonarch:dense_steps=2", 9, "ddaaaa", [0, 2]),
-        ("vmonarch:refresh=1", 3, "kaakaa", [0, 1]),
-        ("vmonarch:refresh=[0,1,4]", 9, "ekaaka", [0, 1, 2]),
-        ("vmonarch:refresh=[0,2,5],dense_steps=[3,4]", 9, "kakdde", [0, 1, 3, 5]),
-        ("vmonarch:refresh=[0,2],dense_steps=[1]", 9, "kdkaaa", [1, 2, 3]),
-        ("vmonarch:refresh=[2],dense_steps=[0,1,3]", 9, "ddkdaa", [2, 3, 4]),
-        ("vmonarch:refresh=1.0", 9, "eeeeee", [0]),
-        (CACHE, 9, "aaaasa", [0, 3, 4]),
-    ],
-)
-def test_kinds_of_steps_and_the_fewest_that_hold_them(method, second, kinds, steps):
-    """`second`: the first step of the second transformer."""
-    transformers = ["transformer" if step < second else "transformer_2" for step in range(6)]
-    found = step_kinds(resolve_method(method, recipes=True), transformers)
-    assert "".join(kind[0] for kind in found) == kinds
-    assert e2e.steps_to_measure(found) == steps
-
-
-@pytest.fixture
-def calls():
-    """How often a function was called, by its name, or an element of the stack, by its class."""
-    return collections.Counter()
-
-
-@pytest.fixture
-def counted(calls, monkeypatch):
-    """counted(owner, name): count the calls of this function."""
+def test_dense_steps_a_cache_and_a_second_transformer_count(measure, monkeypatch, tiny_yaml, tmp_path):
+    # What each step of a row calls.
+    calls, by_row, make = collections.Counter(), collections.defaultdict(dict), e2e.Steps.of
 
     def count(owner, name):
-        original, label = getattr(owner, name), owner.__name__ if name == "__call__" else name
-        monkeypatch.setattr(owner, name, lambda *a, **b: calls.update([label]) or original(*a, **b))
-
-    return count
-
-
-@pytest.fixture
-def forwards(calls, counted, monkeypatch):
-    """(pipeline, step, calls of what attention consists of, residuals then) of every forward call."""
-    seen = []
-
-    def held(pipe):
-        record = getattr(pipe.transformer, "_vmonarch_record", None)
-        sharing = None if record is None else record.sharing
-        return 0 if sharing is None else sum(len(branch.residuals) for branch in sharing._branches)
-
-    make = e2e.Steps.of
+        original = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda *a, **b: calls.update([owner.__name__]) or original(*a, **b))
 
     def watched(*inputs):
         pipe = make(*inputs)
 
         def note(*_):
-            seen.append((pipe, pipe.step, dict(calls), held(pipe)))
+            by_row[pipe][pipe.step] = dict(calls)
             calls.clear()
 
         pipe.transformer.register_forward_hook(note)
         return pipe
 
-    counted(Op, "__call__")
-    counted(Exact, "__call__")
-    counted(residuals, "attention_residual")
-    counted(residuals, "add_residual")
+    count(Op, "__call__")
+    count(FeedForward, "forward")
     monkeypatch.setattr(e2e.Steps, "of", watched)
-    yield seen
-    assert sum(held(pipe) for pipe, *_ in seen) == 0, "memory of other rows"
-
-
-def test_each_kind_of_step_is_measured_as_it_is_in_a_run(measure, forwards):
-    rows = measure(REFRESH, modes=e2e.MODES, steps=8, rounds=2)
-    # What each forward call does in two layers, and the residuals after it, by text.
-    expected = {
-        "exact": ({"Exact": 2}, (0, 0)),
-        "kept": ({"Exact": 2, "Op": 2, "attention_residual": 2}, (2, 4)),
-        "approximate": ({"Op": 2, "add_residual": 2}, (4, 4)),
-    }
-    kinds = step_kinds(resolve_method(REFRESH), ["transformer"] * 8)
-    eager, compiled, reference = dict.fromkeys(pipe for pipe, *_ in forwards)
-    # It is checked, called once more, and measured twice.
-    for pipe, turns in ((eager, 4), (compiled, 4), (reference, 1)):
-        mine = [entry for entry in forwards if entry[0] is pipe]
-        assert [step for _, step, *_ in mine] == [0, 0, 1, 1, 2, 2] * turns
-        for n, (_, step, calls, held) in enumerate(mine):
-            assert calls == expected[kinds[step]][0] and held == expected[kinds[step]][1][n % 2]
-    for row in rows.values():
-        assert row["status"] == "ok" and row["rounds"] == 2
-        assert {kind: of["steps"] for kind, of in row["kinds"].items()} == {"exact": 1, "kept": 2, "approximate": 5}
-        total = sum(of["steps"] * of["step_s"]["median"] for of in row["kinds"].values())
-        assert row["denoise_s"] == pytest.approx(total) == pytest.approx(8 * row["step_s"]["median"])
-
-
-def test_dense_steps_a_cache_and_a_second_transformer_count(measure, forwards, counted, tiny_yaml, tmp_path):
-    counted(FeedForward, "forward")
     path = tmp_path / "two.yaml"
     path.write_text(Path(tiny_yaml).read_text() + "boundary_ratio: 0.875\n")
-    cached = f"{CACHE},compile=false"
-    methods = ("vmonarch:refresh=1", "vmonarch:dense_steps=1", cached)
+    methods = ("vmonarch:refresh=1", "vmonarch:dense_steps=1", f"{CACHE},compile=false")
     rows = measure(*methods, steps=8, model=str(path), guidance=False)
     counts = [{kind: of["steps"] for kind, of in row["kinds"].items()} for row in rows.values()]
     assert counts[:2] == [{"kept": 2, "approximate": 6}, {"dense": 1, "approximate": 7}]
-    by_method = collections.defaultdict(dict)
-    for pipe, step, calls, _ in forwards:
-        by_method[pipe][step] = calls
-    _, dense, skipping = by_method.values()
-    whole = {"forward": 2, "Op": 2}
-    assert dense == {0: {"forward": 2}, 1: whole} and skipping == {0: whole, 6: whole, 7: {}}
-
-
-def test_seconds_of_a_video_are_those_of_its_steps():
-    kinds = ["exact", "kept", *["approximate"] * 6]
-    seconds = {0: [5.0, 4.0, 6.0], 1: [7.0, 9.0, 8.0], 2: [1.0, 3.0, 2.5]}
-    marks = [(step, 0.0, whole) for step, of in seconds.items() for whole in of]
-    row = {"method": "vmonarch eager", **e2e.Steps.seconds(SimpleNamespace(marks=marks), Clock(CPU), 9, kinds)}
-    case = {"rows": [row], "vae": {"status": "ok", "seconds": 10.0}, "text_encoder": {"status": "ok", "seconds": 1.0}}
-    e2e.finish(e2e.Options(steps=8, guidance=False), case)
-    denoise = 5.0 + 8.0 + 6 * 2.5
-    assert row["denoise_s"] == denoise and row["video_s"] == denoise + 10.0 + 1.0
-    assert row["step_s"]["median"] == denoise / 8 and row["step_s"]["min"] == (4.0 + 7.0 + 6 * 1.0) / 8
-    assert row["kinds"]["kept"]["steps"] == 1 and row["kinds"]["kept"]["step_s"]["median"] == 8.0
+    _, dense, skipping = by_row.values()
+    whole = {"FeedForward": 2, "Op": 2}
+    assert dense == {0: {"FeedForward": 2}, 1: whole} and skipping == {0: whole, 6: whole, 7: {}}
 
 
 def test_an_approximate_step_that_is_wrong_is_noticed(measure, monkeypatch):
@@ -281,13 +162,7 @@ def test_tables_hold_ratios_of_one_run_and_the_last_row_that_has_times(document,
     case = first["runs"][0]["cases"][0]
     for row, step, gigabytes in zip(case["rows"], (4.0, 3.0, 2.5, 1.0), (4, 3, 4, 3.5), strict=True):
         row.update(step_s={"median": step}, denoise_s=step, video_s=2 * step, peak_bytes=gigabytes * 1e9)
-    tables = lambda *parts: {
-        table["name"]: {tuple(row[:2]): row[2:] for row in table["rows"]}
-        for table in e2e.document([run for part in parts for run in part["runs"]])["tables"]
-    }
-    found, name = tables(first), case["setting"]
-    assert found["steps"][name, "vmonarch, compiled"][1:] == ["1.000", "2.0", "4.00×", "3.00×", "3.5"]
-    assert found["steps"][name, "full, compiled"][1:] == ["3.000", "6.0", "1.33×", "–", "3.0"]
+    name = case["setting"]
     # A later piece without full attention: its row replaces the first one's, and has nothing to be compared with.
     second = copy.deepcopy(first)
     piece = second["runs"][0]["cases"][0]
@@ -310,21 +185,6 @@ def test_what_is_no_benchmark_is_not_merged(tmp_path, monkeypatch, capsys):
     (tmp_path / "x.json").write_text('{"format": "another"}')
     assert main(["bench", "merge", "x.json", "--output", "y.json"]) == 2
     assert "is no JSON of `vmonarch bench e2e`" in capsys.readouterr().err and not (tmp_path / "y.json").exists()
-
-
-def test_the_settings_are_those_of_the_paper():
-    grids = {}
-    for label, name, size in e2e.choose_settings(None, None):
-        model = read_model(name)
-        grids[label] = (tuple(model.grid(size, argument="settings")), model.transformer["num_attention_heads"])
-    assert grids == {
-        "1.3b-61x448x832": ((16, 28, 52), 12),
-        "1.3b-141x448x832": ((36, 28, 52), 12),
-        "1.3b-61x720x1280": ((16, 45, 80), 12),
-        "14b-93x704x1280": ((24, 44, 80), 40),
-        "5b-93x704x1280": ((24, 22, 40), 24),
-    }
-    assert [setting.label for setting in e2e.choose_settings(None, None, quick=True)] == ["1.3b-61x448x832"]
 
 
 def small(name):
@@ -375,7 +235,7 @@ def test_families_with_a_wrong_kernel_or_an_infinite_result_get_no_speed(uncompi
         out, lse = attend(*tensors, **options)
         return out, lse + 1
 
-    monkeypatch.setitem(plan._OPS, VMonarchOptions, wrong)
+    monkeypatch.setitem(plan._OPS, VMonarchOptions, (wrong, plan._OPS[VMonarchOptions][1]))
     assert "out is off by" in gate.compare(way.found(results), way.expected(), torch.float32)[1]
 
 
@@ -406,13 +266,77 @@ def test_training_steps_of_every_size_and_method_are_measured(run_command, tiny_
         assert all(row["ms"]["median"] > 0 and row["rounds"] == 1 for row in case["rows"])
 
 
-def test_a_step_trains_all_weights_with_the_attention_that_is_set(tiny_yaml, monkeypatch):
-    transformer, step = train.training_step(read_model(tiny_yaml).transformer, (2, 4, 8), CPU)
-    attend, seen = Op.__call__, []
-    monkeypatch.setattr(Op, "__call__", lambda *inputs: seen.append(inputs[4].grid) or attend(*inputs))
-    vmonarch.apply(transformer, VMonarchProcessor())
-    before = [parameter.detach().clone() for parameter in transformer.parameters()]
-    step()
-    # Both layers forward, and once more because of gradient checkpointing.
-    assert [tuple(grid) for grid in seen] == [(2, 2, 4)] * 4
-    assert all((new != old).any() for new, old in zip(transformer.parameters(), before, strict=True))
+# Parameters of the published weights: of one transformer, and of the VAE.
+PUBLISHED = {
+    "wan2.1-1.3b": (1_418_996_800, 126_892_531),
+    "wan2.1-14b": (14_288_491_584, 126_892_531),
+    "wan2.2-5b": (4_999_787_712, 704_688_668),
+    "wan2.2-a14b": (14_288_491_584, 126_892_531),
+}
+
+
+def parameters(module):
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+@pytest.mark.parametrize("name", preset_names("models"))
+def test_shipped_models_are_those_they_are_named_after(name):
+    model = read_model(name)
+    model.check_parts(argument="model")
+    latents = model.latents((5, 64, 96), argument="size")
+    with torch.device("meta"):
+        found = WanTransformer3DModel(**model.transformer), AutoencoderKLWan(**model.vae)
+        video = found[1].decode(torch.empty(1, model.transformer["out_channels"], *latents), return_dict=False)[0]
+        assert parameters(UMT5EncoderModel(UMT5Config(**UMT5_XXL))) == 5_680_910_336
+    assert tuple(map(parameters, found)) == PUBLISHED[name]
+    assert video.shape == (1, 3, 5, 64, 96), "the VAE must compress as much as the latent grid says"
+    assert model.transformers == (("transformer", "transformer_2") if "a14b" in name else ("transformer",))
+    assert model.expand_timesteps == (name == "wan2.2-5b")
+
+
+def test_random_weights_have_the_dtypes_of_loaded_ones(tiny_yaml, tmp_path):
+    built = read_model(tiny_yaml).build("transformer", CPU, torch.bfloat16)
+    built.save_pretrained(tmp_path / "model")
+    loaded = WanTransformer3DModel.from_pretrained(tmp_path / "model", torch_dtype=torch.bfloat16)
+    dtypes = {name: tensor.dtype for name, tensor in loaded.state_dict().items()}
+    assert {name: tensor.dtype for name, tensor in built.state_dict().items()} == dtypes
+    assert set(dtypes.values()) == {torch.bfloat16, torch.float32}
+    assert not any(parameter.requires_grad for parameter in built.parameters())
+
+
+def test_a_pipelines_folder_brings_its_own_weights(tiny, tmp_path):
+    pipe = tiny.pipeline("t2v-2.2")
+    pipe.save_pretrained(tmp_path / "pipe")
+    model = read_model(str(tmp_path / "pipe"))
+    assert (model.name, model.boundary_ratio) == ("pipe", 0.9)
+    assert model.latents((9, 32, 48), argument="size") == (3, 4, 6)
+    of = {"transformer": "proj_out", "transformer_2": "proj_out", "vae": "decoder.conv_in", "text_encoder": "shared"}
+    for part, name in of.items():
+        loaded = model.build(part, CPU, torch.float32)
+        assert torch.equal(loaded.get_submodule(name).weight, getattr(pipe, part).get_submodule(name).weight)
+
+
+BAD_MODELS = {
+    "unknown key": ("heads: 2", "heads"),
+    "unknown key of the VAE": ("vae: {z_dims: 4}", "vae.z_dims (did you mean z_dim?)"),
+    "unknown key of the text encoder": ("text_encoder: {width: 4}", "text_encoder.width"),
+    "a VAE that is no mapping": ("vae: wan", "a mapping as vae, got 'wan'"),
+    "boundary": ("boundary_ratio: 875", "boundary_ratio between 0 and 1, got 875"),
+    "timesteps": ("expand_timesteps: 3", "true or false as expand_timesteps, got 3"),
+    "image-to-video": ("image_dim: 1280", "supported: text-to-video models"),
+    "channels": ("in_channels: 36", "has in_channels 36 but vae.z_dim 16"),
+    "text": ("text_dim: 8", "has text_dim 8 but text_encoder.d_model 4096"),
+}
+
+
+@pytest.mark.parametrize("contents, message", BAD_MODELS.values(), ids=BAD_MODELS)
+def test_bad_configs_are_refused_by_key(tmp_path, contents, message):
+    (tmp_path / "bad.yaml").write_text(contents)
+    with pytest.raises(InputError) as caught:
+        read_model(str(tmp_path / "bad.yaml")).check_parts(argument="model")
+    assert caught.value.argument == "model" and message in str(caught.value)
+
+
+def test_no_such_model():
+    with pytest.raises(InputError, match="wan2.1-1.3b.*hub id.*'wan2.2-5' \\(did you mean wan2.2-5b\\?\\)"):
+        read_model("wan2.2-5")

@@ -78,33 +78,6 @@ def rows_of(results, kernel):
 
 
 @in_interpreter
-def test_every_kernel_is_found_in_its_operator_and_its_winner_is_used(tables, few, timed):
-    timed.update({"BLOCK_N=32": 0.5, "ROWS_PER_WARP=4": 0.5})
-    path = tables / "interpreter.json"
-    before = json.loads(path.read_text())
-    kernels = ["r_step_last", "flash_forward", "r_backward_z", "l_centroids", "l_backward_rows", "flash_bias_keys"]
-    used = {name: launch_options(name, CPU, torch.float32, 16) for name in kernels}
-    absent = ["l_rows", "l_backward_columns", "hopper_flash"]
-    results = run(path, *kernels, *absent)
-    (table,) = results["tables"]
-    assert [row[0] for row in table["rows"]] == kernels
-    # There are so few blocks that they fit one tile.
-    for name in absent[:2]:
-        problems = {row["problem"] for row in rows_of(results, name).values()}
-        assert problems == {"NotImplementedError: it is not launched at these shapes"}
-    for name in kernels:
-        option, value = ("ROWS_PER_WARP", 4) if name[0] == "l" else ("BLOCK_N", 32)
-        assert {row["status"] for row in rows_of(results, name).values()} == {"ok"}
-        assert launch_options(name, CPU, torch.float32, 16) == {**used[name], option: value}
-        # What was not tuned stays as it was: other item sizes, and wider heads.
-        for dtype, head_dim in ((torch.float16, 16), (torch.float32, 128)):
-            assert launch_options(name, CPU, dtype, head_dim).get(option) == used[name].get(option)
-    after = json.loads(path.read_text())
-    assert after["chip"] == "interpreter" and {"date", "torch", "triton"} == set(after["tuned"])
-    assert [entry for entry in after["entries"] if entry in before["entries"]] == before["entries"]
-
-
-@in_interpreter
 def test_candidates_that_are_wrong_or_fail_or_bring_little_are_not_taken(tables, few, timed, monkeypatch):
     from vmonarch.kernels.monarch import fused
 
@@ -142,29 +115,6 @@ def test_winners_are_in_force_for_the_kernels_after_them():
     assert seen == [32]
 
 
-def entry(kernel, itemsize, head_dim, block):
-    return {"kernel": kernel, "itemsize": itemsize, "head_dim": head_dim, "options": {"BLOCK_N": block}}
-
-
-def test_an_entry_replaces_its_own_alone_and_brings_the_other_head_dimensions_of_the_default(tables):
-    def entries(name, *new):
-        if new:
-            (tables / name).write_text(json.dumps({"chip": "x", "entries": new}))
-        return json.loads((tables / name).read_text())["entries"]
-
-    entries(
-        "default.json", entry("a", 2, 64, 1), entry("a", 2, 256, 2), entry("a", 4, 256, 3), entry("b", None, 256, 4)
-    )
-    kept = entries("x.json", entry("c", 2, 64, 9), entry("c", 2, 128, 8), entry("c", 4, 128, 7))
-    for kernel, head_dim, block in (("a", 128, 5), ("b", 72, 6), ("c", 128, 0)):
-        write_table(tables / "x.json", "x", kernel, head_dim, {"BLOCK_N": block}, 2)
-    found = entries("x.json")
-    assert found[:3] == [kept[0], entry("c", 2, 128, 0), kept[2]]
-    options = {(e["kernel"], e["itemsize"], e["head_dim"]): e["options"]["BLOCK_N"] for e in found[3:]}
-    # Head dimension 72 is padded to 128 in the kernel.
-    assert options == {("a", 2, 64): 1, ("a", 2, 256): 2, ("a", 2, 128): 5, ("b", 2, 256): 4, ("b", 2, 128): 6}
-
-
 def test_a_table_for_a_new_chip_serves_all_of_it(tables, monkeypatch):
     chip = "NVIDIA Imaginary X1"
     path = table_path(chip)
@@ -177,12 +127,6 @@ def test_a_table_for_a_new_chip_serves_all_of_it(tables, monkeypatch):
     assert of(torch.bfloat16) == {**before, 128: dict(SMALL, BLOCK_N=64)}
     assert of(torch.float32)[128] == of(torch.float32)[64] != dict(SMALL, BLOCK_N=64)
     assert table_path(chip) == path
-
-
-def test_candidates_are_products_of_what_a_sweep_says():
-    sweep = dataclasses.replace(SWEEPS["r_step"], grids=({"A": (1, 2), "TMA": (0, 1)}, {"A": (2, 3), "TMA": (1,)}))
-    names = ["A=1 TMA=0", "A=1 TMA=1", "A=2 TMA=0", "A=2 TMA=1", "A=3 TMA=1"]
-    assert list(sweep.candidates()) == [IN_USE, *names] and sweep.candidates()["A=3 TMA=1"] == {"A": 3, "TMA": 1}
 
 
 def test_a_sweep_for_every_kernel_of_the_tables(tables):

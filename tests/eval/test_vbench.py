@@ -5,7 +5,6 @@ The package is played by one of the same interface, in an environment of its own
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import json
 import os
@@ -29,7 +28,6 @@ from vmonarch.eval.vbench.installation import VERSION, VBenchError, download_wei
 from vmonarch.eval.vbench.scoring import (
     PromptedVideo,
     VBenchScore,
-    read_videos,
     score_videos,
     suite,
 )
@@ -64,11 +62,9 @@ class VBench:
         assert set(files) == set(prompt_list)
         paths = [os.path.join(videos_path, file) for file in files]
         contents = [hashlib.sha256(Path(path).read_bytes()).digest() for path in paths]
+        assert os.path.isfile(os.environ["TORCH_HOME"] + "/hub/checkpoints/dino_vitbase16_pretrain.pth")
         with open(HERE / "calls.jsonl", "a") as calls:
-            call = {"dimension": dimension, "device": self.device, "cache": os.environ["VBENCH_CACHE_DIR"],
-                    "prompts": {c.hex(): prompt_list[f] for c, f in zip(contents, files)},
-                    "dino": os.path.realpath(os.environ["TORCH_HOME"] + "/hub/checkpoints/dino_vitbase16_pretrain.pth")}
-            calls.write(json.dumps(call) + "\\n")
+            calls.write(json.dumps([dimension, self.device, os.environ["VBENCH_CACHE_DIR"]]) + "\\n")
         scale = 100 if dimension == "imaging_quality" else 1
         listed = [{"video_path": p, "video_results": c[0] / 256 * scale} for p, c in zip(paths, contents)]
         score = sum(entry["video_results"] for entry in listed) / len(listed) / scale
@@ -90,14 +86,6 @@ FULL_INFO = [
     {"prompt_en": "a beach", "dimension": ["overall_consistency"]},
     {"prompt_en": "a beach", "dimension": ["temporal_flickering"], "auxiliary_info": {}},
 ]
-AWKWARD_PROMPTS = (
-    "a cat/dog in a C:\\folder, ../../etc",
-    'she says "it\'s `$HOME`"; rm -rf *',
-    "long " * 60 + "end-3",
-    "naïve 日本語 🦊\u202e reversed",
-    "two\nlines\tand a tab",
-    "0",
-)
 
 
 class Bench:
@@ -168,21 +156,6 @@ def bench(shared_bench: Bench, tmp_path: Path) -> Iterator[Bench]:
     shared_bench.order("fine")
     for name in ("calls.jsonl", "child"):
         (shared_bench.package / name).unlink(missing_ok=True)
-
-
-def test_scores_are_those_of_the_videos_in_their_order_and_prompts_arrive_unchanged(bench: Bench) -> None:
-    # One file may have several prompts, and one prompt several files.
-    videos = [bench.video(number, prompt) for number, prompt in zip((3, 0, 5, 1, 2, 3), AWKWARD_PROMPTS, strict=True)]
-    scores = bench.score(videos[:5], "temporal_flickering", "imaging_quality", "subject_consistency")
-    for score in scores.values():
-        assert score.videos == tuple(videos[:5])
-        assert score.per_video == pytest.approx([expected(video) for video in videos[:5]])
-        assert score.score == pytest.approx(np.mean(score.per_video))
-    call = bench.calls()[-1]
-    assert call["prompts"] == {sha256(video.path).hex(): video.prompt for video in videos[:5]}
-    assert call["cache"] == str(bench.weights) and call["device"] == "cpu"
-    assert call["dino"] == str(bench.weights / "dino_model" / "dino_vitbase16_pretrain.pth")
-    assert bench.score(videos)["temporal_flickering"].per_video == pytest.approx([expected(v) for v in videos])
 
 
 @pytest.mark.parametrize(
@@ -388,7 +361,6 @@ def write_requirements(folder: Path, version: str, offered: str | None = None) -
     return path
 
 
-@pytest.mark.slow
 def test_an_environment_is_made_once_whole_or_not_at_all(tmp_path: Path) -> None:
     folder = tmp_path / "cache/vbench"
     for version, offered, message in (
@@ -410,26 +382,6 @@ def test_an_environment_is_made_once_whole_or_not_at_all(tmp_path: Path) -> None
     ):
         with pytest.raises(InputError, match=message):
             install(**{"folder": folder, **changes})
-
-
-def test_lists_of_videos_are_read(tmp_path: Path) -> None:
-    entries = [{"file": "a.mp4", "prompt": "a/b \u2028 c", "index": 3}, {"file": "/x/b.mp4", "prompt": "é"}]
-    entries[1]["dimensions"] = ["dynamic_degree"]
-    path = tmp_path / "list.jsonl"
-    path.write_text("\n\n".join(json.dumps(entry, ensure_ascii=False) for entry in entries), encoding="utf-8")
-    first, second = PromptedVideo(tmp_path / "a.mp4", "a/b \u2028 c"), PromptedVideo(Path("/x/b.mp4"), "é")
-    assert read_videos(path) == [first, dataclasses.replace(second, dimensions=("dynamic_degree",))]
-    for text in (
-        "{",
-        "[1]",
-        '[{"file": "a.mp4", "prompt": "b"}]',
-        '{"file": "a.mp4"}',
-        '{"file": "a.mp4", "prompt": 3}',
-        '{"file": "a.mp4", "prompt": "b", "dimensions": ["dynamic"]}',
-    ):
-        path.write_text(text)
-        with pytest.raises(InputError, match=r"list must be .*"):
-            read_videos(path)
 
 
 def test_the_command_scores_a_suite(bench: Bench, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,12 +1,9 @@
 """Checkpoints: what is saved is complete or not there, whatever ends the process or the disk."""
 
 import errno
-import json
 import os
 import pickle
 import shutil
-import subprocess
-import sys
 import warnings
 from contextlib import suppress
 from pathlib import Path
@@ -17,8 +14,6 @@ from accelerate import Accelerator, PartialState
 
 from vmonarch.finetune import checkpoints
 from vmonarch.finetune.checkpoints import CheckpointError, check, newest, read_json, resume_from, steps_in
-
-SUPPORT = Path(__file__).parents[1] / "support"
 
 
 def save(folder, step, keep=2):
@@ -174,38 +169,6 @@ def test_all_is_on_disk_before_the_name_and_the_name_before_the_oldest_goes(tmp_
     written = [n for n, entry in enumerate(disk.log) if entry[0] == "write_bytes" and "manifest" not in entry[1]]
     first = min(n for n, (name, _) in enumerate(disk.log) if name == "flush")
     assert waits[0] < written[0] and written[-1] < waits[1] < first < waits[2] < named < waits[3] == len(disk.log) - 1
-
-
-def test_an_interrupted_save_leaves_nothing(tmp_path):
-    save(tmp_path, 1)
-
-    def interrupted(folder):
-        (folder / "part").write_text("")
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        checkpoints.save(tmp_path, 2, interrupted, {}, keep=2)
-    assert_sound(tmp_path, 1)
-    assert hidden(tmp_path) == []
-
-
-# Kills
-
-
-@pytest.mark.parametrize("kills", [3, pytest.param(20, marks=[pytest.mark.deep, pytest.mark.slow])])
-def test_a_run_that_is_killed_at_any_moment_ends_as_one_that_was_not(tmp_path, kills):
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run(
-        [sys.executable, SUPPORT / "killed_training.py", str(tmp_path), str(kills)],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    report = json.loads(done.stdout.splitlines()[-1])
-    # Kills that hit nothing would prove nothing.
-    assert report["killed"] == kills and report["resumed"] >= kills // 4 and report["same"], report
 
 
 # Code

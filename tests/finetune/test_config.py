@@ -1,87 +1,13 @@
-"""Settings of a finetune run: presets, overrides, and errors that name the key."""
+"""Settings of a finetune run: errors that name the key, and the learning rate."""
 
-import argparse
 import math
-import re
-import shlex
-from pathlib import Path
 
 import pytest
 
-from vmonarch.cli import preprocess as preprocess_command
-from vmonarch.cli.finetune import read_settings
-from vmonarch.configs import FOLDER, InputError, preset_names, read_yaml
+from vmonarch.configs import InputError
 from vmonarch.finetune.config import finetune_config
 
 DATA = {"data": {"path": "clips"}}
-
-
-@pytest.mark.parametrize("name", preset_names("finetune"))
-def test_presets_are_read_and_written_back(name):
-    config = finetune_config(read_yaml(name, group="finetune"))
-    assert config.data.path and config.attention.name == ("based" if "based" in name else "vmonarch")
-    assert finetune_config(config.to_dict()) == config
-
-
-ROOT = Path(__file__).resolve().parents[2]
-
-
-def commands(file, name):
-    """The words after every command of this name that a file shows."""
-    text = file.read_text().replace("\\\n", " ")
-    return [shlex.split(words) for words in re.findall(rf"^[#\s].*{name} +([^`…\n]+)$", text, re.M)]
-
-
-def prepared(words):
-    parser = argparse.ArgumentParser()
-    preprocess_command.add_arguments(parser)
-    return preprocess_command.read_settings(parser.parse_intermixed_args(words))
-
-
-def size(data):
-    return f"{data.num_frames}×{data.height}×{data.width}"
-
-
-def size_of_preset(group, name):
-    """What the comment at the top says."""
-    [found] = re.findall(r"lips of (\d+×\d+×\d+)", (FOLDER / group / f"{name}.yaml").read_text().partition("\n")[0])
-    return found
-
-
-@pytest.mark.parametrize(
-    "file",
-    ["docs/finetuning.md", "Makefile", *(f"configs/finetune/{name}.yaml" for name in ("embedded", "embedded-based"))],
-)
-def test_the_commands_that_are_shown_make_the_clips_that_are_trained_on(file):
-    made = [prepared(words) for words in commands(ROOT / file, "vmonarch preprocess")]
-    [words] = commands(ROOT / file, "vmonarch finetune") or [["--config", Path(file).stem]]
-    assert words[0] == "--config"
-    run = read_settings(words[1], words[2:])
-    assert {data.output for data in made} == {run.data.path, run.data.validation} - {None}
-    assert {data.model for data in made} == {run.model}
-    if run.model != "embedded":
-        assert {size(data) for data in made} == {size_of_preset("finetune", words[1])}
-
-
-@pytest.mark.parametrize("name", [name for name in preset_names("finetune") if name.startswith("wan")])
-def test_presets_of_one_name_make_and_take_the_same_clips(name):
-    clips = prepared(["videos", "--captions", "captions.jsonl", "--output", "data", "--config", name])
-    run = read_settings(name, [])
-    assert clips.model == run.model and run.batch_size == 8
-    assert size(clips) == size_of_preset("finetune", name) == size_of_preset("preprocess", name)
-    row = f"| `{name}` | `{run.model}` | {size(clips)} | {clips.fps:g} | {run.steps} |"
-    assert row in (ROOT / "docs" / "finetuning.md").read_text()
-
-
-def test_overrides_lie_over_the_file_key_by_key():
-    below = {**DATA, "attention": "vmonarch-t3", "optimizer": {"clip": 2.0, "warmup": 5}}
-    config = finetune_config(below, {"optimizer": {"clip": 3}}, {"attention": {"coarse": 2}}, {"data": {"workers": 0}})
-    assert (config.optimizer.clip, config.optimizer.warmup) == (3.0, 5)
-    assert config.attention.name == "vmonarch-t3" and config.attention.options["coarse"] == 2
-    assert config.data.path == "clips" and config.data.workers == 0
-    # An adapter that is shipped leaves nothing behind.
-    untrained = finetune_config(DATA, {"attention": "based"}, {"attention": {"adapter": None, "feature_dim": 4}})
-    assert untrained.attention.to_dict()["adapter"] is None
 
 
 BAD = {

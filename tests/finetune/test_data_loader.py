@@ -74,41 +74,6 @@ def lines(path):
 # Shards
 
 
-def test_shards_keep_every_bit_and_are_read_in_the_order_of_their_names(tmp_path):
-    dtypes = [torch.float32, torch.float16, torch.float64, torch.float16, torch.float32]
-    facts = dict(file_name="a.mp4", width=40, height=32, fps=16.0, duration=0.6)
-    given = []
-    for n, dtype in enumerate(dtypes):
-        extras = {"clip_feature": torch.randn(5, 6).half()}
-        text = torch.zeros(0, DIM) if n == 2 else torch.randn(3, DIM)
-        given.append(sample(n, latents=torch.randn(C, T, H, W).to(dtype), text=text, extras=extras, **facts))
-    for name, numbers in {"b/2": slice(4, 5), "b/10": slice(2, 4), "a": slice(2), "aa": slice(0)}.items():
-        write(tmp_path / f"{name}.parquet", iter(given[numbers]), rows_per_group=1)
-    with pytest.raises(FileExistsError, match="a.parquet"):
-        write(tmp_path / "a.parquet", given)
-    (tmp_path / "notes.txt").write_text("not data")
-    (tmp_path / ".a.1.partial.parquet").write_text("half a shard")
-    folder = ParquetFolder(tmp_path)
-    assert folder.files == ["a.parquet", "aa.parquet", "b/10.parquet", "b/2.parquet"] and len(folder) == 5
-    for index, wanted in enumerate(given):
-        found = folder.read(index)
-        assert (found.id, found.caption, found.extras.keys()) == (wanted.id, wanted.caption, wanted.extras.keys())
-        for a, b in (
-            (found.latents, wanted.latents),
-            (found.text, wanted.text),
-            *zip(found.extras.values(), wanted.extras.values(), strict=True),
-        ):
-            assert a.dtype == torch.float32 and torch.equal(a, b.float())
-    assert folder.describe(3) == {"id": "clip-3", "file": "b/10.parquet", "row_group": 1, "row": 0}
-    kinds = lambda schema: [(field.name, str(field.type).replace("element", "item")) for field in schema]
-    assert kinds(pq.read_schema(tmp_path / "a.parquet")) == kinds(row_schema(list(given[0].extras)))
-    [row] = pq.read_table(tmp_path / "b/2.parquet").to_pylist()
-    assert (row["num_frames"], row["media_type"], row["duration_sec"]) == (T, "video", 0.6)
-    assert (row["vae_latent_dtype"], row["clip_feature_dtype"]) == ("float32", "float16")
-    assert [row[name] for name in ("file_name", "width", "height", "fps")] == ["a.mp4", 40, 32, 16.0]
-    assert len(ParquetFolder(tmp_path / "a.parquet")) == 2
-
-
 @pytest.mark.parametrize(
     "changes, message",
     [
@@ -121,25 +86,6 @@ def test_a_clip_that_does_not_fit_leaves_no_shard(tmp_path, changes, message):
     with pytest.raises(ValueError, match=message):
         write(tmp_path / "a.parquet", [sample(0), sample(1, **changes)], rows_per_group=1)
     assert not list(tmp_path.iterdir())
-
-
-def test_other_orders_types_and_columns_are_read(tmp_path):
-    write(tmp_path / "0.parquet", [sample(n, extras={"clip_feature": torch.ones(2, 3)}) for n in range(3)])
-    table = pq.read_table(tmp_path / "0.parquet")
-    table = table.select(sorted(table.column_names, reverse=True)).drop_columns(["file_name", "duration_sec"])
-    kinds = dict(vae_latent_bytes=pa.large_binary(), vae_latent_shape=pa.large_list(pa.int32()), fps=pa.float32())
-    columns = {name: table.column(name).cast(kind) for name, kind in kinds.items()}
-    columns["id"] = table.column("id").dictionary_encode()
-    # What FastVideo writes for a tensor that a clip does not have.
-    for part, empty in dict(bytes=b"", shape=[], dtype="").items():
-        columns[f"clip_feature_{part}"] = pa.array([empty] * 3, parquet_module.PARTS[part])
-    for name, column in columns.items():
-        table = table.set_column(table.column_names.index(name), name, column)
-    table = table.append_column("text_attention_mask_bytes", pa.array([b"1"] * 3))
-    pq.write_table(table, tmp_path / "0.parquet")
-    found = ParquetFolder(tmp_path).read(1)
-    assert (found.id, found.file_name, found.extras) == ("clip-1", "", {})
-    assert torch.equal(found.latents, sample(1).latents)
 
 
 BROKEN = {
@@ -239,15 +185,6 @@ def test_flipped_bytes_make_the_rows_of_their_group_bad(tmp_path, where, written
 # Order
 
 
-def test_epochs_and_seeds_have_other_orders_that_stay_what_they_are(tmp_path):
-    folder = fill(tmp_path, 12)
-    orders = [tuple(epoch_order(folder, seed, epoch).tolist()) for seed in (6, 7) for epoch in (0, 3)]
-    assert len(set(orders)) == 4 and all(sorted(order) == list(range(12)) for order in orders)
-    # A saved position means nothing under another order.
-    assert orders[3] == (7, 1, 0, 3, 11, 6, 4, 8, 5, 9, 10, 2)
-    assert epoch_ids(make(folder, shuffle=False)) == [f"clip-{n}" for n in range(12)]
-
-
 def test_an_epoch_reads_each_row_group_once_and_keeps_few(tmp_path, monkeypatch):
     folder = fill(tmp_path, 36)
     folder.read(0)
@@ -271,25 +208,6 @@ def test_an_epoch_reads_each_row_group_once_and_keeps_few(tmp_path, monkeypatch)
 
 
 # Batches
-
-
-def test_latents_are_normalised_and_text_is_padded_and_cut(tmp_path):
-    given = [
-        sample(n, text=torch.randn(length, DIM), extras={"first_frame_latent": torch.randn(C, 1, H, W)})
-        for n, length in enumerate([0, 1, 6, 9])
-    ]
-    write(tmp_path / "0.parquet", given)
-    batch = next(iter(make(ParquetFolder(tmp_path), batch_size=4, shuffle=False)))
-    assert batch.latents.shape == (4, C, T, H, W) and batch.text.shape == (4, 6, DIM)
-    assert {batch.latents.dtype, batch.text.dtype, batch.extras["first_frame_latent"].dtype} == {torch.float32}
-    mean, std = (x.double().view(-1, 1, 1, 1) for x in (MEAN, STD))
-    for row, clip in enumerate(given):
-        torch.testing.assert_close(batch.latents[row].double(), (clip.latents.double() - mean) / std)
-        # Stored as the transformer gets it.
-        assert torch.equal(batch.extras["first_frame_latent"][row], clip.extras["first_frame_latent"])
-        length = min(len(clip.text), 6)
-        assert torch.equal(batch.text[row, :length], clip.text[:length]) and not batch.text[row, length:].any()
-    assert batch.captions == tuple(clip.caption for clip in given)
 
 
 def test_caption_dropout_has_its_share_and_follows_the_slot_alone(tmp_path):
@@ -365,42 +283,7 @@ def test_a_stopped_run_goes_on_bit_for_bit_from_every_position(tmp_path, workers
         assert equal(next(iter(other)), wanted[done + 9])
 
 
-def test_a_state_of_another_run_is_refused_and_says_why(tmp_path):
-    folder = fill(tmp_path / "a", 8)
-    state = make(folder).state_dict()
-    for name, value in dict(seed=8, batch_size=4, world_size=2, shuffle=False).items():
-        with pytest.raises(DataError, match=f"cannot resume on .*: {name} is .* but was"):
-            make(folder, **{name: value}).load_state_dict(state)
-    with pytest.raises(DataError, match="fingerprint is .* but was .*seed is 8 but was 7"):
-        make(fill(tmp_path / "b", 9), seed=8).load_state_dict(state)
-    (tmp_path / "a" / "1.parquet").rename(tmp_path / "a" / "2.parquet")
-    with pytest.raises(DataError, match="fingerprint"):
-        make(ParquetFolder(tmp_path / "a")).load_state_dict(state)
-
-
 # Bad rows
-
-
-@WORKERS
-def test_bad_rows_are_replaced_by_the_next_and_listed_once(tmp_path, workers):
-    broken = {11, 28, 45, 62, 79}
-    folder = write_broken(tmp_path / "data" / "0.parquet", 100, broken)
-    listed = tmp_path / "lists" / "bad.jsonl"
-    loader = make(folder, batch_size=8, workers=workers, quarantine=listed)
-    listed.parent.mkdir()
-    for epoch in range(2):
-        order = epoch_order(folder, 7, epoch).tolist() * 2
-        good = [next(n for n in order[place:] if n not in broken) for place in range(100)]
-        assert epoch_ids(loader)[:100] == [f"clip-{n}" for n in good]
-    rows = sorted(lines(listed), key=lambda row: row["row_group"])
-    reason = rows[0]["reason"]
-    assert reason.startswith("vae_latent is no tensor of dtype float32 and shape [3, 2, 2, 4]")
-    place = lambda n: {"id": f"clip-{n}", "file": "0.parquet", "row_group": n // 10, "row": n % 10}
-    assert rows == [place(n) | {"reason": reason} for n in sorted(broken)]
-    # A later run knows what is listed.
-    before = listed.read_text()
-    epoch_ids(make(folder, quarantine=listed))
-    assert listed.read_text() == before
 
 
 @WORKERS

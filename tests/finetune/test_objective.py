@@ -1,11 +1,9 @@
 """Flow matching: noise levels, what the models are given, and the loss."""
 
-import math
-
 import pytest
 import torch
 
-from vmonarch.finetune.objective import Conditioning, Expert, NoiseLevels, Objective, experts_of
+from vmonarch.finetune.objective import Conditioning, Expert, NoiseLevels, Objective
 
 SHAPE = (2, 16, 3, 4, 6)
 
@@ -43,46 +41,6 @@ def test_levels_have_the_distribution_that_is_asked_for(distribution, shift):
     assert levels.share(0.25, 0.75) == pytest.approx(((sigma > 0.25) & (sigma < 0.75)).float().mean().item(), abs=1e-4)
 
 
-def test_levels_stay_within_the_range_of_an_expert():
-    levels = NoiseLevels(shift=5.0)
-    uniform = torch.tensor([0.0, 1e-9, 0.5, 1 - 1e-9])
-    above, below = levels.levels(uniform, 0.875, 1.0), levels.levels(uniform, 0.0, 0.875)
-    assert above.min() >= 0.875 and below.max() <= 0.875 and below.min() >= 1e-4
-    assert levels.share(0.875, 1.0) + levels.share(0.0, 0.875) == pytest.approx(1.0)
-
-
-def test_the_two_transformers_of_wan22_share_the_levels_at_the_boundary():
-    assert experts_of(["transformer", "transformer_2"], 0.875) == (
-        Expert("transformer", 0.875, 1.0), Expert("transformer_2", 0.0, 0.875)
-    )  # fmt: skip
-    assert experts_of(["transformer_2"], 0.875) == (Expert("transformer_2", 0.0, 0.875),)
-    assert experts_of(["transformer"], None) == (Expert("transformer"),)
-
-
-def test_every_rank_takes_the_same_expert_as_often_as_its_levels_are_drawn():
-    experts = experts_of(["transformer", "transformer_2"], 0.875)
-    ours = objective(levels=NoiseLevels("uniform", shift=5.0), experts=experts)
-    latents = torch.zeros(1, 1, 1, 2, 2)
-    drawn = [[ours.draw(latents, step=step, data_rank=rank) for rank in (0, 1)] for step in range(2000)]
-    assert all(a.expert == b.expert and not torch.equal(a.noise, b.noise) for a, b in drawn)
-    assert all(a.expert.low <= a.sigma.item() <= a.expert.high for a, _ in drawn)
-    share = sum(a.expert.name == "transformer" for a, _ in drawn) / len(drawn)
-    expected = ours.levels.share(0.875, 1.0)
-    assert abs(share - expected) < 4 * math.sqrt(expected * (1 - expected) / len(drawn))
-
-
-def test_a_draw_is_a_function_of_its_place_alone():
-    latents = torch.zeros(SHAPE)
-    first = objective().draw(latents, step=3, micro=1, data_rank=2)
-    torch.manual_seed(99)
-    torch.rand(5)
-    again = objective().draw(latents, step=3, micro=1, data_rank=2)
-    assert torch.equal(first.noise, again.noise) and torch.equal(first.sigma, again.sigma)
-    for place in (dict(step=4, micro=1, data_rank=2), dict(step=3, micro=0, data_rank=2), dict(step=3, micro=1)):
-        assert not torch.equal(objective().draw(latents, **place).noise, first.noise)
-    assert not torch.equal(objective(seed=1).draw(latents, step=3, micro=1, data_rank=2).noise, first.noise)
-
-
 def test_the_target_is_the_velocity():
     latents, text = torch.randn(SHAPE), torch.randn(2, 7, 8)
     ours = objective()
@@ -93,15 +51,6 @@ def test_the_target_is_the_velocity():
     torch.testing.assert_close(model.given["x"], (1 - s) * latents + s * draw.noise)
     torch.testing.assert_close(model.given["t"], 1000 * draw.sigma)
     torch.testing.assert_close(losses, (0.5 - draw.noise + latents).square().flatten(1).mean(1))
-
-
-def test_of_the_loss_a_share_is_the_distance_to_the_teacher():
-    latents, text = torch.randn(SHAPE), torch.zeros(2, 1, 1)
-    plain, distilled = objective(), objective(distillation=0.25)
-    draw = plain.draw(latents, step=0)
-    alone = plain.losses(Recorder(0.5), draw, latents, text, {})
-    both = distilled.losses(Recorder(0.5), draw, latents, text, {}, teacher=Recorder(2.0))
-    torch.testing.assert_close(both, 0.75 * alone + 0.25 * 1.5**2)
 
 
 def test_channels_give_the_first_frame_as_the_stock_pipeline_does():

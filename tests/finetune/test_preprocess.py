@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
-import os
 import re
 import shutil
 import signal
@@ -87,34 +86,17 @@ def one_video(tmp_path_factory) -> Path:
     return path
 
 
-def fill(folder: Path, one_video: Path) -> Path:
-    """Twelve good videos and two bad ones, with captions."""
-    (folder / "videos" / "sub").mkdir(parents=True)
-    names = [f"sub/clip {number}.mp4" if number % 5 == 4 else f"clip-{number}.mp4" for number in range(14)]
-    for name in names:
-        shutil.copy(one_video, folder / "videos" / name)
-    (folder / "videos" / "clip-3.mp4").write_bytes(b"")
-    (folder / "videos" / "clip-7.mp4").write_bytes(b"no video at all")
-    write_captions(folder, {name: f"caption {number}" for number, name in enumerate(names)})
-    return folder
-
-
 @pytest.fixture
 def folder(tmp_path, one_video) -> Path:
-    """Fourteen videos that a test may change, see `fill`."""
-    return fill(tmp_path, one_video)
-
-
-CLIPS = {1: {}, 2: {"num_frames": 1, "clips_per_video": 2}}
-
-
-@pytest.fixture(scope="session")
-def whole_folder(tmp_path_factory, one_video) -> Path:
-    """Fourteen videos, prepared without interruption with one or two clips of each; not to be changed."""
-    folder = fill(tmp_path_factory.mktemp("whole"), one_video)
-    for clips, settings in CLIPS.items():
-        preprocess(config_of(folder, f"whole-{clips}", **settings), encoders=Fake())
-    return folder
+    """Twelve good videos and two bad ones, with captions."""
+    (tmp_path / "videos" / "sub").mkdir(parents=True)
+    names = [f"sub/clip {number}.mp4" if number % 5 == 4 else f"clip-{number}.mp4" for number in range(14)]
+    for name in names:
+        shutil.copy(one_video, tmp_path / "videos" / name)
+    (tmp_path / "videos" / "clip-3.mp4").write_bytes(b"")
+    (tmp_path / "videos" / "clip-7.mp4").write_bytes(b"no video at all")
+    write_captions(tmp_path, {name: f"caption {number}" for number, name in enumerate(names)})
+    return tmp_path
 
 
 def config_of(folder: Path, output: str = "out", **changes) -> PreprocessConfig:
@@ -146,9 +128,6 @@ def quarantine(output: Path) -> dict[str, str]:
 def embedded() -> PipelineEncoders:
     folder = find_model("embedded")
     return load_encoders(module.complete(PreprocessConfig(procedural=1, image_to_video=True), folder), folder)
-
-
-# Right rows
 
 
 def test_real_clips_through_the_command_line(tmp_path, capsys, embedded):
@@ -212,6 +191,9 @@ def test_text_and_latents_are_what_the_pipeline_makes(embedded):
     assert embedded.pipe.transformer is None and embedded.pipe.scheduler is None
 
 
+# Right rows
+
+
 @pytest.mark.parametrize("expand", [False, True], ids=["mask", "timesteps"])
 def test_image_to_video_stores_what_diffusers_gives_the_transformer(expand, embedded):
     torch.manual_seed(0)
@@ -237,27 +219,6 @@ def test_image_to_video_stores_what_diffusers_gives_the_transformer(expand, embe
     assert torch.equal(extras["clip_feature"], feature) and feature.shape == (5, 8)
 
 
-def test_a_video_becomes_clips_of_the_bucket_that_fits_it_best_as_the_settings_say(tmp_path):
-    (tmp_path / "videos").mkdir()
-    shapes = dict(wide=(9, 32, 64), tall=(9, 64, 32), short=(5, 32, 64), square=(9, 48, 48), stub=(3, 32, 64))
-    for name, size in shapes.items():
-        encode_video(tmp_path / "videos" / f"{name}.mp4", moving(*size), 10.0)
-        (tmp_path / "videos" / f"{name}.txt").write_text(name)
-    buckets = ("32x64x9", "64x32x9", "16x32x5", "32x64x5", "48x32x9")
-    settings = dict(captions=None, buckets=buckets, image_to_video=True, store_dtype="float16", **dict.fromkeys(SIZE))
-    preprocess(config_of(tmp_path, **settings), encoders=Fake())
-    rows = rows_of(tmp_path / "out")
-    sizes = {row["caption"]: (row["height"], row["width"], row["vae_latent_shape"][1]) for row in rows}
-    assert sizes == {"wide": (32, 64, 3), "tall": (64, 32, 3), "short": (32, 64, 2), "square": (48, 32, 3)}
-    assert quarantine(tmp_path / "out") == {"stub.mp4": "is too short: it has 3 frames, 5 are needed"}
-    # What is prepared so is trained on: batches of one size each.
-    folder = ParquetFolder(tmp_path / "out")
-    assert len(set(folder.shapes)) == 4 and torch.equal(folder.empty_caption, Fake().text("").float())
-    assert set(folder.read(0).extras) == {"first_frame_latent"}
-    dtypes = [rows[0][f"{name}_dtype"] for name in ("vae_latent", "first_frame_latent", "text_embedding")]
-    assert dtypes == ["float16", "float16", "float32"]
-
-
 def test_procedural_rows_are_a_function_of_seed_and_number(tmp_path, embedded, monkeypatch):
     for name, count, encoders in (("three", 3, Fake()), ("two", 2, Fake()), ("one", 1, embedded)):
         config = PreprocessConfig(procedural=count, seed=7, output=str(tmp_path / name), rows_per_shard=2)
@@ -279,9 +240,6 @@ def test_procedural_rows_are_a_function_of_seed_and_number(tmp_path, embedded, m
     parts = ([getattr(scenes, name)[0, :2].tolist() for name in ("shape", "colour", "direction")] for scenes in seen)
     triples = {triple for shown in parts for triple in zip(*shown, strict=True)}
     assert not set(scenes_module.held_out_triples()) & triples and len(triples) > 200 and len(set(captions)) > 390
-
-
-# Captions
 
 
 def test_captions_are_json_csv_or_beside_the_videos(tmp_path):
@@ -306,6 +264,9 @@ def test_captions_are_json_csv_or_beside_the_videos(tmp_path):
         # A file of captions may write the name in the other form, too.
         captions = write_captions(tmp_path, {f"sub/{beside}.mp4": "a café"})
         assert read_captions(videos, str(captions)) == {f"sub/{video}.mp4": "a café"}
+
+
+# Captions
 
 
 GOOD = '{"file_name": "a.mp4", "caption": "a"}\n'
@@ -415,42 +376,6 @@ def test_an_interrupt_does_not_wait_for_a_decoder_that_hangs(folder, monkeypatch
     assert not (folder / "out" / "quarantine.jsonl").exists()
 
 
-def test_corrupt_videos_are_quarantined_with_reasons(tmp_path, one_video):
-    videos = tmp_path / "videos"
-    videos.mkdir()
-    noise = np.random.default_rng(0).integers(0, 256, (12, 32, 48, 3), dtype=np.uint8)
-    encode_video(videos / "large.mp4", noise, 10.0)
-    encode_video(videos / "short.mp4", noise[:3], 10.0)
-    ffmpeg = [FFMPEG, "-y", "-v", "error"]
-    subprocess.run([*ffmpeg, "-i", videos / "large.mp4", "-c", "copy", videos / "ended.mkv"], check=True)
-    subprocess.run([*ffmpeg, "-f", "lavfi", "-i", "sine=d=0.2", videos / "sound.mp4"], check=True)
-    large, ended = (videos / "large.mp4").read_bytes(), (videos / "ended.mkv").read_bytes()
-    half = len(large) // 2
-    for name, data in {
-        "ended.mkv": ended[:half],
-        "empty.mp4": b"",
-        "text.mp4": b"I am no video\n" * 50,
-        "head.mp4": large[:900],
-        "cut.mp4": large[: 4 * half // 3],
-        "middle.mp4": large[:half] + b"\xff" * 400 + large[half + 400 :],
-    }.items():
-        (videos / name).write_bytes(data)
-    bad = ["missing.mp4", "a/b\0.mp4", *sorted(path.name for path in videos.iterdir() if path.name != "large.mp4")]
-    for name in ("good.mp4", "sub good.mp4"):
-        os.link(one_video, videos / name)
-    write_captions(tmp_path, dict.fromkeys(["good.mp4", *bad, "sub good.mp4"], "caption"))
-    assert preprocess(config_of(tmp_path), encoders=Fake())["clips"] == 2
-    reasons = quarantine(tmp_path / "out")
-    assert list(reasons) == bad and not any("0x" in reason for reason in reasons.values())
-    assert reasons["sound.mp4"].endswith("matches no streams.")
-    assert reasons.pop("short.mp4") == "is too short: it has 3 frames, 5 are needed"
-    assert reasons.pop("a/b\0.mp4") == "embedded null byte"
-    assert all(reason.startswith("cannot be decoded: ") for reason in reasons.values())
-    rows = rows_of(tmp_path / "out")
-    assert [row["file_name"] for row in rows] == ["good.mp4", "sub good.mp4"]
-    assert [row["id"] for row in rows] == ["good.mp4-0", "sub good.mp4-0"]
-
-
 def test_bad_ones_are_counted_and_tried_again_when_their_lines_are_taken_out(folder, one_video, capsys):
     class Broken(Fake):
         def latents(self, video):
@@ -458,9 +383,10 @@ def test_bad_ones_are_counted_and_tried_again_when_their_lines_are_taken_out(fol
 
     text = (folder / "captions.jsonl").read_text().replace("caption 2", "caption 2 " + 60 * "x")
     (folder / "captions.jsonl").write_text(text)
+    encode_video(folder / "videos" / "clip-5.mp4", moving(9, width=64), 10.0)
     preprocess(config_of(folder), progress=True, encoders=Broken())
     line = capsys.readouterr().err.split("\r")[-1]
-    assert re.fullmatch(r"100%.* 14/14 \[.*video/s, bad=3, captions_cut=1, cropped=0]\n", line)
+    assert re.fullmatch(r"100%.* 14/14 \[.*video/s, bad=3, captions_cut=1, cropped=1]\n", line)
     assert quarantine(folder / "out")["clip-1.mp4"] == "has encodings that are not finite"
     path = folder / "out" / "quarantine.jsonl"
     path.write_text("".join(line for line in path.read_text().splitlines(True) if "clip-7" in line))
@@ -473,33 +399,6 @@ def test_bad_ones_are_counted_and_tried_again_when_their_lines_are_taken_out(fol
 
 
 # Resuming
-
-
-@pytest.mark.parametrize("die_at, clips", [(0, 1), (2, 2), (3, 1), (11, 1), (11, 2)])
-def test_resumed_equals_uninterrupted(die_at, clips, whole_folder, monkeypatch):
-    config = config_of(whole_folder, f"out-{die_at}-{clips}", **CLIPS[clips])
-    output = Path(config.output)
-    with pytest.raises(KeyboardInterrupt):
-        preprocess(config, encoders=Fake(die_at))
-    kept = len(rows_of(output))
-    # A shard has whole videos: three of one clip, or two of two.
-    assert not list(output.glob(".*.partial.*")) and kept == {1: die_at // 3 * 3, 2: die_at // 2 * 4}[clips]
-    bad = set(quarantine(output)) if (output / "quarantine.jsonl").exists() else set()
-    decoded, decode = [], module.decode_clips
-    name = lambda path: path.relative_to(whole_folder / "videos").as_posix()
-    monkeypatch.setattr(
-        module, "decode_clips", lambda path, *a, **k: decoded.append(name(path)) or decode(path, *a, **k)
-    )
-    resumed = Fake()
-    preprocess(config, encoders=resumed)
-    assert contents(output) == contents(whole_folder / f"whole-{clips}")
-    # Neither videos whose clips are all in shards nor those in quarantine are done again.
-    captions = [f"caption {number}" for number in range(14) if number not in (3, 7)]
-    assert resumed.seen == captions[kept // clips :]
-    assert not bad & set(decoded) and len(decoded) == 12 - kept // clips + 2 - len(bad)
-    decoded.clear()
-    preprocess(config, encoders=Fake())
-    assert decoded == []
 
 
 KILLED = """
@@ -519,22 +418,23 @@ module.preprocess(module.config_of(module.Path(sys.argv[2])), encoders=module.Fa
 """
 
 
-def test_a_killed_run_goes_on(whole_folder):
-    output = whole_folder / "out"
-    run = subprocess.run([sys.executable, "-c", KILLED, __file__, str(whole_folder)], capture_output=True)
+def test_a_killed_run_goes_on(folder):
+    preprocess(config_of(folder, "whole"), encoders=Fake())
+    output = folder / "out"
+    run = subprocess.run([sys.executable, "-c", KILLED, __file__, str(folder)], capture_output=True)
     assert run.returncode == -signal.SIGKILL, run.stderr.decode()
     assert len(rows_of(output)) == 6 == len(ParquetFolder(output))
     # The shard that was being written.
     assert len(list(output.glob(".*.partial.*"))) == 1
     resumed = Fake()
-    preprocess(config_of(whole_folder), encoders=resumed)
-    assert len(resumed.seen) == 6 and contents(output) == contents(whole_folder / "whole-1")
+    preprocess(config_of(folder), encoders=resumed)
+    assert len(resumed.seen) == 6 and contents(output) == contents(folder / "whole")
     # Or between shard and manifest.
     manifest = json.loads((output / "manifest.json").read_text())
     manifest |= {"complete": False, "shards": manifest["shards"][:1]}
     (output / "manifest.json").write_text(json.dumps(manifest))
-    preprocess(config_of(whole_folder), encoders=(idle := Fake()))
-    assert idle.seen == [] and contents(output) == contents(whole_folder / "whole-1")
+    preprocess(config_of(folder), encoders=(idle := Fake()))
+    assert idle.seen == [] and contents(output) == contents(folder / "whole")
 
 
 def test_a_folder_of_other_work_or_not_free_is_refused_and_stays(folder, tmp_path):

@@ -36,14 +36,3 @@ def test_scenes_drawn_larger_are_the_same_scenes():
     # Edges are one pixel wide at any scale: the share of pixels between two colours halves.
     edges = [(video.diff(dim=-1).abs() > 0.02).float().mean() for video in (small, large)]
     assert 0.3 < edges[1] / edges[0] < 0.7
-
-
-def test_held_out_combinations_never_occur_in_training_but_all_their_pairs_do():
-    held_out, training = set(scenes.held_out_triples()), scenes.training_triples()
-    assert len(held_out) == 64 and not held_out & set(training) and len(training) == 6 * 8 * 8 - 64
-    for first, second in ((0, 1), (0, 2), (1, 2)):
-        assert {(t[first], t[second]) for t in held_out} <= {(t[first], t[second]) for t in training}
-    batch = scenes.sample_scenes(20_000, 1)
-    drawn = torch.stack((batch.shape, batch.colour, batch.direction), -1)
-    seen = {tuple(t) for t in torch.cat((drawn[:, 0], drawn[batch.count == 2, 1])).tolist()}
-    assert not seen & held_out and len(seen) == len(training)

@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import math
-import multiprocessing
 from contextlib import nullcontext
 from itertools import islice
 
@@ -11,22 +10,20 @@ import diffusers
 import pytest
 import tiny_folders
 import torch
-from accelerate.state import AcceleratorState
 from safetensors.torch import load_file
 
 import vmonarch
 from vmonarch.configs import InputError
 from vmonarch.configs.methods import resolve_method
-from vmonarch.finetune.checkpoints import CheckpointError, hold, newest, read_json, steps_in
+from vmonarch.finetune.checkpoints import CheckpointError, newest, read_json, steps_in
 from vmonarch.finetune.config import OptimizerConfig, finetune_config
 from vmonarch.finetune.data.parquet import Sample, write_shard
 from vmonarch.finetune.export import comfyui_name, export
-from vmonarch.finetune.models import Experts, compile_blocks, load_experts, lora_layers, model_facts, share_clips
-from vmonarch.finetune.objective import NoiseLevels
+from vmonarch.finetune.models import Experts, compile_blocks, lora_layers, share_clips
 from vmonarch.finetune.trainer import Trainer, TrainingError, _flat
 from vmonarch.own import ours_of
 from vmonarch.pipelines.config import recommended_settings
-from vmonarch.pipelines.model_folder import find_model, find_wan_model
+from vmonarch.pipelines.model_folder import find_model
 from vmonarch.plan import AttentionPlan
 
 
@@ -129,35 +126,6 @@ def test_an_update_is_adamws_with_the_clipped_gradient_of_the_mean_loss(place, t
             torch.testing.assert_close(tensor, wanted[name])
 
 
-def test_settings_reach_what_they_are_for(place, tmp_path, monkeypatch):
-    # accelerate keeps the precision for the whole process.
-    monkeypatch.setattr(AcceleratorState, "_shared_state", {})
-    levels = {"sigma": "uniform", "mean": 0.5, "std": 2.0, "flow_shift": 7.0}
-    options = {"objective": {**levels, "image_share": 0.3}, "attention": "vmonarch:dense_steps=2", "lora": {"rank": 2},
-               "gradient_checkpointing": True, "precision": "bf16",
-               "data": {"validation": str(place / "held-out")}, "validation": {"clips": 1, "levels": 2}}  # fmt: skip
-    trainer, again, other = (
-        Trainer(settings(place, tmp_path / name, "t2v-5b", seed=seed, **options))
-        for name, seed in (("first", 0), ("again", 0), ("other", 1))
-    )
-    assert trainer.objective.levels == NoiseLevels("uniform", mean=0.5, std=2.0, shift=7.0)
-    assert trainer.objective.conditioning.share == 0.3
-    assert equal(weights(trainer), weights(again)) and not equal(weights(trainer), weights(other))
-    model = trainer.experts.parts["transformer"]
-    assert model.is_gradient_checkpointing and model.blocks[0].attn1.processor.spec.dense_steps == 0
-    batch = next(iter(trainer.loader))
-    assert batch.text.shape[1] == 512
-    products = set()
-    model.blocks[0].ffn.register_forward_hook(lambda module, given, made: products.add(made.dtype))
-    trainer._update(iter([batch] * trainer.accumulation))
-    assert products == {torch.bfloat16} and {p.dtype for p in trainer.trained.values()} == {torch.float32}
-    # Held-out clips are not told their first frame, whose tokens would have timestep 0.
-    times = []
-    model.register_forward_pre_hook(lambda module, _, given: times.append(given["timestep"]), with_kwargs=True)
-    trainer.validate()
-    assert len(times) == 2 and torch.cat(times).min() > 0
-
-
 def test_the_average_follows_faster_at_the_start(place, tmp_path):
     trainer = Trainer(settings(place, tmp_path, ema=0.2))
     clips = iter(trainer.loader)
@@ -180,6 +148,7 @@ def test_layers_move_from_full_attention_one_after_the_other(place, tmp_path):
     assert found[0] is None and isinstance(found[1].spec, vmonarch.VMonarchProcessor)
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("steps,tolerance", [(3, 1e-5), pytest.param(200, 2e-3, marks=pytest.mark.gpu)])
 def test_kernels_and_torch_learn_the_same(place, tmp_path, steps, tolerance):
     """Losses of the same run through the kernels and through plain torch, step by step."""
@@ -192,16 +161,6 @@ def test_kernels_and_torch_learn_the_same(place, tmp_path, steps, tolerance):
         curves.append(torch.tensor(list(losses(tmp_path / how).values())))
     torch.testing.assert_close(*curves, atol=tolerance, rtol=0)
     assert (curves[0] - curves[0].mean()).abs().max() > 0.02
-
-
-def test_the_teacher_is_full_attention_and_stays_as_it_is(place, tmp_path):
-    trainer = Trainer(settings(place, tmp_path, steps=3, objective={"distillation": 0.5}))
-    stock = diffusers.WanTransformer3DModel.from_pretrained(place / "t2v" / "transformer")
-    trainer.run()
-    part = trainer.teacher.parts["transformer"]
-    assert not vmonarch.installation.is_applied(part) and equal(
-        dict(part.named_parameters()), dict(stock.named_parameters())
-    )
 
 
 @pytest.mark.parametrize("attention", ["vmonarch", "based:adapter=null,feature_dim=4"])
@@ -234,27 +193,6 @@ def test_the_teacher_of_lora_layers_is_the_model_before_them(place, tmp_path, at
     assert part.attn_processors == processors
 
 
-def test_weights_that_lora_leaves_need_no_more_digits_than_products(place):
-    config = settings(place, "unused", lora={"rank": 4})
-    folder = find_wan_model(config.model)
-    facts = model_facts(folder, config)
-    (precise, _), (short, _) = (load_experts(folder, facts, config, dtype) for dtype in (torch.float32, torch.bfloat16))
-    dtypes = {name: parameter.dtype for name, parameter in short.named_parameters()}
-    assert {dtypes[name] for name in dtypes if ".lora_" in name or "scale_shift_table" in name} == {torch.float32}
-    assert {dtypes[name] for name in dtypes if name.endswith("base_layer.weight")} == {torch.bfloat16}
-    latents, text = torch.randn(1, 16, 2, 8, 8), torch.randn(1, 4, facts.text_dim)
-    arguments = {"hidden_states": latents, "timestep": torch.tensor([500.0]), "encoder_hidden_states": text}
-    given = []
-    for name, module in short.named_modules():
-        if name.endswith(".lora_A"):
-            module["default"].register_forward_pre_hook(lambda _, inputs: given.append(inputs[0].dtype))
-    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
-        a, b = (model("transformer", **arguments, return_dict=False)[0].float() for model in (precise, short))
-    assert (a - b).norm() < 0.02 * a.norm()
-    # float32 copies of all inputs would take a gigabyte at a time in a large model.
-    assert given and set(given[-3:]) == {torch.bfloat16}
-
-
 def compile_with(monkeypatch, backend):
     """Blocks are traced, and run by a backend that takes no minute to compile."""
     stock = diffusers.WanTransformer3DModel.compile_repeated_blocks
@@ -269,6 +207,7 @@ def compile_with(monkeypatch, backend):
     torch._dynamo.reset()
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("more", [{}, {"lora": {"rank": 4}, "objective": {"distillation": 1.0}}], ids=["all", "lora"])
 def test_compiled_blocks_learn_the_same(place, tmp_path, monkeypatch, more):
     compile_with(monkeypatch, "aot_eager")
@@ -440,18 +379,6 @@ def test_a_second_run_in_a_folder_is_refused_until_the_first_has_ended(place, tm
     assert Trainer(settings(place, tmp_path, steps=2)).step == 2
 
 
-def test_a_worker_that_outlives_a_killed_run_does_not_hold_its_folder(tmp_path):
-    context = multiprocessing.get_context("fork")
-    begun, end = context.Event(), context.Event()
-    with hold(tmp_path, "output_dir"):
-        worker = context.Process(target=lambda: begun.set() or end.wait(60))
-        worker.start()
-        assert begun.wait(60)
-    hold(tmp_path, "output_dir").close()
-    end.set()
-    worker.join()
-
-
 def test_a_run_is_found_from_any_folder(place, tmp_path, monkeypatch):
     """Its model, data and plan were given from where it began, or from the home folder."""
     (tmp_path / "elsewhere").mkdir()
@@ -482,25 +409,6 @@ def test_a_missing_average_is_an_error_unless_waived(place, tmp_path):
     trainer = Trainer(settings(place, tmp_path, ema=0.9, checkpoints={"waive": ["ema"]}))
     assert trainer.step == 2 and equal(average(trainer), weights(trainer))
     assert not any(tensor.requires_grad for tensor in trainer.average.shadow_params)
-
-
-@pytest.mark.parametrize(
-    "kind,changes,message",
-    [
-        ("ltx", {}, "model must be of the Wan family, as training data and trainer are.*LTXPip"),
-        ("t2v", {"train": "transformer_2"}, "train must be all or one of transformer, got 'transformer_2'"),
-        ("t2v", {"objective": {"image_share": 0.5}}, "objective.image_share must be 0"),
-        ("t2v", {"batch_size": 3, "micro_batch": 2}, "batch_size must be a multiple of .* = 2 × 1, got 3"),
-        ("t2v", {"lora": {"rank": 2, "targets": ["to_q", "nope"]}}, "lora.targets names 'nope', .* the layers are: "),
-        ("t2v", {"sequence_parallel_size": 2}, "must divide the number of processes, 1, got 2"),
-        ("t2v", {"transfer": 1}, "transfer must be 0 with an attention that has no parameters"),
-        ("t2v", {"anneal": 4, "attention": "based:adapter=null,feature_dim=4"}, "anneal must be 0 with an attention"),
-        ("t2v", {"checkpoints": {"resume": "must"}}, "checkpoints.resume is must, but"),
-    ],
-)
-def test_what_does_not_fit_the_model_is_named(place, tmp_path, kind, changes, message):
-    with pytest.raises(InputError, match=message):
-        Trainer(settings(place, tmp_path, kind, **changes))
 
 
 @pytest.mark.parametrize("kind", ["t2v", "t2v-2.2"])
@@ -572,48 +480,6 @@ def test_lora_layers_become_files_that_stock_diffusers_loads(tiny, place, tmp_pa
     assert {path.name for path in tmp_path.iterdir()} == {"run", f"diffusers{suffix}", f"comfyui{suffix}"}
     with pytest.raises(InputError, match=f"output must {'end with .safetensors' if suffix else 'be a folder'}"):
         export(tmp_path / "run", tmp_path / other)
-
-
-def test_layers_that_learn_are_first_fitted_to_full_attention(tiny, place, tmp_path):
-    """Each by itself, with the weights of the rest as they were; then all learn, also from the model before them.
-
-    A resumed run does the same, and what has been learnt becomes an adapter.
-    """
-    options = {
-        "attention": {"name": "based", "adapter": None, "feature_dim": 4},
-        "lora": {"rank": 2},
-        "steps": 30,
-        "transfer": 24,
-        "objective": {"distillation": 0.5},
-        "gradient_checkpointing": True,
-        "optimizer": {"learning_rate": 1e-3, "transfer_learning_rate": 3e-2},
-    }
-    run = tmp_path / "run"
-    trainer = Trainer(settings(place, run, **options, checkpoints={"every": 20}))
-    assert {".processor." in name or ".lora_" in name for name in trainer.trained} == {True}
-    before = weights(trainer)
-    processors = trainer.experts.parts["transformer"].attn_processors
-    update = trainer._update
-    moved = lambda: {".processor." in n for n, value in weights(trainer).items() if not torch.equal(value, before[n])}
-
-    def watched(batches):
-        assert trainer.step not in (1, 24) or moved() == {True}
-        return update(batches)
-
-    trainer._update = watched
-    trainer.run()
-    assert moved() == {True, False}
-    assert trainer.experts.parts["transformer"].attn_processors == processors
-    found = losses(run)
-    assert sum(found[n] for n in range(19, 25)) < 0.8 * sum(found[n] for n in range(1, 7))
-    (run / "checkpoints" / "step-00000030").rename(run / "checkpoints" / "away")
-    resumed = Trainer(settings(place, run, **options))
-    assert resumed.step == 20
-    resumed.run()
-    assert equal(weights(resumed), weights(trainer))
-    model = diffusers.WanTransformer3DModel.from_pretrained(place / "t2v" / "transformer")
-    vmonarch.load_adapter(model, export(run, tmp_path / "adapter.safetensors"))
-    torch.testing.assert_close(tiny.run(model), tiny.run(trainer.experts.parts["transformer"].eval()))
 
 
 def test_validation_videos_and_their_sheets(tmp_path, monkeypatch):

@@ -6,29 +6,31 @@ import functools
 
 import pytest
 import torch
-from op_checks import assert_bits, assert_compiles, in_interpreter, quiet, with_gradients
+from op_checks import assert_bits, by_implementation, in_interpreter, quiet, with_gradients
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
-from vmonarch import first_order_attention, flash_entropy_attention, taylor_attention
+from vmonarch import first_order_attention, flash_entropy_attention
 from vmonarch.kernels.common import launch
-from vmonarch.kernels.common.tiny_cases import FAMILIES, tiny_case
+from vmonarch.kernels.common.tiny_cases import OPS, tiny_case
 from vmonarch.kernels.flash_entropy import reference as softmax
 from vmonarch.kernels.residual.api import attention_residual
-from vmonarch.kernels.taylor.reference import LinearState
 
 pytestmark = quiet
 CPU = torch.device("cpu")
-DIFFERENTIABLE = [family for family in FAMILIES if tiny_case(family, CPU).gradients]
+DIFFERENTIABLE = [op for op in OPS if tiny_case(op, CPU).gradients]
 
 
-def drawn(family, dtype=torch.float64):
-    """The case of a family, its inputs and their tangents."""
-    case = tiny_case(family, CPU)
+def drawn(op, dtype=torch.float64, device=CPU):
+    """The case of an op, its inputs and their tangents."""
+    case = tiny_case(op, device)
     generator = torch.Generator().manual_seed(0)
     inputs, tangents = (
-        tuple(torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in case.inputs.values())
+        tuple(
+            torch.randn(shape, generator=generator, dtype=torch.float64).to(device, dtype)
+            for shape in case.inputs.values()
+        )
         for _ in range(2)
     )
     return case, inputs, tangents
@@ -47,15 +49,15 @@ def inner(xs, ys):
 
 
 @pytest.mark.parametrize("learns", [False, True], ids=["", "learns"])
-@pytest.mark.parametrize("how", ["torch", pytest.param("triton", marks=in_interpreter)])
-@pytest.mark.parametrize("family", [*FAMILIES, "first_order"])
-def test_no_result_holds_the_memory_of_another(family, how, learns):
-    if family == "first_order":
+@by_implementation
+@pytest.mark.parametrize("op", [*OPS, "first_order"])
+def test_no_result_holds_the_memory_of_another(op, implementation, learns):
+    if op == "first_order":
         q = torch.ones(1, 6, 2, 4, requires_grad=learns)
-        results = first_order_attention(q, q, q, grid=(1, 2, 3), return_lse=True, implementation=how)
+        results = first_order_attention(q, q, q, grid=(1, 2, 3), return_lse=True, implementation=implementation)
     else:
-        case, inputs, _ = drawn(family, torch.float32)
-        results = case.call(how, *(x.requires_grad_(learns and case.gradients) for x in inputs))
+        case, inputs, _ = drawn(op, torch.float32)
+        results = case.call(implementation, *(x.requires_grad_(learns and case.gradients) for x in inputs))
     for result in results:
         assert result.untyped_storage().nbytes() == result.numel() * result.itemsize
 
@@ -71,9 +73,9 @@ def turned(x):
 
 
 @in_interpreter
-@pytest.mark.parametrize("family", FAMILIES)
-def test_views_give_the_kernels_the_same_bits_as_contiguous_tensors(family):
-    case, inputs, _ = drawn(family, torch.float32)
+@pytest.mark.parametrize("op", OPS)
+def test_views_give_the_kernels_the_same_bits_as_contiguous_tensors(op):
+    case, inputs, _ = drawn(op, torch.float32)
     attend = lambda *x: case.call("triton", *x)
     run = functools.partial(with_gradients, attend) if case.gradients else lambda tensors: attend(*tensors)
     expected = run(inputs)
@@ -82,19 +84,35 @@ def test_views_give_the_kernels_the_same_bits_as_contiguous_tensors(family):
 
 
 @in_interpreter
-@pytest.mark.parametrize("family", DIFFERENTIABLE)
-def test_gradients_of_sums_arrive_expanded_and_are_those_of_tensors_of_ones(family):
-    case, inputs, _ = drawn(family, torch.float32)
+@pytest.mark.parametrize("op", DIFFERENTIABLE)
+def test_gradients_of_sums_arrive_expanded_and_are_those_of_tensors_of_ones(op):
+    case, inputs, _ = drawn(op, torch.float32)
     leaves = [x.requires_grad_() for x in inputs]
     results = case.call("triton", *leaves)
     expanded = torch.autograd.grad(sum(x.sum() for x in results), leaves, retain_graph=True)
     assert_bits(expanded, torch.autograd.grad(results, leaves, [torch.ones_like(x) for x in results]))
 
 
-@pytest.mark.parametrize("how", ["torch", pytest.param("triton", marks=in_interpreter)])
-@pytest.mark.parametrize("family", [family for family in FAMILIES if "query" in tiny_case(family, CPU).inputs])
-def test_nan_in_a_head_shows_there_and_leaves_the_other_as_it_is(family, how):
-    case, inputs, _ = drawn(family, torch.float32)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("op", OPS)
+def test_plain_torch_rounds_16_bit_only_once(op, dtype):
+    case, inputs, _ = drawn(op, dtype)
+    for x, y in zip(case.call("torch", *inputs), case.call("torch", *(x.double() for x in inputs)), strict=True):
+        assert x.dtype == (dtype if x.ndim == 4 else torch.float32)
+        torch.testing.assert_close(x.double(), y.double(), rtol=2 * torch.finfo(x.dtype).eps, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("how", "device"),
+    [
+        ("torch", "cpu"),
+        pytest.param("triton", "cpu", marks=in_interpreter),
+        pytest.param("triton", "cuda", marks=pytest.mark.gpu),
+    ],
+)
+@pytest.mark.parametrize("op", [op for op in OPS if "query" in tiny_case(op, CPU).inputs])
+def test_nan_in_a_head_shows_there_and_leaves_the_other_as_it_is(op, how, device):
+    case, inputs, _ = drawn(op, torch.float32 if device == "cpu" else torch.float16, torch.device(device))
     run = functools.partial(with_gradients, lambda *x: case.call(how, *x))
     clean = run(inputs)
     for n in range(len(inputs)):
@@ -119,9 +137,9 @@ class Operators(TorchDispatchMode):
 
 
 @in_interpreter
-@pytest.mark.parametrize("family", FAMILIES)
-def test_operators_keep_torchs_rules(family):
-    case, inputs, _ = drawn(family, torch.float32)
+@pytest.mark.parametrize("op", OPS)
+def test_operators_keep_torchs_rules(op):
+    case, inputs, _ = drawn(op, torch.float32)
     attend = lambda *x: case.call("triton", *x)
     with Operators() as operators:
         attend(*inputs)
@@ -135,16 +153,18 @@ def test_operators_keep_torchs_rules(family):
 
 
 @in_interpreter
-@pytest.mark.parametrize("family", DIFFERENTIABLE)
-def test_compiled_the_kernels_give_the_same_without_a_graph_break(dynamo, family):
-    case, inputs, _ = drawn(family, torch.float32)
-    assert_compiles(lambda *x: case.call("triton", *x), inputs)
+@pytest.mark.parametrize("op", DIFFERENTIABLE)
+def test_compiled_the_kernels_give_the_same_without_a_graph_break(dynamo, op):
+    case, inputs, _ = drawn(op, torch.float32)
+    attend = lambda *x: case.call("triton", *x)
+    compiled = torch.compile(attend, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(with_gradients(compiled, inputs), with_gradients(attend, inputs))
 
 
-@pytest.mark.parametrize("family", DIFFERENTIABLE)
-def test_tangents_of_plain_torch_are_those_of_its_gradients(family, monkeypatch):
+@pytest.mark.parametrize("op", DIFFERENTIABLE)
+def test_tangents_of_plain_torch_are_those_of_its_gradients(op, monkeypatch):
     """⟨g, J·t⟩ = ⟨Jᵀ·g, t⟩, whole and in chunks; Jᵀ is compared with float64 where gradients are tested."""
-    case, inputs, tangents = drawn(family)
+    case, inputs, tangents = drawn(op)
     attend = lambda *x: case.call("torch", *x)
     leaves = [x.clone().requires_grad_() for x in inputs]
     results = attend(*leaves)
@@ -165,9 +185,9 @@ def test_tangents_of_plain_torch_are_those_of_its_gradients(family, monkeypatch)
 
 
 @in_interpreter
-@pytest.mark.parametrize("family", DIFFERENTIABLE)
-def test_kernels_refuse_tangents_of_any_input_and_auto_is_plain_torch(family, monkeypatch):
-    case, inputs, tangents = drawn(family, torch.float32)
+@pytest.mark.parametrize("op", DIFFERENTIABLE)
+def test_kernels_refuse_tangents_of_any_input_and_auto_is_plain_torch(op, monkeypatch):
+    case, inputs, tangents = drawn(op, torch.float32)
     refused = pytest.raises(NotImplementedError, match='with implementation="triton": forward-mode AD goes through')
     kernels = lambda *x: case.call("triton", *x)
     for n in range(len(inputs)):
@@ -185,19 +205,6 @@ def test_kernels_refuse_tangents_of_any_input_and_auto_is_plain_torch(family, mo
     assert all(map(torch.equal, found, expected))
     with forward_ad.dual_level():
         assert all(map(torch.equal, kernels(*inputs), case.call("auto", *inputs)))
-
-
-@in_interpreter
-@pytest.mark.parametrize("name", ["frame_weights", "state"])
-def test_linear_attention_refuses_tangents_of_what_is_no_query_key_or_value(name):
-    x, weights, sums = torch.ones(1, 4, 2, 2), torch.ones(2, 2, 2), torch.ones(1, 2, 7, 2)
-    given = {
-        "frame_weights": lambda weights: weights,
-        "state": lambda weights: LinearState(sums, sums[..., 0] * weights.sum(), 1),
-    }[name]
-    attend = lambda weights: taylor_attention(x, x, x, implementation="triton", **{name: given(weights)})
-    with pytest.raises(NotImplementedError, match="forward-mode AD"):
-        dual(lambda weights: [attend(weights)], (weights,), (weights,))
 
 
 @in_interpreter

@@ -359,6 +359,7 @@ def test_segments_without_keys_or_queries_give_nothing():
         assert all((x == 0).all() for x in gradients)
 
 
+@pytest.mark.deep
 @in_interpreter
 @pytest.mark.parametrize("entropy", [False, True])
 def test_splitting_gives_the_same_bits_every_time(entropy):

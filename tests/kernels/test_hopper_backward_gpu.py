@@ -64,13 +64,10 @@ print(json.dumps({"portable": error(portable), "hopper": error(hopper), "launche
 CASES = {
     "first-frame": dict(op="video", shape=[1, 4 * 28 * 52, 2], options=dict(grid=[4, 28, 52])),
     "small-batch": dict(op="video", shape=[2, 3 * 77, 3], options=dict(grid=[3, 7, 11], num_iterations=3)),
-    "entropy": dict(op="video", shape=[2, 3 * 153, 2], options=dict(grid=[3, 9, 17], entropy_grad=True)),
-    "ragged-blocks": dict(op="video", shape=[1, 5 * 153, 2], options=dict(grid=[5, 9, 17], frames_per_block=2)),
+    "odd-frames": dict(op="video", shape=[2, 3 * 153, 2], options=dict(grid=[3, 9, 17])),
     "band": dict(op="video", shape=[1, 4 * 200, 2], options=dict(grid=[4, 10, 20], exact={"band": 0})),
     "coarse": dict(op="video", shape=[1, 4 * 28 * 52, 2], options=dict(grid=[4, 28, 52], coarse=2)),
-    "coarse-entropy": dict(
-        op="video", shape=[2, 3 * 180, 2], options=dict(grid=[3, 12, 15], coarse=3, num_iterations=3, entropy_grad=True)
-    ),
+    "coarse-3": dict(op="video", shape=[2, 3 * 180, 2], options=dict(grid=[3, 12, 15], coarse=3, num_iterations=3)),
     "odd-band": dict(op="video", shape=[1, 9 * 15, 2], options=dict(grid=[9, 3, 5], exact={"band": 1})),
     "sequence-post": dict(op="sequence", shape=[1, 1000, 2], options=dict(block_size=192)),
     "sequence-pre": dict(op="sequence", shape=[2, 1000, 2], options=dict(block_size=192, padding="pre")),
@@ -82,18 +79,9 @@ CASES = {
 }
 # Of the kernel that owns keys, in one backward pass: one for every iteration and one for the exact part, where frames
 # begin at multiples of 16 bytes.
-LAUNCHES = {
-    "small-batch": 4,
-    "coarse-entropy": 4,
-    "odd-band": 2,
-    "sequence-post": 2,
-    "sequence-pre": 2,
-    "flash": 1,
-    "flash-entropy": 1,
-    "bias": 1,
-    "bias-exact-scale": 1,
-    "bias-one-tile": 1,
-}
+LAUNCHES = {"small-batch": 4, "coarse-3": 4}
+LAUNCHES |= dict.fromkeys(("odd-band", "sequence-post", "sequence-pre"), 2)
+LAUNCHES |= dict.fromkeys(("flash", "flash-entropy", "bias", "bias-exact-scale", "bias-one-tile"), 1)
 
 
 @pytest.mark.gpu

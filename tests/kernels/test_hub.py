@@ -44,19 +44,9 @@ def biased(ops, query, key, value, query_factor, key_factor, **options):
     return ops.flash_bias_attention(query, key, value, query_factor, key_factor, return_lse=True, **options)
 
 
-def merged(ops, query, key, value, **options):
-    """Attention to all keys of its parts."""
-    parts = [
-        ops.flash_entropy_attention(query, key[:, part], value[:, part], **options)[:2]
-        for part in (slice(5), slice(5, None))
-    ]
-    return ops.merge_partials(*parts, **options)
-
-
 CASES = {
     "vmonarch": (monarch, lambda: tensors(1, 8, 1, 16)),
     "a bias": (biased, lambda: [*tensors(1, 8, 1, 16), *tensors(1, 8, 1, 3, count=2)]),
-    "merged": (merged, lambda: tensors(1, 8, 1, 16)),
 }
 
 

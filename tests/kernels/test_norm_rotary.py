@@ -2,10 +2,9 @@
 
 import pytest
 import torch
-from op_checks import assert_bits, call_of, in_interpreter, refuses
+from op_checks import assert_bits, call_of, in_interpreter, refuses, with_gradients
 
 from vmonarch.kernels.norm_rotary.api import MAX_CHANNELS, norm_rotary
-from vmonarch.kernels.norm_rotary.reference import norm_rotary_reference
 
 ON_GPU = pytest.mark.gpu
 # Results are rounded once: half a unit in the last place; gradients are sums in float32 of such numbers.
@@ -23,11 +22,10 @@ def inputs(B=2, S=7, heads=3, D=10, dtype=torch.float32, device="cpu", weight_dt
 
 def both_ways(x, weight, cosines, sines, heads, **options):
     """(out, dx, dweight) with the gradient of a random weighting of the result."""
-    x, weight = (tensor.detach().requires_grad_() for tensor in (x, weight))
-    out = norm_rotary(x, weight, cosines, sines, heads=heads, eps=1e-6, **options)
-    grad = torch.randn(out.shape, generator=torch.Generator().manual_seed(9), dtype=torch.float64)
-    out.backward(grad.to(out.device, out.dtype))
-    return out.detach(), x.grad, weight.grad
+    attend = lambda x, weight: norm_rotary(x, weight, cosines, sines, heads=heads, eps=1e-6, **options)
+    shape = (*x.shape[:2], heads, x.shape[2] // heads)
+    grad = torch.randn(shape, generator=torch.Generator().manual_seed(9), dtype=torch.float64)
+    return with_gradients(attend, (x, weight), [grad.to(x.device)])
 
 
 def check(x, weight, cosines, sines, heads):
@@ -95,45 +93,6 @@ def test_more_than_2_to_the_31_elements():
 
 
 @in_interpreter
-def test_strided_inputs_and_gradients_give_the_same():
-    x, weight, cosines, sines = inputs()
-    expected = both_ways(x, weight, cosines, sines, 3, implementation="triton")
-    qkv = torch.cat([torch.full_like(x, 7.0), x, torch.full_like(x, 7.0)], -1)
-    views = (qkv.chunk(3, -1)[1], x.transpose(0, 1).contiguous().transpose(0, 1), x.mT.contiguous().mT)
-    for view in views:
-        found = both_ways(view, weight, cosines.expand(1, -1, 1, -1), sines, 3, implementation="triton")
-        assert_bits(found, expected)
-    x.requires_grad_()
-    # An expanded gradient, whose strides are all 0.
-    norm_rotary(x, weight, cosines, sines, heads=3, eps=1e-6, implementation="triton").sum().backward()
-    dx = x.grad.clone()
-    x.grad = None
-    norm_rotary(x, weight, cosines, sines, heads=3, eps=1e-6, implementation="torch").sum().backward()
-    torch.testing.assert_close(dx, x.grad, atol=1e-5, rtol=1e-4)
-
-
-def test_the_reference_is_what_diffusers_computes():
-    from diffusers.models.transformers.transformer_wan import WanAttention, WanAttnProcessor
-
-    torch.manual_seed(0)
-    attn = WanAttention(dim=30, heads=3, dim_head=10, processor=WanAttnProcessor())
-    x, weight, cosines, sines = inputs()
-    attn.norm_q.weight.data = weight
-    seen = []
-    attn.to_q, attn.norm_k = torch.nn.Identity(), torch.nn.Identity()
-    import diffusers.models.transformers.transformer_wan as module
-
-    original = module.dispatch_attention_fn
-    try:
-        module.dispatch_attention_fn = lambda query, *_, **__: seen.append(query) or query
-        attn(x, rotary_emb=(cosines, sines))
-    finally:
-        module.dispatch_attention_fn = original
-    found = norm_rotary_reference(x, weight, cosines, sines, heads=3, eps=attn.norm_q.eps)
-    torch.testing.assert_close(found, seen[0], atol=1e-6, rtol=1e-6)
-
-
-@in_interpreter
 @pytest.mark.parametrize("frozen", ["x", "weight"])
 def test_only_the_gradients_that_are_needed(frozen):
     x, weight, cosines, sines = inputs()
@@ -144,8 +103,6 @@ def test_only_the_gradients_that_are_needed(frozen):
 
 bad = call_of(norm_rotary, heads=3, eps=1e-6, **dict(zip(("x", "weight", "cosines", "sines"), inputs(), strict=True)))
 BAD = {
-    "x-rank": (bad(x=torch.zeros(3, 30)), ValueError, "x must be"),
-    "x-heads": (bad(heads=4), ValueError, "x must be .* multiple of 2·heads = 8"),
     "x-empty": (bad(x=torch.zeros(0, 7, 30)), ValueError, "x must be .* not empty"),
     "weight": (bad(weight=torch.zeros(29)), ValueError, r"weight must be \[C\] = \[30\], got \(29,\)"),
     "cosines": (bad(cosines=torch.zeros(1, 7, 1, 5)), ValueError, r"cosines must be \[1, S, 1, D\]"),

@@ -5,7 +5,7 @@ import torch
 from op_checks import call_of, in_interpreter, refuses
 
 from vmonarch.kernels.common.launch import interpreted
-from vmonarch.kernels.residual.api import DTYPES, Residual, add_residual, attention_residual, residual_bytes
+from vmonarch.kernels.residual.api import DTYPES, Residual, add_residual, attention_residual
 from vmonarch.kernels.residual.reference import add_residual_reference, attention_residual_reference
 
 ON_GPU = pytest.mark.gpu
@@ -53,29 +53,9 @@ def test_the_sum_is_off_by_half_a_scale_at_most(dtype):
     # Nearest numbers, and not only near ones.
     steps = difference / residual.scale.double()[..., None]
     assert ((steps.nan_to_num(0.0) - residual.values).abs() <= 0.5001).all()
-
-
-def test_a_residual_in_bfloat16_is_the_rounded_difference():
-    exact, approximate = outputs()
-    residual = attention_residual(exact, approximate, dtype="bfloat16")
-    assert residual.scale is None
-    difference = exact.double() - approximate.double()
-    assert torch.equal(residual.values, difference.float().bfloat16())
-    out = add_residual(approximate.clone(), residual)
-    assert ((out.double() - exact.double()).abs() <= difference.abs() / 256 + 1e-6).all()
-
-
-def test_no_difference_is_a_scale_of_0():
-    exact, _ = outputs()
-    values, scale = attention_residual(exact, exact.clone())
-    assert not values.any() and not scale.any()
-
-
-@EVERYWHERE
-def test_ties_go_to_even(implementation, device):
-    exact = torch.tensor([127.0, 0.5, 1.5, -2.5, -126.5], device=device).view(1, 1, 1, 5)
-    values, scale = attention_residual(exact, torch.zeros_like(exact), implementation=implementation)
-    assert scale.item() == 1 and values.flatten().tolist() == [127, 0, 2, -2, -126]
+    values, scale = attention_residual(exact, approximate, dtype="bfloat16")
+    assert scale is None and values.dtype == torch.bfloat16
+    torch.testing.assert_close(values.double(), difference, rtol=2**-8, atol=0)
 
 
 def check_bits(exact, approximate, **options):
@@ -153,15 +133,6 @@ def test_the_sum_is_written_in_place_and_nothing_beside_it(implementation, devic
 
 
 @EVERYWHERE
-def test_a_part_of_a_residual_is_added(implementation, device):
-    exact, approximate = outputs(device=device)
-    residual = attention_residual(exact, approximate, implementation=implementation)
-    whole = add_residual(approximate.clone(), residual, implementation=implementation)
-    part = Residual(residual.values[:, ::2, 1:], residual.scale[:, ::2, 1:])
-    assert torch.equal(add_residual(approximate[:, ::2, 1:], part, implementation=implementation), whole[:, ::2, 1:])
-
-
-@EVERYWHERE
 def test_nan_and_infinity_show_in_the_sum(implementation, device):
     exact, approximate = outputs(device=device)
     exact[0, 1, 2, 3], exact[0, 2, 0, 0], approximate[1, 3, 1, -1] = NAN, INF, NAN
@@ -177,19 +148,6 @@ def test_nan_and_infinity_show_in_the_sum(implementation, device):
     assert torch.equal(out.isfinite(), (exact - approximate).isfinite())
 
 
-@EVERYWHERE
-def test_a_scale_without_a_reciprocal_counts_as_0(implementation, device):
-    exact = torch.tensor([1e-37, 0.0, -1e-38], device=device).view(1, 1, 1, 3)
-    values, scale = attention_residual(exact, torch.zeros_like(exact), implementation=implementation)
-    assert not values.any() and scale.isfinite()
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_the_memory_is_what_is_said(dtype):
-    residual = attention_residual(*outputs(), dtype=dtype)
-    assert residual_bytes(2, 7, 3, 20, dtype) == sum(x.nbytes for x in residual if x is not None)
-
-
 SMALL = torch.zeros(1, 2, 3, 4)
 INT8 = Residual(SMALL.to(torch.int8), SMALL[..., 0])
 LEARNS = SMALL.clone().requires_grad_()
@@ -197,36 +155,14 @@ made = call_of(attention_residual, SMALL, SMALL)
 added = call_of(add_residual, SMALL, INT8)
 BAD = {
     "exact-type": (made(None, SMALL), TypeError, "exact must be a torch.Tensor"),
-    "exact-rank": (made(SMALL[0], SMALL), ValueError, r"exact must be \[B, S, H, E\]"),
     "exact-empty": (made(SMALL[:0], SMALL), ValueError, "exact must be .* none of them 0"),
     "exact-dtype": (made(SMALL.int(), SMALL), TypeError, "exact must be one of .*, got int32"),
-    "shape": (made(SMALL, SMALL[:, :1]), ValueError, "approximate must have the shape of exact"),
     "dtypes": (made(SMALL, SMALL.half()), ValueError, "approximate must be torch.float32"),
     "devices": (made(SMALL, SMALL.to("meta")), ValueError, "approximate must lie on the device of"),
-    "dtype": (made(dtype="int4"), ValueError, "dtype must be one of int8, bfloat16"),
-    "bytes-dtype": (
-        call_of(residual_bytes, 1, 2, 3, 4, torch.int8)(), ValueError, "dtype must be one of int8, bfloat16"),
-    "implementation": (made(implementation="cuda"), ValueError, "implementation must be one of"),
     "gradient": (made(SMALL, LEARNS), RuntimeError, "approximate must not .* is for inference"),
     "out-gradient": (added(LEARNS, INT8), RuntimeError, "out must not .* is for inference"),
     "out-expanded": (added(SMALL[:, :1].expand(1, 2, 3, 4), INT8), ValueError, "out must have a place"),
     "residual-type": (added(SMALL, tuple(INT8)), TypeError, "residual must be a Residual, got tuple"),
     "residual-shape": (added(SMALL[:, :1], INT8), ValueError, "residual.values must have the shape"),
-    "residual-dtype": (added(SMALL, Residual(INT8[0], None)), ValueError, "values must be torch.bfloat16"),
-    "scale-shape": (added(SMALL, Residual(INT8[0], SMALL)), ValueError, "residual.scale must have"),
 }  # fmt: skip
 test_bad_arguments_are_named = refuses(BAD)
-
-
-def test_gradients_may_be_required_where_they_are_off():
-    with torch.no_grad():
-        add_residual(LEARNS.clone(), attention_residual(LEARNS, LEARNS))
-
-
-@in_interpreter
-def test_what_the_kernels_cannot_take_is_said():
-    for tensor, message in ((SMALL.double(), "the dtype is float64"), (torch.zeros(1, 1, 1, 257), "dimension is 257")):
-        residual = attention_residual(tensor, tensor)
-        for function, other in ((attention_residual, tensor), (add_residual, residual)):
-            with pytest.raises(NotImplementedError, match=message):
-                function(tensor, other, implementation="triton")

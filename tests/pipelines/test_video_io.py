@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import numpy as np
@@ -65,23 +64,6 @@ def test_saturated_colours_survive(tmp_path: Path) -> None:
     assert inner.max() <= 4
 
 
-def test_bytes_do_not_depend_on_the_number_of_cores(tmp_path: Path) -> None:
-    cores = os.sched_getaffinity(0)
-    frames = video_io.to_uint8(moving_square(9, 96, 128))
-    video_io.encode_video(tmp_path / "all.mp4", frames, 16)
-    try:
-        os.sched_setaffinity(0, {min(cores)})
-        video_io.encode_video(tmp_path / "one.mp4", frames, 16)
-    finally:
-        os.sched_setaffinity(0, cores)
-    assert (tmp_path / "all.mp4").read_bytes() == (tmp_path / "one.mp4").read_bytes()
-
-
-def test_uint8_rounds_to_nearest() -> None:
-    frames = torch.tensor([0.0, 0.5 / 255 + 1e-4, 0.4 / 255, 1.0]).view(1, 1, 2, 2).expand(1, 3, 2, 2)
-    assert video_io.to_uint8(frames)[0, :, :, 0].tolist() == [[0, 1], [0, 255]]
-
-
 NO_VIDEOS = {
     "black": (torch.zeros(5, 3, 16, 16), "constant"),
     "grey, one level of noise": (0.5 + torch.rand(5, 3, 16, 16) / 255, "constant"),
@@ -95,11 +77,6 @@ NO_VIDEOS = {
 def test_tells_no_videos(frames: torch.Tensor, message: str) -> None:
     with pytest.raises(video_io.VideoError, match=message):
         video_io.check_frames(frames)
-
-
-def test_accepts_videos() -> None:
-    for video in (moving_square(), moving_square(1), moving_square()[:1].expand(5, 3, 48, 64)):
-        video_io.check_frames(video)
 
 
 def test_refuses_what_cannot_be_encoded(tmp_path: Path) -> None:
@@ -123,42 +100,6 @@ def test_damaged_files_are_found(tmp_path: Path) -> None:
             video_io.read_video(path)
     with pytest.raises(FileNotFoundError):
         video_io.read_video(tmp_path / "missing.mp4")
-
-
-@pytest.mark.parametrize(("frames", "count", "expected"), [(9, 3, [0, 4, 8]), (2, 6, [0, 1]), (1, 6, [0]), (5, 1, [0])])
-def test_evenly_spaced(frames: int, count: int, expected: list[int]) -> None:
-    assert video_io.evenly_spaced(frames, count) == expected
-
-
-@pytest.mark.parametrize("title", ["", "漢字のプロンプト", "word " * 500, "x" * 3000, "two\nlines\t\x1b[0m"])
-def test_a_contact_sheet_shows_the_frames_in_order_below_any_title(title: str) -> None:
-    frames = video_io.to_uint8(moving_square(9))
-    plain, sheet = (video_io.contact_sheet(frames, title=text, columns=3, count=9) for text in ("", title))
-    assert sheet.width == plain.width and plain.height <= sheet.height < plain.height + 100
-    picture = np.asarray(sheet)
-    rows = np.array_split(picture[picture.shape[0] - plain.height :], 3)
-    found = places([cell for row in rows for cell in np.array_split(row, 3, axis=1)])
-    assert found == sorted(found), found
-
-
-def test_strips_have_a_row_for_each_method() -> None:
-    frames = video_io.to_uint8(moving_square(9))
-    one = np.asarray(video_io.strips({"full": frames}, count=3))
-    three = np.asarray(video_io.strips({"full": frames, "other": frames, "third": np.zeros_like(frames)}, count=3))
-    assert three.shape[0] > 2 * one.shape[0]
-    assert where_red(three).sum() == 2 * where_red(one).sum() > 0
-
-
-def test_side_by_side_plays_all_at_once_in_rows() -> None:
-    frames = video_io.to_uint8(moving_square(9))
-    notes = {"full": "reference", "vmonarch": "PSNR 30.0 dB"}
-    joined = video_io.side_by_side({"full": frames, "vmonarch": frames[::-1].copy()}, notes=notes)
-    assert len(joined) == 9 and joined.shape[1] % 2 == joined.shape[2] % 2 == 0
-    left, right = (places(half) for half in np.array_split(joined, 2, axis=2))
-    assert left == sorted(left) and right == sorted(right, reverse=True)
-    joined = video_io.side_by_side({f"method {i}": frames for i in range(5)}, columns=3)
-    top, bottom = np.array_split(where_red(joined[0]), 2)
-    assert bottom.sum() == pytest.approx(top.sum() * 2 / 3, rel=0.02)
 
 
 def test_pictures_are_shown_as_they_are_meant(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import os
 import sys
@@ -16,7 +15,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import vmonarch
-from vmonarch import BasedProcessor, VMonarchProcessor, load_adapter, save_adapter
+from vmonarch import BasedProcessor, load_adapter, save_adapter
 
 LAYERS = ["both", "conv"]
 WEIGHT = "transformer.blocks.0.attn1.processor.linear.key_weight"
@@ -67,8 +66,7 @@ def rewrite(file, change=lambda tensors: None, entry=lambda entry: None):
     save_file(tensors, file, metadata)
 
 
-@pytest.mark.parametrize("lora", [False, True], ids=["no-lora", "lora"])
-@pytest.mark.parametrize("kind", ["t2v", "t2v-2.2"])
+@pytest.mark.parametrize("kind, lora", [("t2v", False), ("t2v-2.2", True)])
 def test_a_pipeline_goes_through_a_file(tiny, tmp_path, kind, lora):
     pipe, expected = adapted(tiny, kind, lora=lora)
     save_adapter(pipe, tmp_path / "adapter.safetensors")
@@ -93,30 +91,6 @@ def test_a_pipeline_goes_through_a_file(tiny, tmp_path, kind, lora):
     assert names_of(fresh) == before and torch.equal(tiny.generate(fresh), stock)
 
 
-@pytest.mark.parametrize("kind", ["t2v-2.2-low-noise-only", "i2v-2.1", "vace", "skyreels"])
-def test_every_kind_of_pipeline_goes_through_a_file(tiny, tmp_path, kind):
-    pipe = tiny.pipeline(kind)
-    vmonarch.apply(pipe, BasedProcessor(feature_dim=8))
-    for model in tiny.transformers_of(pipe):
-        train(model)
-    expected = tiny.generate(pipe)
-    save_adapter(pipe, tmp_path / "adapter.safetensors")
-    fresh = tiny.pipeline(kind)
-    load_adapter(fresh, tmp_path / "adapter.safetensors")
-    assert torch.equal(tiny.generate(fresh), expected)
-
-
-def test_a_transformer_alone_goes_through_a_file(tiny, tmp_path, monkeypatch):
-    monkeypatch.setenv("HOME", str(tmp_path))
-    model = tiny.transformer()
-    vmonarch.apply(model, BasedProcessor(feature_dim=8, window=(1, 3, 3)))
-    train(model)
-    save_adapter(model, str(tmp_path / "adapter.safetensors"))
-    twin = tiny.transformer()
-    load_adapter(twin, "~/adapter.safetensors")
-    assert torch.equal(tiny.run(twin), tiny.run(model))
-
-
 def test_the_lora_part_is_diffusers_own(tiny, file):
     layers = {name: tensor for name, tensor in load_file(file).items() if ".lora_" in name}
     with safe_open(file, "pt") as opened:
@@ -127,27 +101,6 @@ def test_the_lora_part_is_diffusers_own(tiny, file):
     for name, tensor in layers.items():
         name = name.removeprefix("transformer.").replace(".weight", ".default_0.weight")
         assert torch.equal(stock.transformer.state_dict()[name], tensor)
-
-
-def test_float16_files_hold_float16_and_load_into_any_model(tiny, tmp_path):
-    pipe, expected = adapted(tiny)
-    save_adapter(pipe, tmp_path / "half.safetensors", dtype=torch.float16)
-    assert {tensor.dtype for tensor in load_file(tmp_path / "half.safetensors").values()} == {torch.float16}
-    fresh = tiny.pipeline("t2v")
-    load_adapter(fresh, tmp_path / "half.safetensors")
-    assert {parameter.dtype for parameter in fresh.transformer.parameters()} == {torch.float32}
-    torch.testing.assert_close(tiny.generate(fresh), expected, rtol=0.02, atol=0.02)
-
-
-def test_the_options_that_no_parameter_depends_on_may_differ(tiny, saved):
-    file, video = saved
-    pipe = tiny.pipeline("t2v")
-    stock = tiny.generate(pipe)
-    load_adapter(pipe, file, dense_steps=1.0, implementation="torch")
-    processor = pipe.transformer.blocks[0].attn1.processor.spec
-    assert processor.dense_steps == 1.0 and processor.implementation == "torch"
-    pipe.transformer.disable_adapters()
-    assert torch.equal(tiny.generate(pipe), stock) and not torch.equal(stock, video)
 
 
 def test_restore_leaves_the_lora_layers_of_others(tiny, file):
@@ -188,8 +141,6 @@ def add(name, shape=(2,)):
 
 DAMAGE = {
     "missing": ({"change": lose(WEIGHT)}, f"missing: {WEIGHT}$"),
-    "unexpected": ({"change": add("transformer.blocks.0.attn1.processor.linear.more")}, r"unexpected: .*linear\.more"),
-    "of-a-base-weight": ({"change": add("transformer.blocks.0.attn1.to_q.weight")}, r"unexpected: .*to_q\.weight"),
     "of-no-transformer": ({"change": add("vae.weight")}, "unexpected: vae.weight"),
     "shape": ({"change": add(WEIGHT, (2, 7, 12))}, r"of another shape: .*key_weight \(2, 7, 12\) \(here \(2, 8"),
     "missing-lora": ({"change": lose(LORA)}, f"missing: {LORA}"),
@@ -202,7 +153,6 @@ DAMAGE = {
         {"entry": lambda e: e["config"].update(layers=["conv", "both"])},
         "missing: transformer.blocks.0.attn1.processor.convolution.weight.*unexpected: .*blocks.0.*linear",
     ),
-    "feature-dim": ({"entry": lambda e: e["config"].update(feature_dim=4)}, r"another shape: .*\(2, 8, 12\) \(here"),
     "model-class": (
         {"entry": lambda e: e["transformers"]["transformer"].update({"class": "WanVACETransformer3DModel"})},
         r"another model than transformer: class WanVACETransformer3DModel \(here WanTransformer3DModel\)",
@@ -239,13 +189,11 @@ def test_files_for_other_transformers_are_refused(tiny, file, tmp_path):
 
 def test_files_that_are_no_adapters_are_refused(tiny, tmp_path):
     model = tiny.transformer()
-    with pytest.raises(FileNotFoundError, match="nowhere.safetensors is no adapter file"):
+    with pytest.raises(FileNotFoundError, match="there is no adapter file .*nowhere"):
         load_adapter(model, tmp_path / "nowhere.safetensors")
     save_file({"weight": torch.zeros(2)}, tmp_path / "lora.safetensors")
     with pytest.raises(ValueError, match="no adapter that vmonarch.save_adapter wrote"):
         load_adapter(model, tmp_path / "lora.safetensors")
-    with pytest.raises(FileNotFoundError, match=r"no folder of a model: there is no .*config\.json"):
-        load_adapter(model, tmp_path)
     (tmp_path / "text.safetensors").write_text("nothing")
     with pytest.raises(ValueError, match="text.safetensors is no complete safetensors file"):
         load_adapter(model, tmp_path / "text.safetensors")
@@ -262,13 +210,6 @@ def test_what_is_there_already_is_not_lost_to_loading(tiny, file):
     with pytest.raises(ValueError, match="has adapters of PEFT already .style.: unload them"):
         load_adapter(pipe, file)
     assert list(pipe.transformer.peft_config) == ["style"]
-
-
-def test_loading_replaces_a_processor_without_parameters(tiny, saved):
-    file, expected = saved
-    pipe = tiny.applied("t2v")
-    load_adapter(pipe, file)
-    assert torch.equal(tiny.generate(pipe), expected)
 
 
 def test_lora_layers_need_peft(tiny, file, monkeypatch):
@@ -328,113 +269,14 @@ def test_lora_that_changed_the_weights_below_it_is_refused(tiny, tmp_path):
         save_adapter(model, tmp_path / "x.safetensors")
 
 
-# -------------------------------------------------------------------------- folders of diffusers and of accelerate
-
-
-def in_memory(model):
-    """The model with its weights copied: mapped from a file they lie anywhere, and on some CPUs products of matrices
-    round differently there."""
-    for parameter in model.parameters():
-        parameter.data = parameter.data.clone()
-    return model
-
-
-@pytest.mark.parametrize("shards", [None, "20KB"], ids=["one-file", "shards"])
-def test_a_saved_transformer_gets_its_processor_back(tiny, tmp_path, shards):
+def test_a_saved_folder_loads_in_the_way_that_the_error_tells(tiny, tmp_path):
     model = tiny.transformer()
-    vmonarch.apply(model, BasedProcessor(layers=LAYERS, feature_dim=8, decay=True))
+    vmonarch.apply(model, BasedProcessor(layers=LAYERS, feature_dim=8))
     train(model)
-    model.save_pretrained(tmp_path, **({"max_shard_size": shards} if shards else {}))
-    assert (len(list(tmp_path.glob("*.safetensors"))) > 1) == (shards is not None)
+    model.save_pretrained(tmp_path)
     fresh = diffusers.WanTransformer3DModel.from_pretrained(tmp_path)
-    assert not [name for name in fresh.state_dict() if ".processor." in name]
-    load_adapter(fresh, tmp_path)
-    assert torch.equal(tiny.run(in_memory(fresh)), tiny.run(model))
-
-
-@pytest.mark.parametrize("kind", ["t2v", "t2v-2.2"])
-def test_a_saved_pipeline_gets_its_processors_back(tiny, tmp_path, kind):
-    pipe, expected = adapted(tiny, kind, lora=False)
-    pipe.save_pretrained(tmp_path)
-    fresh = diffusers.WanPipeline.from_pretrained(tmp_path)
-    fresh.set_progress_bar_config(disable=True)
-    load_adapter(fresh, tmp_path)
-    for model in (*tiny.transformers_of(fresh), fresh.text_encoder):
-        in_memory(model)
-    assert torch.equal(tiny.generate(fresh), expected)
-
-
-def test_folders_that_do_not_fit_are_refused(tiny, tmp_path):
-    model = tiny.transformer()
-    model.save_pretrained(tmp_path / "stock")
-    with pytest.raises(ValueError, match="was saved without a processor that learns"):
-        load_adapter(model, tmp_path / "stock")
-    vmonarch.apply(model, BasedProcessor(feature_dim=8))
-    model.save_pretrained(tmp_path / "based")
-    weights = tmp_path / "based" / "diffusion_pytorch_model.safetensors"
-    whole, name = load_file(weights), WEIGHT.removeprefix("transformer.")
-    fresh = tiny.transformer()
-    expected = tiny.run(fresh)
-    for change, message in (
-        ({key: value for key, value in whole.items() if key != name}, f"missing: {WEIGHT}"),
-        (whole | {f"{name}_2": whole[name].clone()}, f"unexpected: {WEIGHT}_2"),
-        (whole | {name: whole[name][:, :4].clone()}, "of another shape"),
-        (whole | {LORA.removeprefix("transformer."): torch.zeros(2)}, "was saved with LoRA layers"),
-    ):
-        save_file(change, weights, {"format": "pt"})
-        with pytest.raises(ValueError, match=message):
-            load_adapter(fresh, tmp_path / "based")
-    save_file(whole, weights, {"format": "pt"})
-    with pytest.raises(ValueError, match=r"another model than transformer: num_layers 2 \(here 3\)"):
-        load_adapter(tiny.transformer(num_layers=3), tmp_path / "based")
-    with pytest.raises(ValueError, match="no folder of a pipeline, but there are transformer and transformer_2"):
-        load_adapter(tiny.pipeline("t2v-2.2"), tmp_path / "based")
-    weights.unlink()
-    with pytest.raises(FileNotFoundError, match="has no diffusion_pytorch_model.safetensors"):
-        load_adapter(fresh, tmp_path / "based")
-    assert torch.equal(tiny.run(fresh), expected)
-
-
-def test_the_config_names_the_processor_for_as_long_as_it_is_applied(tiny, tmp_path):
-    model = tiny.transformer()
-    before = dict(model.config)
-    vmonarch.apply(model, BasedProcessor(feature_dim=8))
-    assert model.config["_vmonarch_processor"] == {
-        "processor": "BasedProcessor", "config": BasedProcessor(feature_dim=8).config
-    }  # fmt: skip
-    assert copy.deepcopy(model).config == model.config
-    vmonarch.restore(model)
-    assert dict(model.config) == before
-    vmonarch.apply(model, VMonarchProcessor())
-    assert dict(model.config) == before
-
-
-def test_checkpoints_of_accelerate_hold_what_was_learnt(tiny, tmp_path):
-    def prepared(seed):
-        model = tiny.transformer()
-        vmonarch.apply(model, BasedProcessor(layers=LAYERS, feature_dim=8))
-        train(model, seed)
-        accelerator = accelerate.Accelerator(cpu=True)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        return (accelerator, *accelerator.prepare(model, optimizer))
-
-    accelerator, model, optimizer = prepared(0.3)
-    for _ in range(2):
-        accelerator.backward(model(**tiny.inputs())[0].square().mean())
-        optimizer.step()
-        optimizer.zero_grad()
-    accelerator.save_state(str(tmp_path))
-    other, twin, _ = prepared(0.1)
-    assert not torch.equal(tiny.run(twin), tiny.run(model))
-    other.load_state(str(tmp_path))
-    assert torch.equal(tiny.run(twin), tiny.run(model))
-    save_adapter(model, tmp_path / "adapter.safetensors")
-    fresh = accelerator.unwrap_model(model)
-    vmonarch.restore(fresh)
-    load_adapter(fresh, tmp_path / "adapter.safetensors")
-    assert torch.equal(tiny.run(fresh), tiny.run(twin))
-
-    plain = accelerate.Accelerator(cpu=True)
-    plain.prepare(tiny.transformer())
-    with pytest.raises(RuntimeError, match="processor"):
-        plain.load_state(str(tmp_path))
+    with pytest.raises(ValueError, match="is a folder, .* load_state_dict"):
+        load_adapter(fresh, tmp_path)
+    vmonarch.apply(fresh, BasedProcessor(layers=LAYERS, feature_dim=8))
+    found = fresh.load_state_dict(load_file(tmp_path / "diffusion_pytorch_model.safetensors"), strict=False)
+    assert not found.unexpected_keys and torch.equal(tiny.run(fresh), tiny.run(model))

@@ -14,12 +14,12 @@ import torch
 import torch.distributed as dist
 
 import vmonarch
-from vmonarch import BasedProcessor, LatentGrid, exchange
+from vmonarch import BasedProcessor, LatentGrid, context_parallel
 from vmonarch.base import Layer
 from vmonarch.call import Call
-from vmonarch.context_parallel import TokenSplit
+from vmonarch.context_parallel import ALIGNMENT, TokenSplit, split_evenly
+from vmonarch.eval.bench.parallel import ulysses_bytes
 from vmonarch.eval.calibrate.diagnosis import DiagnosisProcessor, Recorder
-from vmonarch.exchange import ALIGNMENT, split_evenly, ulysses_bytes
 
 ALONE = worker.Alone()
 
@@ -82,6 +82,7 @@ def test_ranks_send_the_bytes_that_are_counted(results, name):
         assert 0 <= results[rank][name] - ulysses_bytes(tokens=tokens, rank=rank, **sizes) <= 20 * (ALIGNMENT - 4)
 
 
+@pytest.mark.deep
 def test_a_killed_rank_ends_the_job_which_names_it(child_environment):
     script = str(Path(worker.__file__).with_name("killed_rank.py"))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", script]
@@ -108,20 +109,14 @@ def test_every_head_is_computed_once(ranks):
     assert max(sizes) - min(sizes) <= 1 and min(sizes) > 0
 
 
-def alone(attend):
-    """`attend` in a group of this process."""
+def test_tangents_do_not_travel():
+    q = torch.ones(1, 6, 1, 4)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        return attend()
+        with pytest.raises(NotImplementedError, match="forward-mode AD"):
+            torch.func.jvp(TokenSplit(None, 0, (6,)).gather_tokens, (q,), (q,))
     finally:
         dist.destroy_process_group()
-
-
-def test_tangents_do_not_travel():
-    split = TokenSplit(None, 0, (6,))
-    q = torch.ones(1, 6, 1, 4)
-    with pytest.raises(NotImplementedError, match="forward-mode AD"):
-        alone(lambda: torch.func.jvp(split.gather_tokens, (q,), (q,)))
 
 
 def laid_out(kind, dtype):
@@ -145,12 +140,12 @@ def laid_out(kind, dtype):
 )
 def test_copies_by_words_are_copies(kind, dtype):
     x = laid_out(kind, dtype)
-    assert (exchange._words(x) is not None) == (kind in ("whole", "gaps", "turned", "empty"))
+    assert (context_parallel._words(x) is not None) == (kind in ("whole", "gaps", "turned", "empty"))
     for to in (
         torch.zeros_like(x, memory_format=torch.contiguous_format),
         torch.zeros(*x.shape, 2, dtype=dtype)[..., 0],
     ):
-        exchange._copy(to, x)
+        context_parallel._copy(to, x)
         assert torch.equal(to, x)
 
 

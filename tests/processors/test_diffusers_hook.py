@@ -8,7 +8,6 @@ import inspect
 import pickle
 import subprocess
 import sys
-import threading
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -19,8 +18,8 @@ from diffusers.models.transformers.transformer_wan import WanAttnProcessor
 
 import vmonarch
 from vmonarch import VMonarchProcessor
-from vmonarch.after_import import _Finder, after_import
 from vmonarch.diffusers_hook import _change_pipelines, install
+from vmonarch.pipeline_calls import _Finder, after_import
 
 ROOT = Path(__file__).parents[2]
 ORDERS = {
@@ -73,23 +72,6 @@ def test_the_lines_of_the_readme_switch_on_stock_pipelines(order, child_environm
     assert code == 0, output
 
 
-def test_a_modular_pipeline_takes_the_line(tiny):
-    pipe = diffusers.modular_pipelines.WanBlocks().init_pipeline()
-    pipe.set_progress_bar_config(disable=True)
-    pipe.update_components(**{**tiny.pipeline("t2v").components, "transformer": tiny.transformer()})
-
-    def sample():
-        size = {"height": tiny.HEIGHT, "width": tiny.WIDTH, "num_frames": tiny.FRAMES, "num_inference_steps": 2}
-        random = torch.Generator().manual_seed(0)
-        return pipe(prompt=tiny.PROMPT, **size, generator=random, output="latents")
-
-    stock = sample()
-    pipe.set_attn_processor(VMonarchProcessor())
-    assert not torch.equal(sample(), stock)
-    vmonarch.restore(pipe)
-    assert torch.equal(sample(), stock)
-
-
 def test_other_processors_are_handed_to_every_transformer(tiny):
     pipe, own = tiny.pipeline("t2v-2.2"), WanAttnProcessor()
     parts = tiny.transformers_of(pipe)
@@ -100,14 +82,6 @@ def test_other_processors_are_handed_to_every_transformer(tiny):
     assert [model.attn_processors for model in parts] == [names, names]
     with pytest.raises(ValueError, match="dict of processors was passed"):
         pipe.set_attn_processor({})
-
-
-def test_a_dictionary_with_ours_is_refused(tiny):
-    model = tiny.transformer()
-    before = dict(model.attn_processors)
-    with pytest.raises(ValueError, match="dictionary.*dense_layers.*plan"):
-        model.set_attn_processor(before | {"blocks.0.attn1.processor": VMonarchProcessor()})
-    assert model.attn_processors == before
 
 
 def test_processors_that_were_replaced_may_be_put_back(tiny):
@@ -127,14 +101,8 @@ def test_processors_that_were_replaced_may_be_put_back(tiny):
         model.set_attn_processor(dict(saved))
 
 
-@pytest.mark.parametrize(
-    "options", [{"refresh": 2}, {"dense_steps": 0.5}, {"plan": True}], ids=lambda it: next(iter(it))
-)
+@pytest.mark.parametrize("options", [{"refresh": 2}, {"dense_steps": 0.5}], ids=lambda it: next(iter(it)))
 def test_the_transformer_of_a_pipeline_takes_what_apply_takes(tiny, options):
-    if "plan" in options:
-        heads = ["a", "full"]
-        options = {"plan": {"format": "vmonarch-plan-1", "methods": {"a": {"num_iterations": 1}, "full": None},
-                            "layers": {"transformer": [heads, heads]}}}  # fmt: skip
     pipe = tiny.pipeline("t2v")
     found = [tiny.quickly(pipe, 4)]
     for switch_on in (lambda it: vmonarch.apply(pipe, it), lambda it: pipe.transformer.set_attn_processor(it)):
@@ -154,12 +122,6 @@ def test_what_a_transformer_alone_does_not_tell_needs_its_pipeline(tiny):
     with pytest.raises(ValueError, match="plan: it is for transformer, transformer_2, .* vmonarch.apply"):
         pipe.transformer_2.set_attn_processor(VMonarchProcessor(plan=plan))
     pipe.set_attn_processor(VMonarchProcessor(plan=plan))
-
-
-def test_other_models_say_that_they_are_not_served(tiny):
-    vae = diffusers.AutoencoderKL(block_out_channels=(4,), norm_num_groups=1)
-    with pytest.raises(TypeError, match="must be .or wrap. one of WanTransformer3DModel.* got AutoencoderKL"):
-        vae.set_attn_processor(VMonarchProcessor())
 
 
 def test_a_pipeline_that_has_the_method_keeps_it():
@@ -196,7 +158,7 @@ def module(tmp_path, monkeypatch):
     """The path of a module of that name, which a second finder of ours finds, too; nothing of it stays."""
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setattr(sys, "meta_path", [_Finder(), *sys.meta_path])
-    monkeypatch.setattr("vmonarch.after_import._finder", _Finder())
+    monkeypatch.setattr("vmonarch.pipeline_calls._finder", _Finder())
     yield tmp_path / "imported_later.py"
     sys.modules.pop("imported_later", None)
 
@@ -230,15 +192,3 @@ def test_a_module_that_fails_may_be_imported_again(module):
     assert not seen
     module.write_text("value = 'another length'\n")
     assert [importlib.import_module(module.stem)] == seen
-
-
-def test_a_module_that_another_thread_imports_is_waited_for(module):
-    module.write_text("import time\ntime.sleep(0.5)\nvalue = 1\n")
-    thread = threading.Thread(target=importlib.import_module, args=[module.stem])
-    thread.start()
-    while module.stem not in sys.modules:
-        pass
-    seen = []
-    after_import(module.stem, lambda imported: seen.append(imported.value))
-    thread.join()
-    assert 1 in seen

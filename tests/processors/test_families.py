@@ -1,10 +1,7 @@
 """Transformers beyond the Wan family: what is around the softmax stays the model's own, and other tokens stay exact."""
 
 import copy
-import gc
-import math
 import pickle
-import weakref
 
 import diffusers
 import pytest
@@ -25,21 +22,19 @@ from vmonarch import (
     residuals,
     vmonarch_attention,
 )
-from vmonarch.arguments import same_value
 from vmonarch.attend import Exact
 from vmonarch.base import FullAttentionProcessor
 from vmonarch.bias import SpatioTemporalDecay
 from vmonarch.borrowed import Borrowed, _softmax, borrow
-from vmonarch.call import running
+from vmonarch.call import TokenSequence, running
 from vmonarch.eval.bench.families import compiled
 from vmonarch.grid import LatentGrid
 from vmonarch.installation import own_processors, self_attention_modules
 from vmonarch.kernels.residual.api import add_residual, attention_residual
-from vmonarch.sequence import TokenSequence, masked_attention
+from vmonarch.residuals import same_value
 
 EVERYTHING = ExactBlocks(band=100)
 each_family = pytest.mark.parametrize("name", FAMILIES)
-with_masks = [name for name, case in FAMILIES.items() if case.masks]
 
 
 def run(model, inputs):
@@ -130,23 +125,6 @@ def test_video_rows_are_monarch_and_exact_rows_in_one_softmax(name, calls):
         assert error(out.double(), expected) < 1e-5
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16], ids=str)
-def test_masked_attention_is_that_of_the_keys_that_are_left(dtype):
-    generator = torch.Generator().manual_seed(0)
-    query, key, value = (torch.randn(3, n, 2, 8, generator=generator).to(dtype) for n in (5, 7, 7))
-    mask = torch.ones(3, 7, dtype=torch.bool)
-    mask[1, 4:], mask[2] = False, False
-    out, lse = masked_attention(query, key, value, mask)
-    logits = torch.einsum("bqhd,bkhd->bhqk", query.double(), key.double()) * 8**-0.5
-    logits = logits.masked_fill(~mask[:, None, None], -torch.inf)
-    expected = torch.einsum("bhqk,bkhd->bqhd", logits.softmax(-1), value.double())
-    bound = {torch.float64: 1e-12, torch.float16: 3e-3, torch.bfloat16: 2e-2}[dtype]
-    assert error(out[:2].double(), expected[:2]) < bound
-    assert error(lse[:2].double(), logits[:2].logsumexp(-1)) < bound
-    # What attends to nothing weighs nothing beside anything.
-    assert (lse[2].double().exp() == 0).all() and out[2].isfinite().all()
-
-
 @each_family
 def test_only_the_self_attention_of_the_video_is_replaced(name, calls):
     case = FAMILIES[name]
@@ -167,27 +145,6 @@ def test_only_the_self_attention_of_the_video_is_replaced(name, calls):
         assert {length for length, _ in lengths} == {whole, whole - case.after + SHORT}
     else:
         assert lengths <= {(whole, 1), (2 * video, 2)}
-
-
-@pytest.mark.parametrize("name", with_masks)
-def test_padding_changes_nothing(name):
-    case = FAMILIES[name]
-    model, inputs = case.make(), case.call()
-    changed = dict(inputs)
-    for mask in case.masks:
-        states = mask.replace("attention_mask", "hidden_states")
-        changed[states] = inputs[states].clone()
-        if name != "framepack":
-            changed[states][1, SHORT:] += 1
-    stock = run(model, inputs), run(model, changed)
-    vmonarch.apply(model, processor_of(case))
-    ours, other = run(model, inputs), run(model, changed)
-    assert error(stock[1], stock[0]) < 1e-5
-    assert error(other, ours) < 1e-5
-    if name != "mochi":
-        # A sample does not depend on what is beside it.
-        alone = {key: value[1:] if isinstance(value, torch.Tensor) else value for key, value in inputs.items()}
-        assert error(run(model, alone), ours[1:]) < 1e-5
 
 
 @each_family
@@ -232,14 +189,10 @@ def test_set_attn_processor_applies(name):
     stock = run(model, inputs)
     with vmonarch.apply(model, processor_of(case)):
         expected = run(model, inputs)
-    originals = [type(processor) for processor in model.attn_processors.values()]
     model.set_attn_processor(processor_of(case))
     assert torch.equal(run(model, inputs), expected)
-    model.set_attn_processor(processor_of(case, exact=EVERYTHING))
-    assert error(run(model, inputs), stock) < 1e-5
     vmonarch.restore(model)
     assert torch.equal(run(model, inputs), stock)
-    assert [type(processor) for processor in model.attn_processors.values()] == originals
 
 
 @pytest.mark.parametrize("name", ["hunyuan", "cogvideox", "kandinsky6"])
@@ -275,7 +228,7 @@ def test_every_kind_of_attention_but_linear_serves_them(name):
     assert torch.equal(run(model, inputs), stock)
 
 
-@pytest.mark.parametrize("name", ["hunyuan", "ltx2", "cogvideox"])
+@pytest.mark.parametrize("name", ["hunyuan", "ltx2"])
 def test_gradients_are_those_of_the_stock_model_with_and_without_checkpointing(name):
     case, found = FAMILIES[name], {}
     # As many tokens in both: nothing but the call tells them apart.
@@ -291,22 +244,6 @@ def test_gradients_are_those_of_the_stock_model_with_and_without_checkpointing(n
     assert error(found["exact"], found["stock"]) < 1e-5
     assert torch.equal(found["exact checkpointed"], found["exact"])
     assert torch.equal(found["ours checkpointed"], found["ours"])
-
-
-def compiles_once(case, layers, backend):
-    torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
-    model, inputs = case.make(num_layers=layers), case.call()
-    vmonarch.apply(model, processor_of(case))
-    expected = run(model, inputs)
-    model.compile_repeated_blocks(fullgraph=True, backend=backend)
-    assert error(run(model, inputs), expected) < 1e-5
-    return torch._dynamo.utils.counters["stats"]["unique_graphs"]
-
-
-@pytest.mark.parametrize("name", ["ltx2"])
-def test_compiled_blocks_are_one_graph_for_all_layers(name):
-    assert compiles_once(FAMILIES[name], 12, "aot_eager") == 1
 
 
 def test_compiled_blocks_take_several_sizes():
@@ -341,47 +278,6 @@ def test_gpu_kernels_compute_the_same_and_blocks_compile(name):
     # Kandinsky 5 rounds its rotation to bfloat16, which inductor leaves out.
     bound = 2e-3 if name == "kandinsky5" else 1e-4
     assert error(run(compiled(model), inputs), found["triton"]) < bound
-
-
-def test_a_backend_chosen_later_serves_exact_attention(calls):
-    case = FAMILIES["hunyuan"]
-    model, inputs = case.make(), case.call()
-    vmonarch.apply(model, VMonarchProcessor())
-    ours = run(model, inputs)
-    model.set_attention_backend("_native_math")
-    try:
-        assert error(run(model, inputs), ours) < 1e-5
-        assert {str(processor._attention_backend.value) for processor, *_ in calls[2:]} == {"_native_math"}
-    finally:
-        model.reset_attention_backend()
-        torch.compiler.reset()
-
-
-def test_sizes_may_change_from_call_to_call_and_the_grid_is_checked():
-    case = FAMILIES["hunyuan"]
-    model = case.make()
-    installation = vmonarch.apply(model, VMonarchProcessor())
-    for grid in (GRID, (2, 3, 5), GRID):
-        run(model, case.call(grid))
-        assert installation.grid == grid
-    vmonarch.apply(model, VMonarchProcessor(grid=(2, 3, 5)))
-    with pytest.raises(ValueError, match=r"grid=\(2, 3, 5\), but .*\(3, 4, 6\)"):
-        run(model, case.call())
-
-
-def test_a_call_that_does_not_tell_its_grid_asks_for_it():
-    case = FAMILIES["ltx"]
-    model, inputs = case.make(), case.call()
-    vmonarch.apply(model, VMonarchProcessor())
-    expected = run(model, inputs)
-    T, H, W = (inputs.pop(name) for name in ("num_frames", "height", "width"))
-    coordinates = torch.cartesian_prod(torch.arange(T), torch.arange(H), torch.arange(W)).T.float()
-    inputs["video_coords"] = coordinates[None].expand(2, -1, -1)
-    with pytest.raises(RuntimeError, match=r"grid=\(frames, height, width\)"):
-        run(model, inputs)
-    vmonarch.apply(model, VMonarchProcessor(grid=GRID))
-    found = run(model, inputs)
-    assert found.shape == expected.shape and not found.isnan().any()
 
 
 def test_several_prompts_of_ltx_tell_the_grid_by_their_coordinates():
@@ -451,13 +347,8 @@ def test_kandinskys_sparse_attention_gives_way_where_its_order_does_not_matter(c
         expected = run(model, inputs)
         assert error(run(model, inputs | {"sparse_params": sparse}), expected) < 1e-5
         assert error(run(model, inputs | {"sparse_params": sparse | {"to_fractal": False}}), expected) < 1e-5
-    for processor in (
-        VMonarchProcessor(coarse=2),
-        VMonarchProcessor(tiles=(2, 2)),
-        VMonarchProcessor(row_share=0.5),
-        VMonarchProcessor(bias=SpatioTemporalDecay(2)),
-        TwoResolutionProcessor(),
-    ):
+    ordered = [{"coarse": 2}, {"row_share": 0.5}, {"bias": SpatioTemporalDecay(2)}]
+    for processor in (*(VMonarchProcessor(**options) for options in ordered), TwoResolutionProcessor()):
         vmonarch.apply(model, processor)
         with pytest.raises(ValueError, match="sparse_params puts the tokens of a frame in another order"):
             run(model, inputs | {"sparse_params": sparse})
@@ -504,16 +395,6 @@ def test_arguments_are_compared_by_value_in_lists_and_mappings_too():
     assert not same_value({"a": one}, {"a": other}) and not same_value({"a": one}, {"b": one})
 
 
-def test_nothing_is_kept_of_a_processor_that_has_run():
-    model, inputs = FAMILIES["hunyuan"].make(), FAMILIES["hunyuan"].call()
-    vmonarch.apply(model, VMonarchProcessor())
-    run(model, inputs)
-    processor = weakref.ref(own_processors(model)[-1][1])
-    del model
-    gc.collect()
-    assert processor() is None
-
-
 def test_an_unknown_processor_is_refused():
     class Own:
         def __call__(self, attn, hidden_states):
@@ -527,16 +408,6 @@ def test_an_unknown_processor_is_refused():
         with pytest.raises(RuntimeError, match=f"{cls.__name__} of diffusers .* computes its softmax in a way"):
             borrow(VMonarchProcessor(), Exact(), cls(), families.FAMILIES["MochiTransformer3DModel"])
     assert families.family_of(torch.nn.Linear(1, 1)) is None
-
-
-def test_another_function_in_the_place_of_the_softmax_is_replaced_again():
-    model, call = FAMILIES["hunyuan"].make(), FAMILIES["hunyuan"].call()
-    module = diffusers.models.transformers.transformer_hunyuan_video
-    with vmonarch.apply(model, VMonarchProcessor()):
-        expected = run(model, call)
-    module.dispatch_attention_fn = module.dispatch_attention_fn.__wrapped__
-    vmonarch.apply(model, VMonarchProcessor())
-    assert torch.equal(run(model, call), expected)
 
 
 @pytest.fixture
@@ -566,22 +437,7 @@ def sample_with(name, pipe, call, **options):
     return out
 
 
-WITHOUT_A_STEP = ["allegro"]
-WITH_STEPS = [name for name in tiny_pipelines.PIPELINES if name not in WITHOUT_A_STEP]
-
-
-@pytest.mark.parametrize("name", tiny_pipelines.PIPELINES)
-def test_pipelines_tell_the_grid(name, calls):
-    pipe, call = tiny_pipelines.pipeline(name)
-    stock = tiny_pipelines.sample(pipe, call)
-    assert error(sample_with(name, pipe, call, exact=EVERYTHING), stock) < 1e-5
-    video_alone = ("ltx", "ltx2", "kandinsky5", "kandinsky6", "cosmos", "cosmos-transfer", "allegro", "anyflow")
-    video = math.prod(tiny_pipelines.GRID)
-    assert {query.shape[1] > video for _, query, *_ in calls} == {name not in video_alone}
-    assert torch.equal(tiny_pipelines.sample(pipe, call), stock)
-
-
-@pytest.mark.parametrize("name", WITH_STEPS)
+@pytest.mark.parametrize("name", [name for name in tiny_pipelines.PIPELINES if name != "allegro"])
 def test_pipelines_tell_the_step(name, calls):
     pipe, call = tiny_pipelines.pipeline(name)
     sample_with(name, pipe, call)
@@ -594,7 +450,7 @@ def test_pipelines_tell_the_step(name, calls):
     assert torch.equal(sample_with(name, pipe, call, dense_steps=4), tiny_pipelines.sample(pipe, call))
 
 
-@pytest.mark.parametrize("name", [name for name in WITH_STEPS if name != "mochi"])
+@pytest.mark.parametrize("name", [name for name in tiny_pipelines.PIPELINES if name not in ("allegro", "mochi")])
 def test_pipelines_share_the_last_residual_of_a_branch(name, calls, residuals_in_use):
     pipe, call = tiny_pipelines.pipeline(name)
     stock = tiny_pipelines.sample(pipe, call)
@@ -668,21 +524,7 @@ def test_a_prompt_in_a_tuple_that_a_callback_changes_has_residuals_of_its_own(re
 
 
 @pytest.mark.parametrize("option", ["dense_steps", "refresh"])
-@pytest.mark.parametrize("name", WITHOUT_A_STEP)
-def test_a_pipeline_that_goes_through_other_timesteps_than_its_scheduler_is_refused(name, option):
-    pipe, call = tiny_pipelines.pipeline(name)
+def test_a_pipeline_that_goes_through_other_timesteps_than_its_scheduler_is_refused(option):
+    pipe, call = tiny_pipelines.pipeline("allegro")
     with pytest.raises(RuntimeError, match=f"{option} needs the denoising step, but DDIMScheduler, .* does not tell"):
-        sample_with(name, pipe, call, **{option: 1})
-
-
-@pytest.mark.gpu
-def test_gpu_residuals_and_plans_in_compiled_blocks():
-    pipe, call = tiny_pipelines.pipeline("hunyuan")
-    pipe.to("cuda")
-    call = {key: on_the_gpu(value) for key, value in call.items()}
-    plan = AttentionPlan({"t1": {"num_iterations": 1}, "full": None}, {"transformer": [["t1", "full"]] * 2})
-    vmonarch.apply(pipe, VMonarchProcessor(plan=plan, refresh=(0, 2)))
-    expected = tiny_pipelines.sample(pipe, call)
-    torch.compiler.reset()
-    compiled(pipe.transformer)
-    assert error(tiny_pipelines.sample(pipe, call), expected) < 1e-3
+        sample_with("allegro", pipe, call, **{option: 1})

@@ -6,25 +6,15 @@ import contextlib
 import copy
 import itertools
 import pickle
-import re
 import threading
 import weakref
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
 
-import diffusers
 import pytest
-import tiny_pipelines
 import torch
-from diffusers import (
-    FasterCacheConfig,
-    FirstBlockCacheConfig,
-    FlowMatchEulerDiscreteScheduler,
-    FlowMatchHeunDiscreteScheduler,
-)
-from diffusers.hooks import first_block_cache
+from diffusers import FlowMatchEulerDiscreteScheduler
 
 import vmonarch
 from vmonarch import Refresh, VMonarchProcessor, pipeline_calls, residuals
@@ -35,35 +25,11 @@ from vmonarch.residuals import PipelineBranch, ResidualSharing, spaced_steps
 
 @pytest.mark.parametrize(
     "count, steps, expected",
-    [
-        (8, 50, (0, 1, 3, 7, 12, 20, 28, 38)),
-        (6, 20, (0, 1, 2, 5, 9, 14)),
-        (2, 8, (0, 2)),
-        (1, 4, (0,)),
-        (4, 4, (0, 1, 2, 3)),
-        (0, 4, ()),
-    ],
+    [(8, 50, (0, 1, 3, 7, 12, 20, 28, 38)), (6, 20, (0, 1, 2, 5, 9, 14)), (4, 4, (0, 1, 2, 3)), (0, 4, ())],
     ids=str,
 )
 def test_refreshes_are_spaced_at_growing_intervals(count, steps, expected):
     assert spaced_steps(count, steps) == expected
-
-
-@pytest.mark.parametrize(
-    "refresh, schedule",
-    [
-        (3, (0, 1, 2)),
-        (0.3, (0, 1)),
-        ([4, 1], (1, 4)),
-        ({"steps": 1, "dtype": "bfloat16"}, (0,)),
-        (Refresh(1.0), range(5)),
-    ],
-    ids=str,
-)
-def test_what_the_option_means(refresh, schedule):
-    assert Refresh.parse(refresh).schedule(5) == tuple(schedule)
-    processor = VMonarchProcessor(refresh=refresh)
-    assert VMonarchProcessor.from_config(processor.config).refresh == processor.refresh == Refresh.parse(refresh)
 
 
 class ByHand(VMonarchProcessor):
@@ -73,29 +39,27 @@ class ByHand(VMonarchProcessor):
         approximate, exact, numbers, kept = super().attention(layer), self.exact_attention, itertools.count(), {}
 
         def attend(query, key, value, call):
-            step, branch = divmod(next(numbers) % (self.branches * self.steps), self.branches)
+            step, branch = divmod(next(numbers) % (2 * self.steps), 2)
             step += self.starts.get(layer.component, 0)
             near, _ = approximate(query, key, value, call)
             if step not in self.schedule and branch in kept:
                 return add_residual(near, kept[branch]), None
             out, _ = exact(query, key, value, call)
-            kept[branch] = attention_residual(out, near, dtype=self.dtype)
+            kept[branch] = attention_residual(out, near, dtype="int8")
             return out, None
 
         return attend
 
 
-def by_hand(tiny, pipe, schedule, *, steps, dtype="int8", processor=None, **options):
+def by_hand(tiny, pipe, schedule, *, steps, **options):
     of_step = transformers_by_step(pipe, steps)
     attributes = {
         "schedule": schedule,
         # Video to video runs three of five steps.
         "steps": 3 if "VideoToVideo" in type(pipe).__name__ else steps,
-        "branches": 1 if options.get("guidance") == 1.0 else 2,
         "starts": {name: of_step.index(name) for name in set(of_step)},
-        "dtype": dtype,
     }
-    vmonarch.apply(pipe, type("ByHand", (ByHand,), attributes)(**processor or {}))
+    vmonarch.apply(pipe, type("ByHand", (ByHand,), attributes)())
     output = tiny.generate(pipe, steps=steps, **options)
     vmonarch.restore(pipe)
     return output
@@ -113,68 +77,24 @@ def test_the_last_residual_of_the_branch_is_added(tiny, kind):
         assert torch.equal(tiny.generate(pipe, steps=5), expected)
 
 
-def options_of(tiny):
-    bias = vmonarch.bias.SpatioTemporalDecay(1, (4.0, 4.0, 4.0))
-    plan = {
-        "format": "vmonarch-plan-1",
-        "methods": {"a": {"coarse": 2}, "b": None, "c": {"exact": {"band": 0}}},
-        "layers": {"transformer": [["a", "b"], ["c", "a"]]},
-    }
-    return {"bias": {"bias": bias}, "plan": {"plan": plan}, "band": {"exact": vmonarch.ExactBlocks(band=1)}}
-
-
-@pytest.mark.parametrize("name, dtype", [("bias", "int8"), ("plan", "bfloat16"), ("band", "int8")])
-def test_with_other_options(tiny, name, dtype):
-    pipe, options = tiny.pipeline("t2v"), options_of(tiny)[name]
-    expected = by_hand(tiny, pipe, (0, 2), steps=4, dtype=dtype, processor=options)
-    vmonarch.apply(pipe, VMonarchProcessor(refresh=Refresh([0, 2], dtype), **options))
-    assert torch.equal(tiny.generate(pipe, steps=4), expected)
-
-
-def distance(a, b):
-    return ((a - b).norm() / b.norm()).item()
-
-
-def test_it_comes_nearer_to_full_attention(tiny):
-    pipe = tiny.pipeline("t2v")
-    full = tiny.generate(pipe, steps=6)
-    distances = []
-    for refresh in (None, 1, 3, 1.0):
-        vmonarch.apply(pipe, VMonarchProcessor(refresh=refresh))
-        distances.append(distance(tiny.generate(pipe, steps=6), full))
-    assert distances == sorted(distances, reverse=True) and distances[1] < 0.8 * distances[0]
-    assert distances[-1] < 1e-6
-
-
-def test_dense_steps_come_first_and_keep_nothing(tiny):
-    pipe, seen = watched(tiny.pipeline("t2v"), dense_steps=2, refresh=[0, 4])
-    tiny.quickly(pipe, 6)
-    # The two first are the model's own attention.
-    assert tiny.taken(seen) == [True, False, True, False]
-
-
-@dataclass
-class Watched:
-    """The element that shares residuals, which tells of each call whether it is exact, and in which thread."""
-
-    inner: Any
-    seen: list
-
-    def __call__(self, *inputs):
-        exact = []
-        note = lambda *inputs: exact.append(True) or self.inner.exact(*inputs)
-        found = replace(self.inner, exact=note)(*inputs)
-        self.seen.append((threading.get_ident(), bool(exact)))
-        return found
-
-
 class Watching(VMonarchProcessor):
+    """Notes of each call of the first layer whether it is exact."""
+
     def stack(self, layer):
-        return Watched(super().stack(layer).inner, self.seen if layer.place == 0 else [])
+        sharing = super().stack(layer).inner
+
+        def attend(*inputs):
+            exact = []
+            note = lambda *inputs: exact.append(True) or sharing.exact(*inputs)
+            found = replace(sharing, exact=note)(*inputs)
+            if layer.place == 0:
+                self.seen.append(bool(exact))
+            return found
+
+        return attend
 
 
 def watched(pipe, **options):
-    """(pipe with these options, (thread, whether exact) of each call of the first layer)."""
     watching = Watching(**options)
     watching.seen = []
     vmonarch.apply(pipe, watching)
@@ -185,14 +105,6 @@ def tensors_of(transformer):
     """Weak references to the residuals that there are."""
     branches = transformer._vmonarch_record.sharing._branches
     return [weakref.ref(kept.residual.values) for branch in branches for kept in branch.residuals.values()]
-
-
-def test_the_last_step_frees_them(tiny):
-    pipe = tiny.applied("t2v", refresh=1)
-    counts = []
-    tiny.generate(pipe, steps=3, callback_on_step_end=lambda *_: counts.append(len(tensors_of(pipe.transformer))) or {})
-    # Two layers, two branches.
-    assert counts == [4, 4, 0]
 
 
 def test_the_second_transformer_takes_the_place_of_the_first(tiny):
@@ -240,22 +152,6 @@ def test_offloaded_they_come_back_one_layer_ahead(tiny, monkeypatch, dtype):
     # Three layers, whose memory on the host is written to again; three steps that use residuals.
     assert host().stored == 3
     assert host().log == ["fetch", *["wait", "fetch", "add"] * 2, "wait", "add"] * 3
-
-
-@pytest.mark.parametrize(
-    "dtype, fits", [("int8", "offload=True"), ("bfloat16", 'dtype="int8" (0.0 GiB) or offload=True')]
-)
-def test_memory_that_will_not_suffice_is_told_at_once(tiny, monkeypatch, dtype, fits):
-    pipe = tiny.pipeline("t2v")
-    # Two layers, 18 tokens, 2 heads of 12.
-    enough = 2 * residual_bytes(1, 18, 2, 12, "int8")
-    monkeypatch.setattr(residuals, "_free_bytes", lambda device: enough - (dtype == "int8"))
-    vmonarch.apply(pipe, VMonarchProcessor(refresh=Refresh(1, dtype)))
-    with pytest.raises(torch.OutOfMemoryError, match=re.escape(f"these fit: vmonarch.Refresh(1, {fits})")):
-        tiny.quickly(pipe, 3)
-    vmonarch.apply(pipe, VMonarchProcessor(refresh=Refresh(1)))
-    if dtype == "bfloat16":
-        tiny.quickly(pipe, 3)
 
 
 class Layer(torch.nn.Module):
@@ -361,33 +257,6 @@ def test_calls_of_pipelines_end_whether_they_were_defined_before_or_after():
     assert DiffusionPipeline.__call__.__wrapped__(before) is True
 
 
-def test_an_error_inside_the_transformer_leaves_nothing_to_use(tiny):
-    pipe, seen = watched(tiny.pipeline("t2v"), refresh=[0, 3])
-    expected = tiny.quickly(pipe, 4)
-    tiny.taken(seen)
-    with pytest.raises(KeyboardInterrupt):
-        tiny.quickly(pipe, 6, callback_on_step_end=tiny.fail_after(2))
-    assert tiny.taken(seen) == [True, False, False]
-    assert torch.equal(tiny.quickly(pipe, 4), expected)
-    assert tiny.taken(seen) == [True, False, False, True]
-
-
-def test_an_error_that_is_at_hand_holds_no_residuals(tiny, monkeypatch):
-    """In a notebook the last error's frames stay, and what they hold: the run's timesteps, the branch."""
-    pipe, kept = tiny.applied("t2v", refresh=1), []
-
-    def fail(*_, **options):
-        kept.extend(tensors_of(pipe.transformer))
-        raise torch.OutOfMemoryError
-
-    monkeypatch.setattr(residuals, "add_residual", fail)
-    with pytest.raises(torch.OutOfMemoryError) as error:
-        tiny.quickly(pipe, 3)
-    # The first layer had its own in its hands.
-    assert error.tb is not None and [reference() is None for reference in kept] == [False, True]
-    assert tensors_of(pipe.transformer) == []
-
-
 def test_runs_that_interleave_keep_their_own(tiny):
     pipe = tiny.pipeline("t2v")
     other = tiny.another(pipe, own_scheduler=True)
@@ -399,7 +268,7 @@ def test_runs_that_interleave_keep_their_own(tiny):
     def callback(outer, step, timestep, tensors):
         before = len(seen)
         assert torch.equal(tiny.quickly(other, 5), expected_of_other)
-        within.append([exact for _, exact in seen[before:]])
+        within.append(seen[before:])
         del seen[before:]
         return {}
 
@@ -442,32 +311,23 @@ def test_a_copy_holds_nothing(tiny, twin):
     assert torch.equal(tiny.generate(copied, steps=3), expected)
 
 
-def changing(**changes):
-    """A callback that changes the pipeline's tensors after its second step."""
-
-    def callback(pipe, step, timestep, tensors):
-        return {name: change(tensors[name]) for name, change in changes.items()} if step == 1 else {}
-
-    return {"callback_on_step_end": callback, "callback_on_step_end_tensor_inputs": list(changes)}
-
-
 @pytest.mark.parametrize(
-    "changes, exact",
+    "name, change, exact",
     [
-        ({"prompt_embeds": lambda x: x + 1}, True),
-        ({"prompt_embeds": lambda x: x.add_(1)}, True),
-        ({"prompt_embeds": lambda x: x.clone()}, False),
-        ({"latents": lambda x: x[..., :-2].contiguous()}, True),
-        ({"latents": lambda x: x.roll(1)}, False),
+        ("prompt_embeds", lambda x: x + 1, True),
+        ("prompt_embeds", lambda x: x.clone(), False),
+        ("latents", lambda x: x[..., :-2].contiguous(), True),
+        ("latents", lambda x: x.roll(1), False),
     ],
-    ids=["prompt", "prompt in place", "an equal prompt", "size", "values"],
+    ids=["prompt", "an equal prompt", "size", "values"],
 )
-def test_what_a_callback_changes(tiny, changes, exact):
+def test_what_a_callback_changes(tiny, name, change, exact):
     pipe = tiny.pipeline("t2v")
     # It remembers nothing of the latents' old size.
     pipe.scheduler = FlowMatchEulerDiscreteScheduler(shift=3.0)
     _, seen = watched(pipe, refresh=1)
-    tiny.quickly(pipe, 4, **changing(**changes))
+    callback = lambda pipe, step, timestep, tensors: {name: change(tensors[name])} if step == 1 else {}
+    tiny.quickly(pipe, 4, callback_on_step_end=callback, callback_on_step_end_tensor_inputs=[name])
     assert tiny.taken(seen) == [True, False, exact, False]
 
 
@@ -498,123 +358,16 @@ def test_parts_of_a_transformer_have_none_after_its_call(tiny):
         attn(*inputs[0])
 
 
-def test_prompt_and_negative_prompt_may_be_the_same(tiny):
-    pipe = tiny.pipeline("t2v")
-    expected = by_hand(tiny, pipe, (0,), steps=3, negative_prompt=tiny.PROMPT)
-    vmonarch.apply(pipe, VMonarchProcessor(refresh=1))
-    assert torch.equal(tiny.generate(pipe, steps=3, negative_prompt=tiny.PROMPT), expected)
-
-
-def test_guidance_in_some_steps(tiny):
-    """A branch that sits out steps finds its residual again; after many it has none."""
-    pipe, seen = watched(tiny.pipeline("t2v"), refresh=[0])
-
-    def guidance_between(first, stop):
-        def callback(pipe, step, timestep, tensors):
-            pipe._guidance_scale = 1.0 if first <= step + 1 < stop else 5.0
-            return {}
-
-        return callback
-
-    tiny.generate(pipe, steps=5, callback_on_step_end=guidance_between(1, 3))
-    assert tiny.taken(seen) == [True, True, False, False, False, False, False, False]
-    tiny.generate(pipe, steps=6, callback_on_step_end=guidance_between(1, 5))
-    assert tiny.taken(seen) == [True, True] + [False] * 5 + [True]
-
-
-def test_a_scheduler_that_evaluates_twice(tiny):
-    """Both evaluations of a step refresh if the next one does, the first if residuals are of use."""
-    pipe = tiny.pipeline("t2v")
-    pipe.scheduler = FlowMatchHeunDiscreteScheduler(shift=3.0)
-    _, seen = watched(pipe, refresh=[0, 1, 3])
-    tiny.quickly(pipe, 5)
-    assert tiny.taken(seen) == [True, True, True, False, False, False, True, False, False]
-
-
-def test_a_step_that_a_cache_skips_refreshes_in_the_next(tiny, monkeypatch):
-    pipe, seen = watched(tiny.pipeline("t2v"), refresh=[0, 2])
-    layer = pipe.transformer.blocks[1].attn1.processor.attend
-    pipe.transformer.enable_cache(FirstBlockCacheConfig(threshold=0.0))
-    skipped = iter([False, False, True, False, False])
-    decide = lambda self, *_: not next(skipped)
-    monkeypatch.setattr(first_block_cache.FBCHeadBlockHook, "_should_compute_remaining_blocks", decide)
-    tiny.quickly(pipe, 5)
-    assert tiny.taken(seen) == [True, False, True, False, False]
-    assert [exact for _, exact in layer.seen] == [True, False, True, False], "of steps 0, 1, 3 and 4"
-
-
-def test_compiled_blocks_are_one_graph(tiny, dynamo):
-    pipe = tiny.applied("t2v", refresh=[0, 2])
-    expected = tiny.generate(pipe, steps=4)
-    pipe.transformer.compile_repeated_blocks(fullgraph=True, backend="eager")
-    torch.testing.assert_close(tiny.generate(pipe, steps=4), expected)
-    # A warm-up of one step meets no sparse step, and suffices.
-    torch._dynamo.reset()
-    vmonarch.apply(pipe, VMonarchProcessor(refresh=1))
-    tiny.generate(pipe, steps=1)
-    with torch.compiler.set_stance("fail_on_recompile"):
-        tiny.generate(pipe, steps=4)
-
-
-def test_faster_cache_leaves_half_of_a_batch_out(tiny):
-    # Whose guidance has both predictions in one batch.
-    pipe, call = tiny_pipelines.pipeline("cogvideox")
-    pipe, seen = watched(pipe, refresh=[0, 4])
-    samples = []
-    block = pipe.transformer.transformer_blocks[0]
-    block.register_forward_hook(lambda module, inputs, output: samples.append(len(output[0])))
-    config = FasterCacheConfig(
-        spatial_attention_block_skip_range=1,
-        unconditional_batch_skip_range=3,
-        unconditional_batch_timestep_skip_range=(-1, 1001),
-        current_timestep_callback=lambda: float(pipe.current_timestep),
-        attention_weight_callback=lambda module: 0.5,
-    )
-    pipe.transformer.enable_cache(config)
-    tiny_pipelines.sample(pipe, call | {"num_inference_steps": 7})
-    assert samples == [2, 1, 1, 2, 1, 1, 2]
-    # Each of the two sizes has residuals of its own.
-    assert tiny.taken(seen) == [True, True, False, False, True, False, True]
-
-
-@pytest.mark.parametrize("places", [0, 3])
-def test_arguments_by_name_and_by_place(tiny, places):
-    class Subclass(diffusers.WanTransformer3DModel):
-        """Whose signature tells nothing."""
-
-        def forward(self, *args, **kwargs):
-            return super().forward(*args, **kwargs)
-
-    def place(transformer, args, kwargs):
-        names = ("hidden_states", "timestep", "encoder_hidden_states")[:places]
-        return tuple(kwargs.pop(name) for name in names), kwargs
-
-    pipe = tiny.pipeline("t2v")
-    pipe.transformer.__class__ = Subclass
-    pipe.transformer.register_forward_pre_hook(place, with_kwargs=True)
-    _, seen = watched(pipe, refresh=1)
-    tiny.quickly(pipe, 4, **changing(prompt_embeds=lambda x: x + 1))
-    assert tiny.taken(seen) == [True, False, True, False]
-
-
 def test_gradients_are_refused(tiny):
     pipe = tiny.applied("t2v", refresh=1)
 
     def train(pipe, step, timestep, tensors):
         with torch.enable_grad():
-            pipe.transformer(
-                hidden_states=tensors["latents"],
-                timestep=timestep.expand(1),
-                encoder_hidden_states=tensors["prompt_embeds"],
-            )
+            pipe.transformer(tensors["latents"], timestep.expand(1), tensors["prompt_embeds"])
 
+    names = ["latents", "prompt_embeds"]
     with pytest.raises(RuntimeError, match="refresh is for inference"):
-        tiny.generate(
-            pipe,
-            steps=2,
-            callback_on_step_end=train,
-            callback_on_step_end_tensor_inputs=["latents", "prompt_embeds"],
-        )
+        tiny.generate(pipe, steps=2, callback_on_step_end=train, callback_on_step_end_tensor_inputs=names)
 
 
 @pytest.mark.gpu
@@ -653,4 +406,5 @@ def test_gpu_residuals_compiled_or_not(tiny, mode):
         return
     pipe.transformer.compile_repeated_blocks(fullgraph=True, mode=mode)
     for _ in range(2):
-        assert distance(tiny.generate(pipe, **options()).float(), expected.float()) < 0.02
+        error = tiny.generate(pipe, **options()).float() - expected.float()
+        assert error.norm() < 0.02 * expected.float().norm()

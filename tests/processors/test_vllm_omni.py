@@ -118,11 +118,7 @@ def test_the_entry_point_adds_a_backend_by_name(omni):
     ("method", "function", "options"),
     [
         ("vmonarch", vmonarch_attention, {}),
-        (
-            "vmonarch-lite:num_iterations=3",
-            vmonarch_attention,
-            {"coarse": 2, "row_share": 0.25, "last_l_update": False, "num_iterations": 3},
-        ),
+        ("vmonarch:num_iterations=3,coarse=2", vmonarch_attention, {"num_iterations": 3, "coarse": 2}),
         ("two-resolution:share=0.5", two_resolution_attention, {"share": 0.5}),
     ],
     ids=lambda x: str(getattr(x, "__name__", x)),

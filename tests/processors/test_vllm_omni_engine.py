@@ -63,7 +63,7 @@ def wan():
 
 @pytest.fixture
 def call(wan, monkeypatch):
-    """call(method, step, roles): (query, key, value, out) [B, S, H, D] of every self-attention of a forward call."""
+    """call(method, step): (query, key, value, out) [B, S, H, D] of every self-attention of a forward call."""
     from vllm.config import DeviceConfig, VllmConfig, set_current_vllm_config
     from vllm_omni.diffusion.attention.selector import _cached_get_backend_cls
     from vllm_omni.diffusion.config import set_current_diffusion_config
@@ -74,9 +74,9 @@ def call(wan, monkeypatch):
     parallel.mask_sp_padding = False
 
     @torch.no_grad()
-    def run(method, step=0, roles=("self",)):
+    def run(method, step):
         monkeypatch.setenv("VMONARCH_METHOD", method)
-        attention = AttentionConfig(per_role={role: {"backend": "VMONARCH"} for role in roles})
+        attention = AttentionConfig(per_role={"self": {"backend": "VMONARCH"}})
         config = types.SimpleNamespace(diffusion_attention_config=attention, parallel_config=parallel)
         config.model_class_name = None
         # The method may have changed, which it does in no process of theirs.
@@ -124,16 +124,3 @@ def test_every_layer_computes_the_method_or_exact_attention(call, name, step):
         else:
             expected = method_attention(q, k, v, processor.options, grid=GRID)
         torch.testing.assert_close(out.double(), expected, rtol=0, atol=float(3e-6 * expected.abs().max()))
-
-
-@pytest.mark.parametrize(
-    "name", ["near-lossless", "vmonarch:dense_layers=0.5", "vmonarch:plan=embedded-1.00", "flashbias"]
-)
-def test_what_it_cannot_compute_is_refused(call, name):
-    with pytest.raises((ValueError, RuntimeError), match="VMONARCH_METHOD"):
-        call(name)
-
-
-def test_other_attention_is_refused(call):
-    with pytest.raises((ValueError, RuntimeError), match="cross"):
-        call("vmonarch", roles=("self", "cross"))

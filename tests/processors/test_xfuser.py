@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import runpy
 import subprocess
 import sys
 
@@ -12,7 +13,7 @@ import xfuser_worker as worker
 
 import vmonarch
 import vmonarch.xfuser
-from vmonarch import LatentGrid, VMonarchProcessor, xfuser_groups
+from vmonarch import LatentGrid, VMonarchProcessor, engines
 
 needs_xfuser = pytest.mark.skipif(
     importlib.util.find_spec("xfuser") is None, reason="needs xfuser: pip install 'xfuser>=0.7,<0.8'"
@@ -76,13 +77,6 @@ def test_what_is_not_supported_is_refused_on_every_rank(results, device, name):
         assert worker.REFUSED[name][1] in rank[name]
 
 
-@needs_xfuser
-@pytest.mark.skipif(torch.version.cuda is not None, reason="xfuser can be imported with a torch that is built for CUDA")
-def test_xfuser_needs_a_gpu():
-    with pytest.raises(ImportError, match="xfuser cannot be imported without a GPU and a build of torch for it"):
-        vmonarch.xfuser.register(VMonarchProcessor())
-
-
 class NoXfuser:
     """A finder of modules for which xfuser is not there."""
 
@@ -101,9 +95,9 @@ def test_xfuser_that_is_not_installed_is_named(monkeypatch):
 
 
 def test_installed_xfuser_without_one_of_its_modules_is_not_called_missing(monkeypatch):
-    monkeypatch.setattr(xfuser_groups.importlib.metadata, "version", lambda name: "0.4.0")
+    monkeypatch.setattr(engines.importlib.metadata, "version", lambda name: "0.4.0")
     with pytest.raises(ImportError, match=r"xfuser 0\.4\.0 cannot be imported: No module .*; supported is xfuser>=0"):
-        xfuser_groups.import_xfuser("vmonarch.no_such_module")
+        engines.import_xfuser("vmonarch.no_such_module")
 
 
 def test_the_last_ranks_of_a_padded_video_hold_less(monkeypatch):
@@ -118,54 +112,13 @@ def test_the_last_ranks_of_a_padded_video_hold_less(monkeypatch):
 
     grid = LatentGrid(3, 2, 3)
     for ranks, tokens, held in ((4, 5, (5, 5, 5, 3)), (7, 3, (3, 3, 3, 3, 3, 3, 0)), (2, 9, (9, 9))):
-        monkeypatch.setattr(xfuser_groups, "xfuser_groups", lambda ranks=ranks: Groups(ranks, 1))
-        split = xfuser_groups.split_video(grid, tokens)
+        monkeypatch.setattr(engines, "xfuser_groups", lambda ranks=ranks: Groups(ranks, 1))
+        split = engines.split_video(grid, tokens)
         assert split.tokens == held and split.rank == 1
         with pytest.raises(ValueError, match=rf"has 18 tokens, but xfuser's .* given {tokens + 1} on each of {ranks}"):
-            xfuser_groups.split_video(grid, tokens + 1)
+            engines.split_video(grid, tokens + 1)
 
 
-LAUNCHES = {
-    "": ["--attention_backend", "vmonarch"],
-    "--attention-backend VMonarch --seed 1": ["--attention-backend", "VMonarch", "--seed", "1"],
-    "--grid 5,2,3 --attention vmonarch-band1 --ring_degree=1": ["--ring_degree=1", "--attention_backend", "vmonarch"],
-    "--use_hybrid_attn_schedule --hybrid_attn_schedule=sdpa,VMonarch": [
-        "--use_hybrid_attn_schedule",
-        "--hybrid_attn_schedule=sdpa,VMonarch",
-    ],
-}
-
-
-@pytest.mark.parametrize("words", LAUNCHES)
-def test_the_launcher_hands_on_the_runner_s_options(monkeypatch, words):
-    registered, run = [], []
-    monkeypatch.setattr(vmonarch.xfuser, "register", registered.append)
-    monkeypatch.setattr(
-        vmonarch.xfuser.runpy, "run_module", lambda name, **options: run.append((name, sys.argv[1:], options))
-    )
-    monkeypatch.setattr(sys, "argv", ["vmonarch.xfuser"])
-    vmonarch.xfuser.main(words.split())
-    assert run == [("xfuser.runner", LAUNCHES[words], {"run_name": "__main__", "alter_sys": True})]
-    (processor,) = registered
-    assert processor.grid == (LatentGrid(5, 2, 3) if "--grid" in words else None)
-    assert (processor.exact == "first_frame") == ("band1" not in words)
-
-
-MISTAKES = {
-    "--ring_degree 2": "ring_degree=2 is not supported",
-    "--attention_backend flash_3": "--attention_backend must be vmonarch",
-    "--use_hybrid_attn_schedule --hybrid_attn_schedule sdpa,sdpa": "must be vmonarch",
-    "--attention full": "--attention must be of the processors vmonarch or flashbias, full is of full",
-    "--attention vmonarch:coarse=0": "coarse must be at least 1",
-    "--attention vmonarch:dense_steps=2": "dense_steps must be 0 in a backend of xfuser",
-    "--attention vmonarch:refresh=2": "refresh must be None in a backend of xfuser",
-    "--grid 5,2,x": "--grid must be three integers",
-}
-
-
-@pytest.mark.parametrize("words", MISTAKES)
-def test_the_launcher_refuses_what_would_not_be_ours(capsys, words):
-    with pytest.raises(SystemExit) as stop:
-        vmonarch.xfuser.main(words.split())
-    assert stop.value.code == 2
-    assert MISTAKES[words] in capsys.readouterr().err
+def test_the_runner_of_before_is_an_error_that_says_what_to_do():
+    with pytest.raises(SystemExit, match=r"register a processor, run xfuser\.runner"):
+        runpy.run_module("vmonarch.xfuser", run_name="__main__")

@@ -124,10 +124,6 @@ class WanModel(Model):
     pass
 
 
-class CameraWanModel(WanModel):
-    tells_grid = False
-
-
 class HunyuanVideo(Model):
     lists = {"double_blocks": "double", "single_blocks": "single"}
     tells_grid = False
@@ -196,7 +192,6 @@ def sampling(patcher, schedule, **told):
         x = torch.zeros(len(prompts), 16, *sizes)
         options = {**patcher.model_options["transformer_options"], "wrappers": patcher.wrappers}
         options |= {"sigmas": torch.tensor([sigma]), "sample_sigmas": torch.tensor(schedule), "uuids": list(prompts)}
-        options |= {name: kwargs.pop(name) for name in ("patches_replace", "context_window") if name in kwargs}
         options = {name: value for name, value in (options | told).items() if value is not None}
         given = {"reference_latent": kwargs.pop("reference")} if "reference" in kwargs else {}
         context = torch.zeros(len(prompts), kwargs.pop("prompt", PROMPT), 4)

@@ -47,7 +47,6 @@ from vmonarch.kernels.flash_bias import backward as bias_backward
 from vmonarch.kernels.flash_bias import forward as bias_forward
 from vmonarch.kernels.flash_entropy import backward as flash_backward
 from vmonarch.kernels.flash_entropy import forward as flash_forward
-from vmonarch.kernels.hopper import l_step as hopper_l_step
 from vmonarch.kernels.hopper import r_step as hopper_r_step
 from vmonarch.kernels.hopper import two_resolution as hopper_two_resolution
 from vmonarch.kernels.hopper.backward import keys as hopper_keys
@@ -59,11 +58,9 @@ from vmonarch.kernels.norm_rotary import op as norm_op
 from vmonarch.kernels.residual import kernels as residual_kernels
 from vmonarch.kernels.taylor import op as taylor_op
 from vmonarch.kernels.two_resolution import op as two_resolution_op
-from vmonarch.kernels.two_resolution.kernels import Written
 from vmonarch.kernels.two_resolution.tiling import tiling_of
 from vmonarch.kernels.window import op as window_op
-from vmonarch.options import VMonarchOptions
-from vmonarch.two_resolution_options import TwoResolutionOptions
+from vmonarch.options import TwoResolutionOptions, VMonarchOptions
 
 make_cubin = CUDABackend.make_cubin
 # All of Triton's files are hashed once for a process and its forks.
@@ -172,7 +169,7 @@ def main():
     ):
         module.launch_options = options_of_a_gpu
     hopper = (
-        hopper_keys, hopper_rows, hopper_l_step, hopper_r_step, hopper_two_resolution, hopper_two_resolution_backward
+        hopper_keys, hopper_rows, hopper_r_step, hopper_two_resolution, hopper_two_resolution_backward
     )  # fmt: skip
     for module in (bias_forward, flash_backward, flash_forward, two_resolution_op, *hopper):
         module.processors = lambda device: 132
@@ -213,12 +210,9 @@ def launch_all(case):
         pooled = two_resolution_op.pool(*tensors[1:], tiling, mask) if options.rest else None
         two_resolution_op.choose(*tensors[:2], tiling, options, mask, pooled)
         out, lse = tensors[2], torch.zeros(1, 2, tensors[0].shape[1])
-        # An R-step also has the sum of the keys.
-        sums = {"aL": out, "daL": out} if case.get("r_step") else {}
-        written = Written(out, lse, (0, 2, 1), (0, 1), sums.get("aL"), lse)
         width = case.get("exact_tiles", 5)
-        two_resolution_op.attend(*tensors, exact, width, mask, tiling, pooled, 0.1, written)
-        two_resolution_op.backward(out, lse, *tensors, exact, width, mask, out, lse, tiling, pooled, 0.1, **sums)
+        two_resolution_op.attend(*tensors, exact, width, mask, tiling, pooled, 0.1, out, lse)
+        two_resolution_op.backward(out, lse, *tensors, exact, width, mask, out, lse, tiling, pooled, 0.1)
         return
     if "channels" in case:
         x = torch.zeros(1, case["tokens"], case["channels"], dtype=getattr(torch, case["dtype"]))
@@ -243,18 +237,17 @@ def launch_all(case):
             torch.zeros(1, case["tokens"], 2, width, dtype=getattr(torch, case["dtype"]))
             for width in (case["dim"], case["dim"], case["width"])
         )
-        numbers = (1.0, case.get("causal", False), case.get("taylor", True))
+        numbers = (1.0, case.get("causal", False))
         out, weight, *_ = taylor_op.taylor_forward(q, k, v, None, None, None, *numbers)
         taylor_op.taylor_backward(out, None, q, k, v, None, out, weight, *numbers)
         return
-    grid, tiles, coarse = LatentGrid(*case["grid"]), tuple(case.get("tiles", (1, 1))), case.get("coarse", 1)
+    grid, coarse = LatentGrid(*case["grid"]), case.get("coarse", 1)
     tensors = qkv(grid.tokens, 1)
     options = VMonarchOptions(
-        num_iterations=case.get("num_iterations", 2), tiles=tiles, coarse=coarse, exact=case["exact"],
+        num_iterations=case.get("num_iterations", 2), coarse=coarse, exact=case["exact"],
         last_l_update=case.get("last_l_update", True),
     )  # fmt: skip
-    cut = places.grid_places(grid, **options.cut(grid.frames))
-    call = fused.MonarchCall(cut, options, 0.1, case.get("entropy_grad", False))
+    call = fused.MonarchCall(places.grid_places(grid, coarse=coarse), options, 0.1)
     out, lse, *saved = fused.forward(*tensors, None, call, True)
     fused.backward(tensors[0], lse, *tensors, None, out, lse, tuple(saved), call)
 

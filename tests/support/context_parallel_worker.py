@@ -89,9 +89,7 @@ def table(heads, tokens):
 
 PROCESSORS = {
     "vmonarch": lambda heads: VMonarchProcessor(),
-    "vmonarch-exact-blocks": lambda heads: VMonarchProcessor(
-        exact=ExactBlocks(columns=(0,), band=0), frames_per_block=2, tiles=(2, 1)
-    ),
+    "vmonarch-exact-blocks": lambda heads: VMonarchProcessor(exact=ExactBlocks(columns=(0,), band=0), coarse=2),
     "vmonarch-bias": lambda heads: VMonarchProcessor(bias=decay_of(heads)),
     "flash-bias": lambda heads: FlashBiasProcessor(decay_of(heads)),
     "based": lambda heads: BasedProcessor(feature_dim=4, decay=True),

@@ -14,7 +14,3 @@ class Sent:
         assert tensor.dtype == torch.uint8 and sum(input_splits) == tensor.numel()
         self.bytes += sum(input_splits) - input_splits[dist.get_rank(group)]
         return self.all_to_all_single(output, tensor, output_splits, input_splits, group=group, **options)
-
-    def since_last(self):
-        count, self.bytes = self.bytes, 0
-        return count

@@ -3,7 +3,7 @@
     compute-sanitizer --tool memcheck python tests/support/every_kernel.py flash_bias hopper
     python tests/support/every_kernel.py --list | xargs -P 8 -L 1 python tests/support/every_kernel.py
 
-The first line looks at one family of kernels in one form, the second runs them all and leaves what it compiles in
+The first line looks at one group of calls in one form, the second runs them all and leaves what it compiles in
 Triton's cache. Sizes are two tiles and more, the last of them ragged. Each run names the kernels that it launched.
 """
 
@@ -66,13 +66,11 @@ def merged(out_1, out_2, lse_1, lse_2, **options):
     return vmonarch.merge_partials((out_1, lse_1), (out_2.transpose(1, 2), lse_2), **options)
 
 
-# By family: an op, the shapes of its tensors, and its options.
+# By group: an op, the shapes of its tensors, and its options.
 CALLS = {
     "vmonarch": [
         *((vmonarch_attention, qkv(459, 459, 128), {**GRID, **LSE, **options}) for options in (
-            {}, {"coarse": 2, "entropy_grad": True}, {"tiles": (2, 2)}, {"tiles": (2, 2), "coarse": 2},
-            {"frames_per_block": 2}, {"exact": ExactBlocks(band=0)}, {"row_share": 0.4, "r_share": 0.4},
-            {"last_l_update": False})),
+            {}, {"coarse": 2}, {"exact": ExactBlocks(band=0)}, {"row_share": 0.4}, {"last_l_update": False})),
         (vmonarch_attention, qkv(459, 459, 64, 96), GRID),
     ],
     # The L-steps for every size of a tile, and in several; on Hopper centroids have a kernel for wide heads.
@@ -100,7 +98,7 @@ CALLS = {
     ],
     "taylor": [
         *((taylor_attention, qkv(500, 500, 16, 64), options)
-          for options in ({}, {"causal": True}, {"feature_map": "elu"}, LSE)),
+          for options in ({}, {"causal": True}, LSE)),
         (taylor_attention, qkv(500, 500, 24, 40), {}),
         (in_frames, [*qkv(500, 500, 16, 64), Float32((2, 5, 5))], {}),
         (decoded, qkv(72, 72, 16, 64), {}),
@@ -122,14 +120,14 @@ CALLS = {
         (merged, [(2, 130, 3, E), (2, 3, 130, E), Float32((2, 3, 130)), Float32((2, 3, 130))], {}) for E in (128, 40)
     ],
 }  # fmt: skip
-# Whether kernels for Hopper are used where they can be, and the families that have none.
+# Whether kernels for Hopper are used where they can be, and the groups that have none.
 FORMS, PORTABLE = {"hopper": 1, "portable": 0}, ("window", "norms", "residual", "merging")
-FAMILIES = {name: ("portable",) if name in PORTABLE else tuple(FORMS) for name in CALLS}
+GROUPS = {name: ("portable",) if name in PORTABLE else tuple(FORMS) for name in CALLS}
 
 
-def run(family, device, implementation, dtype):
-    """Make all calls of a family, without and with gradients."""
-    for op, shapes, options in CALLS[family]:
+def run(group, device, implementation, dtype):
+    """Make all calls of a group, without and with gradients."""
+    for op, shapes, options in CALLS[group]:
         dtypes = [torch.float32 if isinstance(shape, Float32) else dtype for shape in shapes]
         tensors = [torch.randn(s, device=device, dtype=d) for s, d in zip(shapes, dtypes, strict=True)]
         with torch.no_grad():
@@ -163,12 +161,12 @@ def launches():
 
 def main(arguments=None):
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("family", nargs="?", choices=list(FAMILIES), help="default: all")
-    parser.add_argument("form", nargs="?", choices=list(FORMS), help="default: all that the family has")
-    parser.add_argument("--list", action="store_true", help="print every family and form, and do nothing else")
+    parser.add_argument("group", nargs="?", choices=list(GROUPS), help="default: all")
+    parser.add_argument("form", nargs="?", choices=list(FORMS), help="default: all that the group has")
+    parser.add_argument("--list", action="store_true", help="print every group and form, and do nothing else")
     options = parser.parse_args(arguments)
-    for name, form in ((name, form) for name, forms in FAMILIES.items() for form in forms):
-        if options.family not in (None, name) or options.form not in (None, form):
+    for name, form in ((name, form) for name, forms in GROUPS.items() for form in forms):
+        if options.group not in (None, name) or options.form not in (None, form):
             continue
         if options.list:
             print(name, form)

@@ -6,6 +6,7 @@ import torch
 from vmonarch.kernels.common.launch import interpreted
 
 in_interpreter = pytest.mark.skipif(not interpreted(), reason="needs TRITON_INTERPRET=1 when triton is imported")
+by_implementation = pytest.mark.parametrize("implementation", ["torch", pytest.param("triton", marks=in_interpreter)])
 # The interpreter computes masked elements too, and NumPy complains about theirs.
 quiet = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
@@ -24,6 +25,12 @@ def refuses(catalogue):
             call()
 
     return test
+
+
+def qkv(Sq, Sk, dims=6, E=5, *, B=2, H=3, dtype=torch.float64):
+    generator = torch.Generator().manual_seed(100 * Sq + Sk)
+    shapes = ((B, Sq, H, dims), (B, Sk, H, dims), (B, Sk, H, E))
+    return tuple(torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes)
 
 
 def with_gradients(function, tensors, grads=None):
@@ -64,17 +71,3 @@ def assert_precise(names, ours, plain, exact, dtype):
         error, allowed = ((z.double() - expected)[finite].norm().item() for z in (x, y))
         allowed = 2 * allowed + 8 * torch.finfo(dtype).eps * expected[finite].norm().item()
         assert error <= allowed, f"{name}: error {error:.3g} > {allowed:.3g}"
-
-
-def assert_training_may_follow_inference(attend, tensors):
-    """What is kept from a call in inference mode serves one that learns, too."""
-    with torch.inference_mode():
-        expected = attend(*tensors)
-    out, *gradients = with_gradients(attend, tensors)
-    assert torch.equal(out, expected) and all(x.isfinite().all() for x in gradients)
-
-
-def assert_compiles(attend, tensors, grads=None):
-    """Without a graph break, to the same results and gradients."""
-    compiled = torch.compile(attend, backend="aot_eager", fullgraph=True)
-    torch.testing.assert_close(with_gradients(compiled, tensors, grads), with_gradients(attend, tensors, grads))

@@ -18,7 +18,6 @@ from diffusers import (
     WanTransformer3DModel,
     WanVACETransformer3DModel,
 )
-from peft import LoraConfig
 from PIL import Image
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import (
@@ -218,15 +217,6 @@ def applied_transformer(num_layers: int = 2, **options: Any) -> WanTransformer3D
     return model
 
 
-def add_lora(model: Any, *targets: str, seed: int = 5, **options: Any) -> None:
-    """LoRA layers that have learnt something."""
-    targets = targets or ("to_q", "to_k", "to_v", "to_out.0")
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        config = LoraConfig(r=2, lora_alpha=3, target_modules=list(targets), init_lora_weights=False)
-        model.add_adapter(config, **options)
-
-
 def offload(model: Any, kind: str) -> None:
     """With the hooks that move weights, as on a machine whose accelerator is the CPU."""
     cpu = torch.device("cpu")
@@ -258,9 +248,9 @@ def offload_from_gpu(pipe: Any, kind: str) -> None:
         )
 
 
-def check_one_graph(model: Any, counters: Any, whole: bool = False, given: dict[str, Any] | None = None) -> None:
+def check_one_graph(model: Any, counters: Any, whole: bool = False) -> None:
     """Compiled, whole or its repeated blocks, a model computes the same, without a graph break, in one graph."""
-    given = inputs() if given is None else given
+    given = inputs()
     with torch.no_grad():
         expected = model(**given)[0]
         if whole:
@@ -282,22 +272,11 @@ def stop_after(step: int) -> Any:
     return callback
 
 
-def fail_after(step: int) -> Any:
-    """A callback that breaks a pipeline's run off after a step."""
-
-    def callback(pipe: Any, number: int, timestep: Any, tensors: Any) -> dict[str, Any]:
-        if number == step:
-            raise KeyboardInterrupt
-        return {}
-
-    return callback
-
-
-def taken(seen: list[tuple[Any, bool]]) -> list[bool]:
-    """Whether the calls since the last time, (thread, whether exact), were exact."""
-    exact = [exact for _, exact in seen]
+def taken(seen: list[Any]) -> list[Any]:
+    """What has been noted since the last time."""
+    found = seen.copy()
     seen.clear()
-    return exact
+    return found
 
 
 def image(seed: int = 0, height: int = HEIGHT, width: int = WIDTH) -> Image.Image:

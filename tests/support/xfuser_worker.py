@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import os
+import runpy
 import signal
 import subprocess
 import sys
@@ -342,14 +343,14 @@ def runner(tiny, ranks):
     words += ["--flow_shift", "3.0"]
     words += ["--use_hybrid_attn_schedule", "--num_hybrid_attn_high_precision_steps", "1"]
     words += ["--hybrid_attn_low_precision_backend", "vmonarch", "--hybrid-attn-high-precision-backend", "sdpa"]
-    words += ["--attention", "vmonarch:coarse=2"]
     with contextlib.ExitStack() as stack:
         if ranks.device == "cpu":
             clock = lambda **options: mock.Mock(elapsed_time=lambda other: 0.0)
             for name, value in {"Event": clock, "synchronize": lambda: None, "empty_cache": lambda: None}.items():
                 stack.enter_context(mock.patch.object(torch.cuda, name, value))
-        stack.enter_context(mock.patch.object(sys, "argv", ["vmonarch.xfuser"]))
-        vmonarch.xfuser.main(words)
+        stack.enter_context(mock.patch.object(sys, "argv", ["run.py", *words]))
+        vmonarch.xfuser.register(VMonarchProcessor(coarse=2))
+        runpy.run_module("xfuser.runner", run_name="__main__", alter_sys=True)
     return frames[-1]
 
 

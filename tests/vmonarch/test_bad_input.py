@@ -1,12 +1,9 @@
 """Whatever cannot be used fails with an error that names the argument and what is supported, and changes nothing."""
 
-import pickle
-
 import diffusers
 import pytest
 import tiny_wan
 import torch
-from diffusers.models.transformers.transformer_wan import WanAttnProcessor
 from op_checks import call_of, refuses
 
 import vmonarch
@@ -20,7 +17,6 @@ from vmonarch import (
     monarch_attention,
     vmonarch_attention,
 )
-from vmonarch.configs import InputError
 
 Q = torch.randn(1, 12, 2, 4)
 OUT, LSE = torch.zeros(1, 12, 2, 4), torch.zeros(1, 2, 12)
@@ -44,14 +40,12 @@ CALLS = {
     "no-token": (vm(*[Q[:, :0]] * 3), ValueError, "no empty dimension"),
     "grid-missing": (call_of(vmonarch_attention, Q, Q, Q)(), TypeError, "grid"),
     "grid-of-other-length": (vm(grid=(3, 2, 3)), ValueError, r"grid \(3, 2, 3\) has 18 tokens, but query has 12"),
-    "more-tiles-than-rows": (vm(tiles=(3, 1)), ValueError, r"tiles \(3, 1\) must not exceed"),
     "exact-row-outside": (vm(exact=ExactBlocks(rows=(3,))), ValueError, "rows names frame 3, but there are 3"),
     "exact-row-negative": (blocks(rows=(-1,)), ValueError, "rows must hold frame indices of at least 0"),
     "exact-row-a-string": (blocks(rows="all"), TypeError, "rows must hold frame indices"),
     "exact-band-negative": (blocks(band=-1), ValueError, "band must be at least 0"),
     "exact-aware-a-string": (blocks(aware="yes"), TypeError, "aware must be True or False"),
     "infinite-scale": (vm(scale=INF), ValueError, "scale must be finite"),
-    "entropy-grad-a-number": (vm(entropy_grad=1), TypeError, "entropy_grad must be True or False"),
     "return-lse-a-string": (vm(return_lse="lse"), TypeError, "return_lse must be True or False"),
     "triton-of-float64": (
         vm(*[Q.double()] * 3, implementation="triton"), NotImplementedError,
@@ -84,9 +78,6 @@ EXACT = 'exact must be None, "first_frame" or an ExactBlocks'
 OPTIONS = {
     "num_iterations-zero": ({"num_iterations": 0}, ValueError, "num_iterations must be at least 1"),
     "num_iterations-float": ({"num_iterations": 2.0}, TypeError, "num_iterations must be a positive integer"),
-    "frames_per_block-zero": ({"frames_per_block": 0}, ValueError, "frames_per_block must be at least 1"),
-    "tiles-number": ({"tiles": 2}, TypeError, "tiles must be a pair"),
-    "tiles-zero": ({"tiles": (1, 0)}, ValueError, r"tiles\[1\] must be at least 1"),
     "coarse-zero": ({"coarse": 0}, ValueError, "coarse must be at least 1"),
     "coarse-useless": ({"coarse": 2, "num_iterations": 1}, ValueError, "coarse.*with num_iterations=1 it must be 1"),
     "exact-unknown": ({"exact": "last_frame"}, ValueError, EXACT),
@@ -94,12 +85,7 @@ OPTIONS = {
     "row_share-zero": ({"row_share": 0}, ValueError, "row_share must be above 0 and at most 1, got 0"),
     "row_share-without-rows": (
         {"row_share": 0.5, "exact": None}, ValueError, "row_share must be 1 where exact has no rows"),
-    "r_share-with-tiles": (
-        {"r_share": 0.5, "tiles": (2, 1)}, ValueError, "r_share must be 1 where a block is not one whole frame"),
     "last_l_update-number": ({"last_l_update": 0}, TypeError, "last_l_update must be"),
-    "last_l_update-with-tiles": (
-        {"last_l_update": False, "tiles": (2, 1)}, ValueError,
-        "last_l_update must be True where a block is not one whole frame, got False"),
     "last_l_update-in-one-iteration": (
         {"last_l_update": False, "num_iterations": 1}, ValueError, "last_l_update must be True with num_iterations=1"),
     "min_mass-negative": ({"min_mass": -0.1}, ValueError, "min_mass must be finite and at least 0"),
@@ -145,12 +131,6 @@ CALLS |= {
     for name, (options, error, message) in table.items()
 }
 test_a_bad_call_names_the_argument_and_what_is_supported = refuses(CALLS)
-
-
-def test_the_calls_that_the_bad_ones_are_made_from_are_good():
-    assert vm()().shape == mono()().shape == flash()()[0].shape == Q.shape
-    assert merge((OUT, LSE))()[0].shape == OUT.shape
-    assert blocks()() == ExactBlocks() and VMonarchProcessor() and BasedProcessor()
 
 
 def test_options_are_keyword_only_and_unknown_keys_of_a_config_are_named():
@@ -199,36 +179,6 @@ def test_bad_targets(build, error, message):
             act()
 
 
-PROCESSORS = {
-    "number": (2, "processor must be a VMonarchProcessor.*or the name of a preset, got 2"),
-    "none": (None, "processor must be a VMonarchProcessor.*got None.*vmonarch.restore switches it off"),
-    "class": (VMonarchProcessor, "got the class VMonarchProcessor .not an instance"),
-    "stock": (WanAttnProcessor(), "got WanAttnProcessor"),
-    "dict": ({"num_iterations": 2}, "got dict"),
-}
-
-
-@pytest.mark.parametrize("processor, message", PROCESSORS.values(), ids=PROCESSORS)
-def test_bad_processors(processor, message):
-    pipe = tiny_wan.pipeline("t2v")
-    before = dict(vars(pipe.transformer))
-    with pytest.raises(TypeError, match=message):
-        vmonarch.apply(pipe, processor)
-    assert vars(pipe.transformer) == before
-
-
-def test_layers_and_frames_that_do_not_exist():
-    model = tiny_wan.transformer()
-    with pytest.raises(ValueError, match="dense_layers=3, but there are only 2 layers"):
-        vmonarch.apply(model, VMonarchProcessor(dense_layers=3))
-    with pytest.raises(ValueError, match=r"dense_layers names index 2, but there are only 2 layers \(0 to 1\)"):
-        vmonarch.apply(model, VMonarchProcessor(dense_layers=[0, 2]))
-    assert not model._forward_pre_hooks
-    vmonarch.apply(model, VMonarchProcessor(exact=ExactBlocks(rows=(5,))))
-    with pytest.raises(ValueError, match="rows names frame 5.* 3 latent frames"):
-        tiny_wan.run(model)
-
-
 def test_arguments_of_other_models_are_refused():
     attention = tiny_wan.applied_transformer().blocks[0].attn1
     for name in ("image_rotary_emb", "window"):
@@ -242,9 +192,3 @@ def test_a_transformer_called_without_latents_says_what_stock_says():
         model()
     with pytest.raises(ValueError, match="not enough values|unpack|5"):
         model(torch.randn(1, 16, 4, 4), torch.tensor([1]), torch.randn(1, 7, 16))
-
-
-def test_error_from_another_process() -> None:
-    """A process of a study hands its error on with pickle, which is whole on the other side."""
-    error = pickle.loads(pickle.dumps(InputError("--size", "must be a multiple of 16")))
-    assert (error.argument, str(error)) == ("--size", "--size must be a multiple of 16")

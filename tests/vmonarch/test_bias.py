@@ -1,12 +1,10 @@
 """Factors of biases: their products are the bias, exactly, to the energy asked for, or as well as networks learn it."""
 
-import math
-
 import pytest
 import torch
 from op_checks import refuses
 
-from vmonarch import LatentGrid, flash_bias_attention
+from vmonarch import flash_bias_attention
 from vmonarch.bias import (
     NeuralFactors,
     SpatioTemporalDecay,
@@ -75,20 +73,6 @@ def test_distances_are_squared_and_weighted(C, weights):
         q, k, v = randn(1, 7, 4, 8), randn(1, 9, 4, 8, seed=1), randn(1, 9, 4, 8, seed=2)
         (gradient,) = torch.autograd.grad(flash_bias_attention(q, k, v, *factors).sum(), weight)
         assert gradient.shape == weight.shape and gradient.abs().max() > 0
-
-
-def test_a_decay_over_space_and_time_starts_at_its_reach():
-    grid = LatentGrid(3, 4, 5)
-    decay = SpatioTemporalDecay(2, reach=(2.0, 4.0, math.inf))
-    factors = decay(grid)
-    assert factors[0].shape == (1, 60, 2, 7) and factors[1].shape == (1, 60, 1, 7)
-    bias = product(factors).unflatten(1, grid).unflatten(4, grid)
-    assert bias[1, 0, 0, 0, 2, 0, 0].item() == pytest.approx(-1.0, abs=1e-6)
-    assert bias[0, 1, 3, 2, 0, 1, 2].item() == pytest.approx(-0.25 - 0.25, abs=1e-6)
-    assert bias[0, 1, 3, 0, 1, 3, 4].item() == pytest.approx(0.0, abs=1e-6)
-    product_sum = torch.einsum("bshr,bthr->bhst", factors[0], factors[1].expand(-1, -1, 2, -1)).square().sum()
-    (gradient,) = torch.autograd.grad(product_sum - factors[0][..., 3].sum() * 1e3, decay.decay)
-    assert (gradient.abs() > 0).all()
 
 
 def low_and_high_rank(H=5, Sq=30, Sk=40):

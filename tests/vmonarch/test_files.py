@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import sys
 from pathlib import Path
@@ -12,14 +11,6 @@ import pytest
 
 import vmonarch.files
 from vmonarch.files import AtomicFiles, write_json
-
-
-def test_all_appear_at_the_end(tmp_path: Path) -> None:
-    with AtomicFiles() as files:
-        for name in ("a.json", "b.png"):
-            files.stage(tmp_path / name).write_text(name)
-        assert not list(tmp_path.glob("[ab]*"))
-    assert sorted(os.listdir(tmp_path)) == ["a.json", "b.png"]
 
 
 def test_existing_files_stay(tmp_path: Path) -> None:
@@ -33,47 +24,6 @@ def test_existing_files_stay(tmp_path: Path) -> None:
         (tmp_path / "b.json").write_text("old")
     assert sorted(os.listdir(tmp_path)) == ["a.json", "b.json"]
     assert (tmp_path / "a.json").read_text() == (tmp_path / "b.json").read_text() == "old"
-
-
-def test_overwrite_replaces(tmp_path: Path) -> None:
-    (tmp_path / "a.json").write_text("old")
-    with AtomicFiles(overwrite=True) as files:
-        files.stage(tmp_path / "a.json").write_text("new")
-        assert (tmp_path / "a.json").read_text() == "old"
-    assert (tmp_path / "a.json").read_text() == "new"
-
-
-@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt, SystemExit, OSError(errno.ENOSPC, "full")])
-def test_an_error_leaves_nothing(
-    tmp_path: Path, error: type[BaseException] | OSError, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In the block, or when the disk is full, which the flush tells."""
-
-    def fails(*_: object) -> None:
-        raise error
-
-    if isinstance(error, OSError):
-        monkeypatch.setattr(os, "fsync", fails)
-    with pytest.raises(OSError if isinstance(error, OSError) else error), AtomicFiles() as files:
-        files.stage(tmp_path / "a.json").write_text("a")
-        if not isinstance(error, OSError):
-            fails()
-    assert os.listdir(tmp_path) == []
-
-
-def test_a_failed_rename_takes_back_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    replace = os.replace
-
-    def second_fails(source: Path, target: Path) -> None:
-        if target.name == "b.json":
-            raise KeyboardInterrupt
-        replace(source, target)
-
-    monkeypatch.setattr(os, "replace", second_fails)
-    with pytest.raises(KeyboardInterrupt), AtomicFiles() as files:
-        files.stage(tmp_path / "a.json").write_text("a")
-        files.stage(tmp_path / "b.json").write_text("b")
-    assert os.listdir(tmp_path) == []
 
 
 def test_an_interrupt_at_any_line_leaves_the_old_files_or_the_new_ones(tmp_path: Path) -> None:

@@ -1,7 +1,6 @@
 """The options of VMonarch attention: one object, checked when it is made, that travels to the kernels whole."""
 
 import dataclasses
-import inspect
 import json
 
 import pytest
@@ -11,17 +10,15 @@ from vmonarch import ExactBlocks, LatentGrid, VMonarchOptions, VMonarchProcessor
 from vmonarch.kernels.monarch.call import MonarchCall
 from vmonarch.kernels.monarch.op import _decode, _encode
 from vmonarch.kernels.monarch.places import grid_places
-from vmonarch.options import OPTION_FIELDS
+from vmonarch.options import OPTION_FIELDS, TwoResolutionOptions
 from vmonarch.plan import method_dict, parse_method
-from vmonarch.two_resolution_options import TwoResolutionOptions
 
 CHANGED = {
     "num_iterations": 3,
-    "frames_per_block": 2,
-    "tiles": (1, 2),
     "coarse": 2,
     "exact": ExactBlocks(rows=(1,), columns=(0, 2), band=1, aware=False),
     "row_share": 0.3,
+    "last_l_update": False,
     "min_mass": 0.2,
 }
 
@@ -37,23 +34,14 @@ def test_named_options_and_the_object_are_the_same():
         vmonarch_attention(q, k, v, grid=(3, 2, 4), options={"coarse": 2})
 
 
-def test_signatures_name_every_option():
-    defaults = {field.name: field.default for field in OPTION_FIELDS}
-    for takes in (vmonarch_attention, VMonarchProcessor):
-        parameters = inspect.signature(takes).parameters
-        assert {name: parameters[name].default for name in defaults} == defaults
-        assert all(entry.kind is not entry.VAR_KEYWORD for entry in parameters.values())
-
-
 def test_the_operator_loses_no_option():
     """What torch.compile sees of a call is numbers; every option is in them."""
-    whole_frames = {"frames_per_block": 1, "tiles": (1, 1), "r_share": 0.2, "last_l_update": False}
-    assert CHANGED.keys() | whole_frames == {field.name for field in OPTION_FIELDS}
+    assert CHANGED.keys() == {field.name for field in OPTION_FIELDS}
     grid = LatentGrid(5, 4, 6)
-    for exact, more in ((CHANGED["exact"], {}), (CHANGED["exact"], whole_frames), (None, {}), (ExactBlocks(), {})):
+    for exact in (CHANGED["exact"], None, ExactBlocks()):
         share = 0.3 if exact is CHANGED["exact"] else 1.0
-        options = VMonarchOptions(**CHANGED | {"exact": exact, "row_share": share} | more)
-        call = MonarchCall(grid_places(grid, **options.cut(grid.frames)), options, 0.3, True)
+        options = VMonarchOptions(**CHANGED | {"exact": exact, "row_share": share})
+        call = MonarchCall(grid_places(grid, coarse=options.coarse), options, 0.3)
         assert _decode(*_encode(call)) == call
 
 

@@ -1,8 +1,8 @@
 """Biases as products of two thin factors, for `flash_bias_attention` and `FlashBiasProcessor` (FlashBias, §3.2).
 
-exact.py    ALiBi, squared distance, decay over space and time
-svd.py      a given matrix per head, by its singular values
-neural.py   any function of two points, by two small networks
+closed_form.py    ALiBi, squared distance, decay over space and time
+svd.py            a given matrix per head, by its singular values
+neural.py         any function of two points, by two small networks
 """
 
 from vmonarch.bias.closed_form import SpatioTemporalDecay, alibi_factors, alibi_slopes, distance_factors

@@ -18,30 +18,27 @@ import warnings
 from collections.abc import Sequence
 
 from vmonarch import __version__
-from vmonarch.cli.parser import Parser
+from vmonarch.cli.arguments import Parser
 from vmonarch.configs import InputError
 from vmonarch.requirements import check_versions
 
-# Each is a module here with `add_arguments(parser)` and `run(arguments)`; what its docstring says after the first
-# paragraph ends its help. All are imported for every command, so none imports torch, or what takes as long, before it
-# is run.
+# Name -> module here, with `add_NAME(parser)` for its arguments and `run_NAME(arguments)`, whose docstring is its help.
+# All are imported for every command, so that none imports torch, or what takes as long, before it is run.
 COMMANDS = {
-    "generate": "make videos from prompts",
-    "compare": "the same videos through full attention and other methods, with the numbers",
-    "ui": "a web page: from prompts to videos",
-    "eval": "methods × prompts × seeds: quality against full attention, statistics, a report",
-    "vbench": "VBench's scores of videos, by the official package",
-    "calibrate": "what every head loses, and a plan of what every head computes",
-    "preprocess": "videos with captions to latents and text in parquet, for training",
-    "finetune": "adapt a Wan model to VMonarch",
-    "export": "from a checkpoint of `vmonarch finetune` to what others load",
-    "bench": "time kernels, or whole denoising steps, against full attention; results are checked",
-    "tune": "find the kernels' launch options for the chip at hand",
-    "info": "versions, devices, the embedded model, installed extras",
-    "completion": "a script with which bash, zsh or fish completes these commands and their options",
+    "generate": "generate",
+    "compare": "evaluate",
+    "ui": "generate",
+    "eval": "evaluate",
+    "vbench": "evaluate",
+    "calibrate": "evaluate",
+    "preprocess": "training",
+    "finetune": "training",
+    "export": "training",
+    "bench": "bench",
+    "tune": "bench",
+    "info": "info",
+    "completion": "info",
 }
-# They serve whatever versions of torch and diffusers are installed.
-_WITHOUT_VERSIONS = ("info", "completion")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -64,14 +61,16 @@ def build_parser() -> Parser:
     )
     parser.add_argument("--version", action="version", version=f"vmonarch {__version__}")
     commands = parser.add_commands()
-    for name, line in COMMANDS.items():
-        module = importlib.import_module(f"vmonarch.cli.{name}")
-        epilog = inspect.cleandoc(module.__doc__ or "").partition("\n\n")[2]
+    for name, place in COMMANDS.items():
+        module = importlib.import_module(f"vmonarch.cli.{place}")
+        run = getattr(module, f"run_{name}")
+        line, _, epilog = inspect.cleandoc(run.__doc__).partition("\n\n")
         command = commands.add_parser(name, help=line, description=line, epilog=epilog)
-        module.add_arguments(command)
+        getattr(module, f"add_{name}")(command)
         for leaf in command.leaves():
             leaf.add_argument("--debug", action="store_true", help="show the traceback of an error")
-            leaf.set_defaults(command=module.run, needs_versions=name not in _WITHOUT_VERSIONS)
+            # Information serves whatever versions of torch and diffusers are installed.
+            leaf.set_defaults(command=run, needs_versions=name != "info")
     return parser
 
 

@@ -1,16 +1,4 @@
-"""`vmonarch bench`: the registry of benchmarks. Each is a module of `vmonarch.eval.bench`, imported when it is run.
-
-examples:
-  vmonarch bench kernels                                  everything, within 9 minutes on an H200
-  vmonarch bench kernels --quick --output quick.json      three shapes, d=128, within 2 minutes
-  vmonarch bench kernels --shapes 43x28x52 24x44x80:40 --methods cudnn,vmonarch --passes forward
-  vmonarch bench e2e --settings 1.3b-61x448x832           seconds per video with a model of random weights
-  vmonarch bench e2e --model Wan-AI/Wan2.1-T2V-1.3B-Diffusers --settings 81x480x832 --methods full vmonarch-t3
-  vmonarch bench norm --cases forward                     norm and rotary embedding, without gradients
-
-All ways to compute a case take turns. Results are compared with a reference before anything is timed: a wrong one gets
-no speed, and the command ends with exit code 1. What does not fit the budget is left out and named.
-"""
+"""`vmonarch bench`, the registry of benchmarks, each a module of `vmonarch.eval.bench`, and `vmonarch tune`."""
 
 from __future__ import annotations
 
@@ -23,8 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from vmonarch.cli.parser import Parser, given_options
-from vmonarch.cli.sampling import add_recipe_argument
+from vmonarch.cli.arguments import Parser, add_recipe_argument, given_options
 
 # What every benchmark times, for the help; rounds and seconds if nothing else is asked for, and with --quick.
 BENCHES: dict[str, tuple[str, tuple[int, float], tuple[int, float] | None]] = {
@@ -109,8 +96,7 @@ _OPERATOR: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-def add_arguments(parser: Parser) -> None:
-    """Declare the benchmarks and their arguments."""
+def add_bench(parser: Parser) -> None:
     commands = parser.add_commands("benchmark")
     for name, (line, (rounds, budget), quick) in BENCHES.items():
         of = commands.add_parser(name, help=line, description=f"Time {line}.")
@@ -145,16 +131,23 @@ def teller(quiet: bool) -> Callable[[str], None]:
     return say
 
 
-def run(arguments: argparse.Namespace) -> None:
-    """Measure, write the JSON, print its tables.
+def run_bench(arguments: argparse.Namespace) -> None:
+    """time kernels, or whole denoising steps, against full attention; results are checked
 
-    Raises:
-        InputError: an argument cannot be used.
-        WrongResultError: a result is wrong, or one of VMonarch is missing.
+    examples:
+      vmonarch bench kernels                                  everything, within 9 minutes on an H200
+      vmonarch bench kernels --quick --output quick.json      three shapes, d=128, within 2 minutes
+      vmonarch bench kernels --shapes 43x28x52 24x44x80:40 --methods cudnn,vmonarch --passes forward
+      vmonarch bench e2e --settings 1.3b-61x448x832           seconds per video with a model of random weights
+      vmonarch bench e2e --model Wan-AI/Wan2.1-T2V-1.3B-Diffusers --settings 81x480x832 --methods full vmonarch-t3
+      vmonarch bench norm --cases forward                     norm and rotary embedding, without gradients
+
+    All ways to compute a case take turns. Results are compared with a reference before anything is timed: a wrong one
+    gets no speed, and the command ends with exit code 1. What does not fit the budget is left out and named.
     """
     from vmonarch.eval.bench.gate import WrongResultError
     from vmonarch.eval.bench.runner import run_bench
-    from vmonarch.eval.render.table import aligned
+    from vmonarch.eval.render.tables import aligned
     from vmonarch.pipelines.environment import shown_command
 
     name = arguments.benchmark
@@ -186,3 +179,41 @@ def run(arguments: argparse.Namespace) -> None:
     print(output)
     if wrong := results["wrong"]:
         raise WrongResultError(f"{len(wrong)} results are wrong or missing: {'; '.join(wrong)}")
+
+
+_TUNE: dict[str, dict[str, Any]] = {
+    "kernels": _SEVERAL | {"help": "such as r_step l_output (default: all; an unknown one lists them)"},
+    "head-dims": _SEVERAL | {"help": "default: 128 64"},
+    "dtype": {"help": "bfloat16 (default), float16, float32"},
+    "shapes": _SEVERAL | {"help": "latent grids to time on in place of those that stand for all"},
+    "budget": {"type": above_0(float), "metavar": "SECONDS", "help": "begin no kernel after this time (default 480)"},
+    "output": {"type": Path, "metavar": "FILE", "help": "table to write or extend (default: the chip's own)"},
+    "device": DEVICE,
+}
+
+
+def add_tune(parser: argparse.ArgumentParser) -> None:
+    for name, told in _TUNE.items():
+        parser.add_argument(f"--{name}", **told)
+    parser.add_argument("--quiet", action="store_true", help="no progress; print the path only")
+
+
+def run_tune(arguments: argparse.Namespace) -> None:
+    """find the kernels' launch options for the chip at hand
+
+    examples:
+      vmonarch tune                                          all kernels, d=128 and 64, within 8 minutes on an H200
+      vmonarch tune --kernels r_step r_step_last --head-dims 128 --budget 120
+      vmonarch tune --output my-chip.json                    a table of its own, to look at first
+
+    Options that do not compile or change a result are rejected. Entries of other kernels in the table stay.
+    """
+    from vmonarch.eval.bench.tune import run_tune
+    from vmonarch.eval.render.tables import aligned
+
+    given = given_options(arguments, *(name.replace("-", "_") for name in _TUNE))
+    results = run_tune(**given, say=teller(arguments.quiet))
+    if not arguments.quiet:
+        (table,) = results["tables"]
+        print(aligned(table["header"], table["rows"]))
+    print(results["table"])

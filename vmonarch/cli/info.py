@@ -1,4 +1,4 @@
-"""`vmonarch info`."""
+"""`vmonarch info` and `completion`."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ import json
 from typing import Any
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments of `vmonarch info`."""
+def add_info(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="as JSON")
     about = (
         "also the memory that refresh takes, for a model as in `vmonarch bench e2e` and frames x height x width:"
@@ -17,8 +16,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--residuals", nargs=2, metavar=("MODEL", "SIZE"), help=about)
 
 
-def run(arguments: argparse.Namespace) -> None:
-    """Print what is installed and what would be used."""
+def run_info(arguments: argparse.Namespace) -> None:
+    """versions, devices, the embedded model, installed extras"""
     facts = collect()
     if arguments.residuals is not None:
         facts["residuals"] = _residuals(*arguments.residuals)
@@ -101,3 +100,25 @@ def _residuals(model_name: str, size: str) -> dict[str, Any]:
     heads, head_dim, layers = (shape[name] for name in ("num_attention_heads", "attention_head_dim", "num_layers"))
     sizes = {dtype: 2 * layers * residual_bytes(1, tokens, heads, head_dim, dtype) for dtype in DTYPES}
     return {"tokens": tokens, "layers": layers, "bytes": sizes}
+
+
+def add_completion(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("shell", choices=("bash", "zsh", "fish"), help="that the script is for")
+
+
+def run_completion(arguments: argparse.Namespace) -> None:
+    """a script that completes commands in a shell
+
+    examples:
+      source <(vmonarch completion bash)                                       in ~/.bashrc
+      vmonarch completion zsh > ~/.zfunc/_vmonarch                             a folder of $fpath
+      vmonarch completion fish > ~/.config/fish/completions/vmonarch.fish
+    """
+    import shtab
+
+    from vmonarch.cli import build_parser
+
+    print(shtab.complete(build_parser(), arguments.shell))
+    if arguments.shell == "bash":
+        # Names of files where there is nothing else to complete.
+        print("compopt -o default vmonarch")

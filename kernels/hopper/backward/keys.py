@@ -7,6 +7,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
+from vmonarch.kernels.common.launch import block_dim
 from vmonarch.kernels.common.softmax import log2_scale_of
 from vmonarch.kernels.flash_entropy.segments import Work, processors
 from vmonarch.kernels.hopper.attend import (
@@ -15,7 +16,6 @@ from vmonarch.kernels.hopper.attend import (
     begin_scores,
     copy_rows,
     divide_by_scale,
-    hopper_dim,
     operand_layout,
     own_items,
     rows_descriptor,
@@ -46,16 +46,15 @@ _NOWHERE = gl.constexpr(NOWHERE)
 
 
 @gluon.jit
-def _keys_item(
-    item, items_ptr, ranges_ptr, row_tiles, heads, tokens, blocks, positions, offset, keys, padded,
-    FLASH: gl.constexpr, Z_IS_QUERY: gl.constexpr, KEYS_ARE_BLOCKS: gl.constexpr,
-):  # fmt: skip
+def _keys_item(item, items, numbers, FLASH: gl.constexpr, Z_IS_QUERY: gl.constexpr, KEYS_ARE_BLOCKS: gl.constexpr):
     """Where an item of the keys' kernel finds its keys and rows.
 
     Returns:
         (the keys' two outer indices, first key of the tile, key stop, z's two outer indices, z's first row, the outer
         indices and first row of daL and dy, rows, number of the first row among all statistics).
     """
+    items_ptr, ranges_ptr = items
+    row_tiles, heads, tokens, blocks, positions, offset, keys, padded = numbers
     if FLASH:
         # `row_tiles` items per head, `tokens` queries.
         bh = item // row_tiles
@@ -91,8 +90,7 @@ def _keys_item(
 @gluon.jit
 def _load_for_keys(
     z_desc, k_desc, v_desc, daL_desc, dy_desc, folded_desc, k_bufs, v_bufs, z_bufs, daL_bufs, dy_bufs, folded_bufs,
-    bias, kept_full, kept_empty, full, empty, items_ptr, ranges_ptr,
-    order_ptr, row_tiles, heads, tokens, blocks, positions, offset, keys, padded,
+    bias, kept_full, kept_empty, full, empty, items, order_ptr, numbers,
     FLASH: gl.constexpr, Z_IS_QUERY: gl.constexpr, KEYS_ARE_BLOCKS: gl.constexpr,
     SUM_K: gl.constexpr, SUM_V: gl.constexpr, FACTORS: gl.constexpr,
     ENTROPY_GRAD: gl.constexpr, STAGES: gl.constexpr, BLOCK: gl.constexpr,
@@ -106,20 +104,7 @@ def _load_for_keys(
     for place in range(begin, end):
         next_item = gl.load(order_ptr + place + 1)
         k_i, k_j, key, _, z_i, z_j, z_row, g_i, g_j, g_row, rows, first_row = _keys_item(
-            item,
-            items_ptr,
-            ranges_ptr,
-            row_tiles,
-            heads,
-            tokens,
-            blocks,
-            positions,
-            offset,
-            keys,
-            padded,
-            FLASH,
-            Z_IS_QUERY,
-            KEYS_ARE_BLOCKS,
+            item, items, numbers, FLASH, Z_IS_QUERY, KEYS_ARE_BLOCKS
         )
         mbarrier.wait(kept_empty, (t & 1) ^ 1)
         of_values: gl.constexpr = v_desc.block_type.nbytes if SUM_V else 0
@@ -156,9 +141,8 @@ def _load_for_keys(
 @gluon.jit
 def _sum_for_keys(
     half: gl.constexpr, k_bufs, v_bufs, z_bufs, daL_bufs, dy_bufs, folded_bufs, bias, kept_full, kept_empty, full,
-    empty, items_ptr, ranges_ptr, dk_ptr, dv_ptr, dfk_ptr,
-    stride_dkb, stride_dks, stride_dkh, stride_dvb, stride_dvs, stride_dvh,
-    order_ptr, row_tiles, heads, tokens, blocks, positions, offset, keys, padded, scale, log2_scale,
+    empty, items, dk_ptr, dv_ptr, dfk_ptr,
+    stride_dkb, stride_dks, stride_dkh, stride_dvb, stride_dvs, stride_dvh, order_ptr, numbers, scale, log2_scale,
     FLASH: gl.constexpr, Z_IS_QUERY: gl.constexpr, KEYS_ARE_BLOCKS: gl.constexpr,
     SUM_K: gl.constexpr, SUM_V: gl.constexpr, FACTORS: gl.constexpr, CHAINED: gl.constexpr,
     ENTROPY_GRAD: gl.constexpr, ADD_K: gl.constexpr, ADD_V: gl.constexpr, STAGES: gl.constexpr, BLOCK: gl.constexpr,
@@ -179,20 +163,7 @@ def _sum_for_keys(
     for place in range(begin, end):
         next_item = gl.load(order_ptr + place + 1)
         k_i, k_j, key, key_stop, _, _, _, _, _, _, rows, _ = _keys_item(
-            item,
-            items_ptr,
-            ranges_ptr,
-            row_tiles,
-            heads,
-            tokens,
-            blocks,
-            positions,
-            offset,
-            keys,
-            padded,
-            FLASH,
-            Z_IS_QUERY,
-            KEYS_ARE_BLOCKS,
+            item, items, numbers, FLASH, Z_IS_QUERY, KEYS_ARE_BLOCKS
         )
         key += half * _HALF
         mbarrier.wait(kept_full, t & 1)
@@ -303,28 +274,27 @@ def _hopper_keys_kernel(
     fk_bufs, fq_bufs = allocate_factors(z_bufs, R, 2, STAGES, BLOCK)
     bias = (fq_desc, fk_desc, fq_bufs, fk_bufs, shares, inverse_scale)
     kept_full, kept_empty, full, empty = allocate_barriers(STAGES)
+    items = (items_ptr, ranges_ptr)
+    numbers = (row_tiles, heads, tokens, blocks, positions, offset, keys, padded)
     gl.warp_specialize(
         [
             (_load_for_keys, (
                 z_desc, k_desc, v_desc, daL_desc, dy_desc, folded_desc,
                 k_bufs, v_bufs, z_bufs, daL_bufs, dy_bufs, folded_bufs,
-                bias, kept_full, kept_empty, full, empty, items_ptr, ranges_ptr,
-                order_ptr, row_tiles, heads, tokens, blocks, positions, offset, keys, padded,
+                bias, kept_full, kept_empty, full, empty, items, order_ptr, numbers,
                 FLASH, Z_IS_QUERY, KEYS_ARE_BLOCKS, SUM_K, SUM_V, R > 0, ENTROPY_GRAD, STAGES, BLOCK,
             )),
             (_sum_for_keys, (
                 0, k_bufs, v_bufs, z_bufs, daL_bufs, dy_bufs, folded_bufs, bias, kept_full, kept_empty, full, empty,
-                items_ptr, ranges_ptr, dk_ptr, dv_ptr, dfk_ptr, stride_dkb, stride_dks, stride_dkh,
-                stride_dvb, stride_dvs, stride_dvh,
-                order_ptr, row_tiles, heads, tokens, blocks, positions, offset, keys, padded, scale, log2_scale,
+                items, dk_ptr, dv_ptr, dfk_ptr, stride_dkb, stride_dks, stride_dkh, stride_dvb, stride_dvs, stride_dvh,
+                order_ptr, numbers, scale, log2_scale,
                 FLASH, Z_IS_QUERY, KEYS_ARE_BLOCKS, SUM_K, SUM_V, R > 0, CHAINED, ENTROPY_GRAD, ADD_K, ADD_V, STAGES,
                 BLOCK, KEEP, HEAD_DIM, RANK,
             )),
             (_sum_for_keys, (
                 1, k_bufs, v_bufs, z_bufs, daL_bufs, dy_bufs, folded_bufs, bias, kept_full, kept_empty, full, empty,
-                items_ptr, ranges_ptr, dk_ptr, dv_ptr, dfk_ptr, stride_dkb, stride_dks, stride_dkh,
-                stride_dvb, stride_dvs, stride_dvh,
-                order_ptr, row_tiles, heads, tokens, blocks, positions, offset, keys, padded, scale, log2_scale,
+                items, dk_ptr, dv_ptr, dfk_ptr, stride_dkb, stride_dks, stride_dkh, stride_dvb, stride_dvs, stride_dvh,
+                order_ptr, numbers, scale, log2_scale,
                 FLASH, Z_IS_QUERY, KEYS_ARE_BLOCKS, SUM_K, SUM_V, R > 0, CHAINED, ENTROPY_GRAD, ADD_K, ADD_V, STAGES,
                 BLOCK, KEEP, HEAD_DIM, RANK,
             )),
@@ -373,7 +343,7 @@ def launch_keys(
         factors: of a bias, as `hopper.flash.flash` takes them, only for plain attention with one range of keys.
         dfk: [B, Sk, H, R], gets the gradient of φk; it and dk are contiguous.
     """
-    D = hopper_dim(key.shape[-1])
+    D = block_dim(key.shape[-1])
     R = rank_of(factors)
     block, keep = keys_choice(D, dy is not None, R).values()
     sums = (daL is not None) + (dy is not None)

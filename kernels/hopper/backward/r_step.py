@@ -23,10 +23,8 @@ def r_backward(
     *,
     keys_per_key: int,
     lse: torch.Tensor,
-    cL: torch.Tensor | None,
     daL: torch.Tensor | None,
     dy: torch.Tensor | None,
-    dcL: torch.Tensor | None,
     delta: torch.Tensor,
     dq: torch.Tensor,
     dk: torch.Tensor,
@@ -43,7 +41,7 @@ def r_backward(
     """
     positions = places.positions
     pooled = key.ndim == 3
-    folded = fold(lse, delta, positions, scale, dcL=dcL, cL=cL, keys_per_key=keys_per_key)
+    folded = fold(lse, delta, positions, scale, keys_per_key=keys_per_key)
     groups, keys = lse.numel() // positions, key.shape[1] if pooled else positions
     launch_keys(
         z, key, value, daL, dy, folded, dk, None if dy is None else dv,

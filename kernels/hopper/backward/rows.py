@@ -8,6 +8,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
+from vmonarch.kernels.common.launch import block_dim
 from vmonarch.kernels.common.softmax import log2_scale_of
 from vmonarch.kernels.flash_entropy.segments import Work, processors
 from vmonarch.kernels.hopper.attend import (
@@ -16,7 +17,6 @@ from vmonarch.kernels.hopper.attend import (
     begin_scores,
     copy_rows,
     divide_by_scale,
-    hopper_dim,
     operand_layout,
     own_items,
     rows_descriptor,
@@ -45,10 +45,7 @@ _NOWHERE = gl.constexpr(NOWHERE)
 
 
 @gluon.jit
-def _rows_item(
-    item, items_ptr, ranges_ptr, row_tiles, heads, tokens, blocks, positions, offset, keys, padded,
-    FLASH: gl.constexpr, Z_IS_QUERY: gl.constexpr, KEYS_ARE_BLOCKS: gl.constexpr,
-):  # fmt: skip
+def _rows_item(item, items, numbers, FLASH: gl.constexpr, Z_IS_QUERY: gl.constexpr, KEYS_ARE_BLOCKS: gl.constexpr):
     """Where an item of the rows' kernel finds its rows and keys.
 
     Returns:
@@ -56,6 +53,8 @@ def _rows_item(
         of the first row among all statistics, the keys' two outer indices, first key, key stop, slot of the partial
         result or -1).
     """
+    items_ptr, ranges_ptr = items
+    row_tiles, heads, tokens, blocks, positions, offset, keys, padded = numbers
     if FLASH:
         bh = item // row_tiles
         entry = items_ptr + item % row_tiles * 5
@@ -90,8 +89,7 @@ def _rows_item(
 @gluon.jit
 def _load_for_rows(
     z_desc, k_desc, v_desc, daL_desc, dy_desc, k_bufs, v_bufs, z_bufs, daL_bufs, dy_bufs,
-    bias, kept_full, kept_empty, full, empty, items_ptr, ranges_ptr,
-    order_ptr, row_tiles, heads, tokens, blocks, positions, offset, keys, padded,
+    bias, kept_full, kept_empty, full, empty, items, order_ptr, numbers,
     FLASH: gl.constexpr, Z_IS_QUERY: gl.constexpr, KEYS_ARE_BLOCKS: gl.constexpr,
     SUM_K: gl.constexpr, SUM_V: gl.constexpr, FACTORS: gl.constexpr,
     STAGES: gl.constexpr, BLOCK: gl.constexpr,
@@ -105,20 +103,7 @@ def _load_for_rows(
     for place in range(begin, end):
         next_item = gl.load(order_ptr + place + 1)
         z_i, z_j, z_row, g_i, g_j, g_row, _, _, k_i, k_j, key, key_stop, _ = _rows_item(
-            item,
-            items_ptr,
-            ranges_ptr,
-            row_tiles,
-            heads,
-            tokens,
-            blocks,
-            positions,
-            offset,
-            keys,
-            padded,
-            FLASH,
-            Z_IS_QUERY,
-            KEYS_ARE_BLOCKS,
+            item, items, numbers, FLASH, Z_IS_QUERY, KEYS_ARE_BLOCKS
         )
         mbarrier.wait(kept_empty, (t & 1) ^ 1)
         of_row_factors: gl.constexpr = fq_desc.block_type.nbytes if FACTORS else 0
@@ -190,9 +175,8 @@ def _add_tile_for_rows(
 @gluon.jit
 def _sum_for_rows(
     half: gl.constexpr, k_bufs, v_bufs, z_bufs, daL_bufs, dy_bufs, bias, kept_full, kept_empty, full, empty,
-    items_ptr, ranges_ptr, folded_ptr, statistics, part_ptr, slots, cR_ptr, daR_ptr, dcR_ptr, dq_ptr, dfq_ptr,
-    stride_dqb, stride_dqs, stride_dqh,
-    order_ptr, row_tiles, heads, tokens, blocks, positions, offset, keys, padded, scale, log2_scale, min_mass,
+    items, folded_ptr, statistics, part_ptr, slots, cR_ptr, daR_ptr, dcR_ptr, dq_ptr, dfq_ptr,
+    stride_dqb, stride_dqs, stride_dqh, order_ptr, numbers, scale, log2_scale, min_mass,
     FLASH: gl.constexpr, Z_IS_QUERY: gl.constexpr, KEYS_ARE_BLOCKS: gl.constexpr,
     SUM_K: gl.constexpr, SUM_V: gl.constexpr, FACTORS: gl.constexpr, CHAINED: gl.constexpr,
     ENTROPY_GRAD: gl.constexpr, ADD_Q: gl.constexpr, HAS_PARTS: gl.constexpr, STAGES: gl.constexpr,
@@ -200,6 +184,7 @@ def _sum_for_rows(
 ):  # fmt: skip
     """Consumer of the rows' kernel: dz and dφq of 64 rows."""
     fq_desc, fk_desc, fq_bufs, fk_bufs, shares, inverse_scale = bias
+    _, heads, tokens, _, positions, _, _, _ = numbers
     R: gl.constexpr = fq_bufs.shape[2]
     D: gl.constexpr = k_bufs.shape[2]
     sums: gl.constexpr = accumulator_layout(D)
@@ -211,20 +196,7 @@ def _sum_for_rows(
     for place in range(begin, end):
         next_item = gl.load(order_ptr + place + 1)
         z_i, z_j, z_row, _, _, _, rows, first_row, _, _, key, key_stop, slot = _rows_item(
-            item,
-            items_ptr,
-            ranges_ptr,
-            row_tiles,
-            heads,
-            tokens,
-            blocks,
-            positions,
-            offset,
-            keys,
-            padded,
-            FLASH,
-            Z_IS_QUERY,
-            KEYS_ARE_BLOCKS,
+            item, items, numbers, FLASH, Z_IS_QUERY, KEYS_ARE_BLOCKS
         )
         z_row += half * _HALF
         rows -= half * _HALF
@@ -351,29 +323,26 @@ def _hopper_rows_kernel(
     fq_bufs, fk_bufs = allocate_factors(k_bufs, R, 2, STAGES, BLOCK)
     bias = (fq_desc, fk_desc, fq_bufs, fk_bufs, shares, inverse_scale)
     kept_full, kept_empty, full, empty = allocate_barriers(STAGES)
+    items = (items_ptr, ranges_ptr)
+    numbers = (row_tiles, heads, tokens, blocks, positions, offset, keys, padded)
     gl.warp_specialize(
         [
             (_load_for_rows, (
                 z_desc, k_desc, v_desc, daL_desc, dy_desc, k_bufs, v_bufs, z_bufs, daL_bufs, dy_bufs,
-                bias, kept_full, kept_empty, full, empty, items_ptr, ranges_ptr,
-                order_ptr, row_tiles, heads, tokens, blocks, positions, offset, keys, padded,
+                bias, kept_full, kept_empty, full, empty, items, order_ptr, numbers,
                 FLASH, Z_IS_QUERY, KEYS_ARE_BLOCKS, SUM_K, SUM_V, R > 0, STAGES, BLOCK,
             )),
             (_sum_for_rows, (
                 0, k_bufs, v_bufs, z_bufs, daL_bufs, dy_bufs, bias, kept_full, kept_empty, full, empty,
-                items_ptr, ranges_ptr, folded_ptr, statistics, part_ptr, slots, cR_ptr, daR_ptr, dcR_ptr,
-                dq_ptr, dfq_ptr, stride_dqb, stride_dqs, stride_dqh,
-                order_ptr, row_tiles, heads, tokens, blocks, positions, offset, keys, padded,
-                scale, log2_scale, min_mass,
+                items, folded_ptr, statistics, part_ptr, slots, cR_ptr, daR_ptr, dcR_ptr,
+                dq_ptr, dfq_ptr, stride_dqb, stride_dqs, stride_dqh, order_ptr, numbers, scale, log2_scale, min_mass,
                 FLASH, Z_IS_QUERY, KEYS_ARE_BLOCKS, SUM_K, SUM_V, R > 0, CHAINED, ENTROPY_GRAD, ADD_Q, HAS_PARTS,
                 STAGES, BLOCK, BLOCK_TAIL, KEEP, HEAD_DIM, RANK,
             )),
             (_sum_for_rows, (
                 1, k_bufs, v_bufs, z_bufs, daL_bufs, dy_bufs, bias, kept_full, kept_empty, full, empty,
-                items_ptr, ranges_ptr, folded_ptr, statistics, part_ptr, slots, cR_ptr, daR_ptr, dcR_ptr,
-                dq_ptr, dfq_ptr, stride_dqb, stride_dqs, stride_dqh,
-                order_ptr, row_tiles, heads, tokens, blocks, positions, offset, keys, padded,
-                scale, log2_scale, min_mass,
+                items, folded_ptr, statistics, part_ptr, slots, cR_ptr, daR_ptr, dcR_ptr,
+                dq_ptr, dfq_ptr, stride_dqb, stride_dqs, stride_dqh, order_ptr, numbers, scale, log2_scale, min_mass,
                 FLASH, Z_IS_QUERY, KEYS_ARE_BLOCKS, SUM_K, SUM_V, R > 0, CHAINED, ENTROPY_GRAD, ADD_Q, HAS_PARTS,
                 STAGES, BLOCK, BLOCK_TAIL, KEEP, HEAD_DIM, RANK,
             )),
@@ -420,7 +389,7 @@ def launch_rows(
         tiles, half_tiles, factors: as in `launch_keys`.
         dfq: [B, Sq, H, R], gets the gradient of φq; it and dq are contiguous.
     """
-    D, R = hopper_dim(key.shape[-1]), rank_of(factors)
+    D, R = block_dim(key.shape[-1]), rank_of(factors)
     block, keep = rows_choice(D, R).values()
     left = 0 if places is None else (key.shape[1] if key.ndim == 3 else places.positions) % block
     # Where all blocks end alike, what is left of the last tile may fit half of one.

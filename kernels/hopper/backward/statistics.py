@@ -15,13 +15,12 @@ from vmonarch.kernels.hopper.backward.common import TILE
 
 @triton.jit(do_not_specialize=["groups", "rows", "padded"])
 def _fold_kernel(
-    lse_ptr, delta_ptr, cL_ptr, dcL_ptr, dH_ptr, folded_ptr, groups, rows, padded, scale, log_keys,
-    SLOPE: tl.constexpr, BLOCK: tl.constexpr,
+    lse_ptr, delta_ptr, dH_ptr, folded_ptr, groups, rows, padded, scale, log_keys,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     """[shift_s, shift_dp, slope] of every row, and of places between groups, where p is 0.
 
-    Every key stands for n keys, log_keys = log n: p has it in, the entropy's gradient has not.
-    SLOPE: "" without a gradient through the entropy, else whether it comes as dcL, with cL, or as dH.
+    Every key stands for n keys, log_keys = log n. There is no slope without dH, a gradient through the entropy.
     """
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     size = groups.to(tl.int64) * padded
@@ -29,16 +28,12 @@ def _fold_kernel(
     inside = (at < size) & (at % padded < rows)
     lse = tl.load(lse_ptr + row, mask=inside, other=-float("inf"))
     delta = tl.load(delta_ptr + row, mask=inside, other=0.0)
-    if SLOPE == "dcL":
-        slope = tl.load(dcL_ptr + row, mask=inside, other=0.0)
-        delta += slope * (tl.load(cL_ptr + row, mask=inside, other=0.0) + log_keys)
-    elif SLOPE == "dH":
-        slope = -tl.load(dH_ptr + row, mask=inside, other=0.0)
     # Where p is 0, log2 p must still be a number.
     shift_s = tl.where(lse == -float("inf"), -1e30, 1.4426950408889634 * (log_keys - lse))
     tl.store(folded_ptr + at, shift_s, mask=at < size)
     tl.store(folded_ptr + size + at, -scale * delta, mask=at < size)
-    if SLOPE != "":
+    if dH_ptr is not None:
+        slope = -tl.load(dH_ptr + row, mask=inside, other=0.0)
         tl.store(folded_ptr + 2 * size + at, slope * scale * 0.6931471805599453, mask=at < size)
 
 
@@ -48,20 +43,15 @@ def fold(
     rows: int,
     scale: float,
     *,
-    dcL: torch.Tensor | None = None,
-    cL: torch.Tensor | None = None,
     dH: torch.Tensor | None = None,
     keys_per_key: int = 1,
 ) -> torch.Tensor:
     """[2 or 3, groups, padded rows] statistics of the rows in the form the kernels take."""
     groups, padded = lse.numel() // rows, triton.cdiv(rows, TILE) * TILE
-    slope = "dcL" if dcL is not None else "dH" if dH is not None else ""
-    folded = lse.new_empty(3 if slope else 2, groups, padded)
+    folded = lse.new_empty(2 if dH is None else 3, groups, padded)
     _fold_kernel[(triton.cdiv(groups * padded, 1024),)](
         lse,
         delta,
-        cL,
-        dcL,
         dH,
         folded,
         groups,
@@ -69,7 +59,6 @@ def fold(
         padded,
         scale,
         math.log(keys_per_key),
-        SLOPE=slope,
         BLOCK=1024,
         num_warps=4,
     )

@@ -17,6 +17,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
+from vmonarch.kernels.common.launch import block_dim
 from vmonarch.kernels.common.softmax import log2_scale_of
 from vmonarch.kernels.flash_entropy.segments import processors
 from vmonarch.kernels.hopper.attend import (
@@ -24,7 +25,6 @@ from vmonarch.kernels.hopper.attend import (
     HALF,
     accumulator_layout,
     allocate_tiles,
-    hopper_dim,
     operand_layout,
     shared_layout,
 )
@@ -33,16 +33,15 @@ from vmonarch.kernels.hopper.backward.statistics import folded_descriptor
 from vmonarch.kernels.hopper.gluon import async_load
 from vmonarch.kernels.hopper.two_resolution import (
     copy_tile,
-    exact_part,
     in_video,
     key_box,
     launch_of,
-    lines_layout,
     load_tiles,
     parts_of,
     plain_tiling,
     store_rows,
     tile_boxes,
+    tiles_of_part,
     token_of,
     two_resolution_fits,
     video_descriptor,
@@ -58,6 +57,12 @@ BLOCK_N = HALF
 _QUERIES_STAGES, _KEYS_STAGES = 4, 2
 
 
+@gluon.constexpr_function
+def _lines_layout(columns):
+    """Registers of [64, columns], 16 bytes of a row in each thread."""
+    return gl.BlockedLayout([1, 8], [256 // columns, columns // 8], [4, 1], [1, 0])
+
+
 @gluon.jit
 def _sum_for_queries(
     half: gl.constexpr, number_ptr, box_ptr, out_ptr, lse_ptr, dlse_ptr, delta_ptr, folded_ptr, dq_ptr, do_bufs,
@@ -71,13 +76,13 @@ def _sum_for_queries(
     BLOCK_D: gl.constexpr = k_bufs.shape[2]
     layout: gl.constexpr = accumulator_layout(N)
     stats: gl.constexpr = gl.SliceLayout(1, layout)
-    lines: gl.constexpr = lines_layout(BLOCK_D)
+    lines: gl.constexpr = _lines_layout(BLOCK_D)
     place = 0
     t = 0
     for item in range(gl.program_id(0), items, gl.num_programs(0)):
         at = item // PARTS
         part = item % PARTS
-        first_tile, number = exact_part(at, part, number_ptr, cells, N, PARTS)
+        first_tile, number = tiles_of_part(at, part, number_ptr, cells, N, PARTS)
         bh = at // queries
         own_ptr = box_ptr + at % queries * 8
         mbarrier.wait(q_full.index(0), t & 1)
@@ -133,7 +138,7 @@ def _sum_for_queries(
             place += 1
         mbarrier.arrive(q_empty.index(0))
         dq = dq.to(dq_ptr.dtype.element_ty)
-        store_rows(dq_ptr, dq, None, part * all_rows + row, H, half, own_ptr, rows, columns, D, BOX, SECOND)
+        store_rows(dq_ptr, dq, part * all_rows + row, H, half, own_ptr, rows, columns, D, BOX, SECOND)
         t += 1
 
 
@@ -390,7 +395,7 @@ def launch_queries(
     dq = query.new_empty(parts, B, S, H, D, dtype=query.dtype if parts == 1 else torch.float32)
     folded = lse.new_empty(2, number.numel() * BLOCK_M)
     _hopper_two_resolution_queries_kernel[(min(items, processors(query.device)),)](
-        *(video_descriptor(x, tiling.of_queries, launch.half, hopper_dim(D)) for x in (query, grad_out)),
+        *(video_descriptor(x, tiling.of_queries, launch.half, block_dim(D)) for x in (query, grad_out)),
         *launch.of_keys(key, value, k_mean, v_mean, BLOCK_N), gain, lists, number,
         launch.there(query.device), tile_boxes(tiling.of_queries, query.device), out, lse, grad_lse, delta, folded, dq,
         unspecialised(tiling), H, items, width, S, B * S * H, scale, log2_scale_of(scale),
@@ -432,7 +437,7 @@ def launch_keys(
         order = torch.nn.functional.pad(order, (0, 1), value=-1)
     items, pairs = order.numel() // 2, order.shape[1] // 2
     _hopper_two_resolution_keys_kernel[(min(items, processors(key.device)),)](
-        *(video_descriptor(x, tiling.of_queries, launch.half, hopper_dim(D)) for x in (query, grad_out)),
+        *(video_descriptor(x, tiling.of_queries, launch.half, block_dim(D)) for x in (query, grad_out)),
         *launch.of_keys(key, value)[:2], folded_descriptor(folded, HALF),
         lists, number, order, *(tile_boxes(cut, key.device) for cut in (tiling.of_queries, tiling)),
         log2_number, dk_mean, dv_mean, dk, dv,

@@ -1,6 +1,7 @@
 """The pipelines that videos are sampled from: all that differs between their classes in diffusers.
 
-To add one: a record in `KINDS`, a file in `configs/defaults/`, and a tiny pipeline in `tests/support/tiny_folders.py`.
+To add one: a record in `TRAITS`, an entry in `configs/defaults.yaml`, and a tiny pipeline in
+`tests/support/tiny_folders.py`.
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ Configs = Mapping[str, Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
-class Kind:
+class Traits:
     """What there is to know of the pipelines of one class.
 
     Args:
-        defaults: the file in `configs/defaults/` with the defaults of the class.
+        defaults: the entry in `configs/defaults.yaml` with the defaults of the class.
         sizes: `spatial`, `temporal`, `patch` and `axis_tokens` of `ModelFolder`, of the components' configs.
         layers: entries of the transformer's config that add up to its number of layers.
         arguments: what the pipeline's call names the settings that not every pipeline has, by their own names.
@@ -200,7 +201,7 @@ def _cogvideox_lengths(tokenizers: Mapping[str, Any], text: str, most: int | Non
     return _lengths(tokenizers, text, _default(CogVideoXPipeline.__call__, "max_sequence_length"))
 
 
-_WAN = Kind(
+_WAN = Traits(
     defaults="wan",
     sizes=_wan_sizes,
     arguments=_GUIDED | {"guidance_2": "guidance_scale_2"},
@@ -209,10 +210,10 @@ _WAN = Kind(
 )
 
 # By the class in `model_index.json`.
-KINDS = {
+TRAITS = {
     TEXT_TO_VIDEO: _WAN,
     IMAGE_TO_VIDEO: _WAN,
-    "HunyuanVideoPipeline": Kind(
+    "HunyuanVideoPipeline": Traits(
         defaults="hunyuan-video",
         sizes=_hunyuan_sizes,
         arguments=_GUIDED | {"true_guidance": "true_cfg_scale"},
@@ -221,7 +222,7 @@ KINDS = {
         recommended=_hunyuan_recommended,
         tiled=True,
     ),
-    "HunyuanVideo15Pipeline": Kind(
+    "HunyuanVideo15Pipeline": Traits(
         defaults="hunyuan-video-1.5",
         sizes=_hunyuan15_sizes,
         arguments={},
@@ -230,13 +231,13 @@ KINDS = {
         prepare=_hunyuan15_prepare,
         tiled=True,
     ),
-    "LTXPipeline": Kind(
+    "LTXPipeline": Traits(
         defaults="ltx",
         sizes=_ltx_sizes,
         arguments=_GUIDED | {"fps": "frame_rate"},
         lengths=_lengths,
     ),
-    "CogVideoXPipeline": Kind(
+    "CogVideoXPipeline": Traits(
         defaults="cogvideox",
         sizes=_cogvideox_sizes,
         arguments={"guidance": "guidance_scale"},

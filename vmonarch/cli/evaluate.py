@@ -1,0 +1,251 @@
+"""Methods beside each other: `vmonarch compare`, `eval` and `vbench`, and the plans of `vmonarch calibrate`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from vmonarch.cli.arguments import Parser, add_method_arguments, add_options, add_sampling_arguments, sampling_config
+from vmonarch.configs import InputError, build
+from vmonarch.eval.calibrate.settings import Budget, CalibrateConfig
+from vmonarch.eval.settings import CompareConfig, EvalConfig
+from vmonarch.eval.vbench import installation, scoring
+from vmonarch.files import AtomicFiles, write_json
+
+if TYPE_CHECKING:
+    from vmonarch.plan import AttentionPlan
+
+_BUDGET = ("flops", "time", "measure")
+
+
+def add_compare(parser: argparse.ArgumentParser) -> None:
+    add_sampling_arguments(parser, group="compare")
+    add_method_arguments(parser)
+    add_options(parser, CompareConfig, "strip_frames", "lpips")
+
+
+def run_compare(arguments: argparse.Namespace) -> None:
+    """the same videos through full attention and other methods, with the numbers
+
+    examples:
+      vmonarch compare "a red circle moving right over a dark background"
+      vmonarch compare "…" --methods full vmonarch vmonarch-t1 "vmonarch:num_iterations=4,exact=null"
+      vmonarch compare --prompt-file prompts.txt --seed 0 1 2 --config exact
+
+    The reference (full attention) always runs, and every method is warmed up before it is timed. PSNR and SSIM are
+    measured on float frames, before mp4 encoding.
+    """
+    from vmonarch.eval.compare import compare
+    from vmonarch.pipelines.environment import shown_command
+    from vmonarch.pipelines.processes import check_alone
+
+    check_alone()
+    config = sampling_config(CompareConfig, arguments)
+    comparison = compare(config, progress=not arguments.quiet, command=shown_command(("vmonarch",), arguments.words))
+    if not arguments.quiet:
+        print(comparison.table())
+        print("PSNR and SSIM against the reference, on float frames before mp4 encoding; means over all videos")
+        print(*sorted(comparison.folder.glob("0*-*")), sep="\n")
+    print(comparison.folder / "evaluation.json")
+    print(comparison.folder / "report.html")
+
+
+def add_eval(parser: argparse.ArgumentParser) -> None:
+    add_sampling_arguments(parser, group="eval")
+    add_method_arguments(parser)
+    add_options(parser, EvalConfig, "baseline", "prompt_set", "num_prompts", "lpips", "vbench", "report_items")
+
+
+def run_eval(arguments: argparse.Namespace) -> None:
+    """methods × prompts × seeds: quality against full attention, statistics, a report
+
+    examples:
+      vmonarch eval --config table2
+      vmonarch eval --prompt-set embedded --num-prompts 8 --seed 0 1 --methods vmonarch vmonarch-t1 vmonarch-band1
+      vmonarch eval --prompt-file prompts.txt --config exact --model /path/to/a/wan/pipeline --output-dir outputs/exact
+      accelerate launch --num_processes 8 -m vmonarch eval --config table2
+
+    The folder gets evaluation.json, table.md and report.html, a single file with tables, plots and videos. The same
+    command goes on where it was stopped; several processes share the prompts and seeds out.
+    """
+    from vmonarch.eval.evaluate import evaluate
+    from vmonarch.pipelines.environment import shown_command
+
+    config = sampling_config(EvalConfig, arguments)
+    evaluation = evaluate(config, progress=not arguments.quiet, command=shown_command(("vmonarch",), arguments.words))
+    if evaluation.record is None:
+        print(f"{evaluation.missing} items are missing; the call that finds all of them there writes the report")
+        return
+    if not arguments.quiet:
+        print(evaluation.table())
+        print("means over items with 95 % bootstrap intervals, against the reference of the same prompt and seed")
+        print(evaluation.folder / "evaluation.json")
+    print(evaluation.folder / "report.html")
+
+
+def add_calibrate(parser: argparse.ArgumentParser) -> None:
+    add_sampling_arguments(parser, group="calibrate")
+    add_options(parser, CalibrateConfig, "candidates", "every", "sensitivity", "refine", *_BUDGET)
+    about = "make another plan from this one, of all its candidates or of --candidates; nothing is sampled"
+    parser.add_argument("--diagnosis", metavar="FILE", help=about)
+    about = "where the plan goes with --diagnosis (default: plan.json beside)"
+    parser.add_argument("--plan", metavar="FILE", help=about)
+
+
+def run_calibrate(arguments: argparse.Namespace) -> None:
+    """what every head loses, and a plan of what every head computes
+
+    examples:
+      vmonarch calibrate "a red circle moving right over a dark background"
+      vmonarch calibrate --prompt-file prompts.txt --flops 1.35 --refine 4
+      vmonarch calibrate --diagnosis outputs/calibrate/0001-…/diagnosis.json --flops 0.7 --plan plan.json
+      vmonarch compare "…" --methods full vmonarch vmonarch:plan=plan.json
+
+    Without --flops and --time the plan does as much work as VMonarch with its defaults.
+    """
+    from vmonarch.eval.calibrate.run import calibrate
+    from vmonarch.pipelines.processes import check_alone
+
+    check_alone()
+    if arguments.diagnosis is not None:
+        _plan_again(arguments)
+        return
+    if arguments.plan is not None:
+        raise InputError("plan", "is for --diagnosis; otherwise the plan lies in the output folder")
+    config = sampling_config(CalibrateConfig, arguments)
+    made = calibrate(config, progress=not arguments.quiet)
+    if not arguments.quiet:
+        _tell(made.plan)
+    for name in ("report.html", "diagnosis.json", "plan.json"):
+        print(made.folder / name)
+
+
+def _plan_again(arguments: argparse.Namespace) -> None:
+    """Make another plan of a diagnosis."""
+    from vmonarch.eval.calibrate.planning import plan
+    from vmonarch.eval.calibrate.run import read_diagnosis, warn_if_full
+
+    for name in ("prompts", "refine"):
+        if getattr(arguments, name):
+            raise InputError(name, "must not be given with --diagnosis, which runs no model")
+    budget = build(Budget, {name: getattr(arguments, name) for name in _BUDGET})
+    made = plan(read_diagnosis(arguments.diagnosis, arguments.candidates), budget)
+    path = Path(arguments.plan or Path(arguments.diagnosis).with_name("plan.json")).expanduser()
+    if path.exists():
+        raise InputError("plan", f"{str(path)!r} exists; give another --plan")
+    made.save(path)
+    warn_if_full(made)
+    if not arguments.quiet:
+        _tell(made)
+    print(path)
+
+
+def _tell(plan: AttentionPlan) -> None:
+    predicted = plan.about["predicted"]
+    heads = ", ".join(f"{count} × {name}" for name, count in plan.about["heads"].items())
+    print(f"heads: {heads}")
+    print(
+        f"work: {100 * predicted['flops_of_full']:.1f} % of full attention, {predicted['flops_of_vmonarch']:.2f} × "
+        f"default VMonarch; predicted mean error {predicted['mean_error']:.4f}, row-KL {predicted['mean_kl']:.4f}"
+    )
+    if errors := plan.about.get("in_place"):
+        best, first = (100 * error**0.5 for error in (min(errors), errors[0]))
+        print(f"change of the model's output, measured in place: {best:.2f} % (first plan: {first:.2f} %)")
+    if "time_of_full" in predicted:
+        print(f"time: {100 * predicted['time_of_full']:.1f} % of full attention's, as measured head by head")
+
+
+def add_vbench(parser: Parser) -> None:
+    parser.description = f"Score videos by the official package of VBench, version {installation.VERSION}."
+    commands = parser.add_commands()
+    install = commands.add_parser("install", help="make the environment that VBench runs in (about 6 GB)")
+    weights = commands.add_parser("weights", help="download the files that dimensions load, where they are missing")
+    prompts = commands.add_parser("prompts", help="write what to generate: prompt, index and seed of every video")
+    score = commands.add_parser("score", help="score videos")
+    for command, do in ((install, _install), (weights, _weights), (prompts, _prompts), (score, _score)):
+        command.set_defaults(do=do)
+    install.add_argument("--python", help="interpreter to make it with, 3.10 to 3.12 (default: this one)")
+    install.add_argument("--folder", type=Path, help=f"of the environment (default: {installation.default_folder()})")
+    about = "other pinned packages, for another torch, say"
+    install.add_argument("--requirements", type=Path, default=installation.REQUIREMENTS, help=about)
+    paper = scoring.PAPER_DIMENSIONS
+    about = f"of {', '.join(scoring.DIMENSIONS)} (default: the five of the VMonarch paper, {', '.join(paper)})"
+    for command in (weights, prompts, score):
+        command.add_argument("--dimensions", nargs="+", default=list(paper), metavar="DIMENSION", help=about)
+    kept: dict[str, Any] = {"type": Path, "metavar": "FOLDER", "help": "default: %(default)s"}
+    for command in (weights, score):
+        command.add_argument("--weights", default=installation.default_weights(), **kept)
+    for command in (prompts, score):
+        command.add_argument("--environment", default=installation.default_folder(), **kept)
+    prompts.add_argument("--prompt-file", type=Path, help="a prompt per line, instead of VBench's")
+    prompts.add_argument("--seed", type=int, default=0, help="first seed; every video has its own (default 0)")
+    prompts.add_argument("--output", type=Path, required=True, help="JSON Lines file to write")
+    score.add_argument("list", type=Path, help="JSON Lines file of file and prompt, and of dimensions if not of all")
+    about = "default 5, as VBench asks"
+    prompts.add_argument("--videos-per-prompt", type=int, default=5, metavar="N", help=about)
+    score.add_argument("--device", default="auto", help="auto (default: cuda where there is one), cpu, cuda, cuda:N")
+    about = "that a dimension may take (default 7200)"
+    score.add_argument("--timeout", type=float, default=7200, metavar="SECONDS", help=about)
+    about = "of the scores that need not be computed again (default outputs/vbench)"
+    score.add_argument("--work-dir", type=Path, default=Path("outputs/vbench"), metavar="FOLDER", help=about)
+    score.add_argument("--output", type=Path, required=True, help="JSON to write")
+
+
+def run_vbench(arguments: argparse.Namespace) -> None:
+    """VBench's scores of videos, by the official package
+
+    examples:
+      vmonarch vbench install
+      vmonarch vbench weights --dimensions imaging_quality dynamic_degree
+      vmonarch vbench prompts --dimensions imaging_quality --output prompts.jsonl
+      vmonarch vbench score videos.jsonl --dimensions imaging_quality --output scores.json
+
+    videos.jsonl has a line like {"file": "a.mp4", "prompt": "a lighthouse in a storm"} for every video, whose path is
+    relative to the list. With the lines of `prompts`, and a "file" added to each, a dimension sees the videos of its
+    own prompts.
+    """
+    if hasattr(arguments, "dimensions"):
+        scoring.check_dimensions(arguments.dimensions)
+    if (output := getattr(arguments, "output", None)) is not None:
+        if output.exists():
+            raise InputError("output", f"{output} exists and is not overwritten")
+        output.parent.mkdir(parents=True, exist_ok=True)
+    arguments.do(arguments)
+
+
+def _install(arguments: argparse.Namespace) -> None:
+    print("making the environment; this takes minutes", file=sys.stderr)
+    print(installation.install(arguments.folder, python=arguments.python, requirements=arguments.requirements))
+
+
+def _weights(arguments: argparse.Namespace) -> None:
+    report = lambda line: print(line, file=sys.stderr)
+    installation.download_weights(arguments.dimensions, arguments.weights, report)
+    print(arguments.weights)
+
+
+def _prompts(arguments: argparse.Namespace) -> None:
+    from vmonarch.pipelines.config import read_prompts
+
+    own = None if arguments.prompt_file is None else read_prompts(str(arguments.prompt_file))
+    number, seed = arguments.videos_per_prompt, arguments.seed
+    items = scoring.suite(arguments.dimensions, number, seed, arguments.environment, own)
+    with AtomicFiles() as files:
+        lines = [json.dumps(item, ensure_ascii=False) + "\n" for item in items]
+        files.stage(arguments.output).write_text("".join(lines), encoding="utf-8")
+    print(f"{len(items)} videos: {arguments.output}")
+
+
+def _score(arguments: argparse.Namespace) -> None:
+    settings = {key: getattr(arguments, key) for key in ("work_dir", "timeout", "device", "environment", "weights")}
+    videos = scoring.read_videos(arguments.list)
+    results = {}
+    for name, found in scoring.score_videos(videos, arguments.dimensions, **settings, report=print).items():
+        rows = zip(found.videos, found.per_video, strict=True)
+        listed = [{"file": str(video.path), "prompt": video.prompt, "score": score} for video, score in rows]
+        results[name] = {"score": found.score, "videos": listed}
+    write_json(arguments.output, {"vbench": installation.VERSION, "dimensions": results})
+    print(arguments.output)

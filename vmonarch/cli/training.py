@@ -1,0 +1,159 @@
+"""From videos to a finetuned model: `vmonarch preprocess`, `vmonarch finetune` and `vmonarch export`."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from vmonarch.cli.arguments import add_options, config_layers, hide_loading_bars
+from vmonarch.configs import InputError, is_override, parse_overrides, preset_names, read_yaml
+from vmonarch.pipelines.config import SamplingConfig
+from vmonarch.pipelines.environment import DTYPES
+
+if TYPE_CHECKING:
+    from vmonarch.finetune.config import FinetuneConfig
+    from vmonarch.finetune.data.preprocess import PreprocessConfig
+
+
+def add_preprocess(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("videos", nargs="*", help="folder of the videos; key=value overrides may stand here too")
+    parser.add_argument("--captions", metavar="FILE", help="JSON lines, or CSV (.csv): file_name and caption")
+    parser.add_argument("--procedural", type=int, metavar="N", help="instead, N clips of the embedded model's shapes")
+    add_options(parser, SamplingConfig, "model", "revision")
+    parser.add_argument("--output", metavar="FOLDER", help="for shards, manifest and quarantine list (required)")
+    known = ", ".join(preset_names("preprocess"))
+    parser.add_argument("--config", metavar="FILE", help=f"YAML file, or one of {known}")
+    parser.add_argument("--quiet", action="store_true", help="no progress; print the manifest's path only")
+
+
+def preprocess_settings(arguments: argparse.Namespace) -> PreprocessConfig:
+    """The settings that a command line asks for.
+
+    Raises:
+        InputError: one of its arguments cannot be used.
+    """
+    from vmonarch.finetune.data.preprocess import PreprocessConfig, preprocess_config
+
+    words = arguments.videos
+    arguments.videos, *more = [word for word in words if not is_override(word)] or [None]
+    if more:
+        raise InputError("videos", f"must be one folder, got {' '.join([arguments.videos, *more])}")
+    return preprocess_config(*config_layers(PreprocessConfig, arguments, "preprocess", filter(is_override, words)))
+
+
+def run_preprocess(arguments: argparse.Namespace) -> None:
+    """videos with captions to latents and text in parquet, for training
+
+    examples:
+      vmonarch preprocess clips --captions clips/captions.jsonl --output data/clips
+      vmonarch preprocess clips --captions clips.csv --output data/wan --config wan2.1-1.3b rows_per_shard=16
+      vmonarch preprocess --procedural 256 --output data/shapes seed=1
+
+    Captions are JSON lines ({"file_name": "a.mp4", "caption": "…"}) or CSV with these columns. Without --captions there
+    is a text file beside each video, a.txt of a.mp4. The same command goes on where it was broken off. Bad videos are
+    listed in quarantine.jsonl; to try one again, take out its line. buckets=[480x832x81,832x480x81] makes clips of
+    several sizes.
+    """
+    from vmonarch.finetune.data.preprocess import preprocess
+
+    config = preprocess_settings(arguments)
+    hide_loading_bars()
+    counts = preprocess(config, progress=not arguments.quiet)
+    bad = f", {counts['quarantined']} bad videos in quarantine.jsonl" if counts["quarantined"] else ""
+    made = "" if arguments.quiet else f"  ({counts['clips']} clips in {counts['shards']} shards{bad})"
+    print(f"{Path(config.output).expanduser() / 'manifest.json'}{made}")
+
+
+def add_finetune(parser: argparse.ArgumentParser) -> None:
+    known = ", ".join(preset_names("finetune"))
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="such as steps=800 optimizer.clip=0.5")
+    parser.add_argument(
+        "--config", metavar="FILE", help=f"YAML file, or one of {known} (with or without finetune/ before it)"
+    )
+
+
+def finetune_settings(preset: str | None, overrides: Sequence[str]) -> FinetuneConfig:
+    """The settings that a command line asks for.
+
+    Args:
+        preset: the name of a preset or a YAML file.
+        overrides: words like `steps=800`, later ones over earlier ones.
+
+    Raises:
+        InputError: one of these cannot be used.
+    """
+    from vmonarch.finetune.config import finetune_config
+
+    layers = [] if preset is None else [read_yaml(preset.removeprefix("finetune/"), group="finetune")]
+    return finetune_config(*layers, *(parse_overrides([word]) for word in overrides))
+
+
+def run_finetune(arguments: argparse.Namespace) -> None:
+    """adapt a Wan model to VMonarch
+
+    examples:
+      vmonarch finetune --config wan2.1-1.3b data.path=data/clips output_dir=outputs/run
+      accelerate launch --num_processes 8 -m vmonarch.finetune --config wan2.1-1.3b data.path=data/clips
+
+    This is one process, with one GPU where there is one. `accelerate launch` starts the same code on several GPUs. The
+    same command goes on from the newest checkpoint.
+    """
+    from vmonarch.cli import is_explained
+
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        # A process that waits for one which has failed never comes to an exception.
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    try:
+        config = finetune_settings(arguments.config, arguments.overrides)
+        from vmonarch.finetune.trainer import Trainer
+
+        trainer = Trainer(config)
+        trainer.run()
+    except KeyboardInterrupt as stop:
+        raise KeyboardInterrupt("the same command goes on from the newest checkpoint") from stop
+    except Exception as error:
+        # Hours may have gone into the run.
+        arguments.debug |= not is_explained(error)
+        raise
+    if trainer.accelerator.is_main_process:
+        print(f"step {trainer.step} is saved; to export it: vmonarch export {trainer.output} --output …")
+
+
+def add_export(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run", type=Path, metavar="RUN", help="output folder of the run")
+    parser.add_argument(
+        "--output", type=Path, required=True, metavar="PATH", help="folder, or .safetensors file for LoRA layers"
+    )
+    parser.add_argument("--step", type=int, metavar="N", help="of the checkpoint (default: the newest)")
+    parser.add_argument(
+        "--weights", default="auto", metavar="WHICH", help="ema, last, or auto (default: ema if the run has it)"
+    )
+    parser.add_argument(
+        "--names", default="diffusers", metavar="WHOSE", help="of LoRA layers: diffusers (default) or comfyui"
+    )
+    parser.add_argument("--dtype", choices=DTYPES[1:], help="to store in (default: the model's own)")
+    parser.add_argument("--model", metavar="FOLDER", help="where the model is, if it was moved")
+
+
+def run_export(arguments: argparse.Namespace) -> None:
+    """from a checkpoint of `vmonarch finetune` to what others load
+
+    examples:
+      vmonarch export outputs/run --output my-model                 full weights: a pipeline folder
+      vmonarch export outputs/run --output layers.safetensors       LoRA: for pipe.load_lora_weights
+      vmonarch export outputs/run --output layers.safetensors --names comfyui
+
+    LoRA layers of Wan2.2's two transformers become a folder with a file for each. With an attention that learns
+    (attention=based) the file is one for vmonarch.load_adapter.
+    """
+    import torch
+
+    from vmonarch.finetune.export import export
+
+    dtype = None if arguments.dtype is None else getattr(torch, arguments.dtype)
+    given = {name: getattr(arguments, name) for name in ("step", "weights", "names", "model")}
+    print(export(arguments.run, arguments.output, dtype=dtype, **given))
