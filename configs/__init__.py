@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import difflib
 import hashlib
+import inspect
 import json
 import re
 import types
@@ -162,6 +163,47 @@ def build(schema: type[Config], values: Mapping[str, Any], *, prefix: str = "") 
         return schema(**given)
     except InputError as error:
         raise InputError(prefix + error.argument, error.problem) from error
+
+
+def number(default: Any, interval: str = "(-inf, inf)", **metadata: Any) -> Any:
+    """A field with a number, or several, in an interval, such as "[0, 1)"."""
+    return dataclasses.field(default=default, metadata=metadata | {"interval": interval})
+
+
+def choice(default: Any, *choices: str) -> Any:
+    """A field whose value, or each entry of it, is one of `choices`."""
+    return dataclasses.field(default=default, metadata={"choices": choices})
+
+
+def check_values(config: Any) -> None:
+    """Check that the values of a dataclass, but for None, are of the choices and in the intervals of their fields.
+
+    Raises:
+        InputError: one is not; the error names it.
+    """
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        entries = value if isinstance(value, tuple) else () if value is None else (value,)
+        if choices := field.metadata.get("choices"):
+            for one in entries:
+                if one not in choices:
+                    raise InputError(field.name, f"must be one of {', '.join(choices)}, got {one!r}")
+        if interval := field.metadata.get("interval"):
+            ends = interval[1:-1].replace(" ", "").split(",")
+            low, high = (int(end) if end.isdecimal() else float(end) for end in ends)
+            for one in entries:
+                at_end = (one == low and interval[0] == "[") or (one == high and interval[-1] == "]")
+                if not (low < one < high or at_end):
+                    raise InputError(field.name, f"must be in {interval}, got {one}")
+
+
+def described(schema: type) -> dict[str, str]:
+    """What the docstrings of a dataclass and its bases say of each field under Args, without the last full stop."""
+    found: dict[str, str] = {}
+    for cls in reversed(schema.__mro__):
+        for entry in re.finditer(r"^    ([a-z_0-9, ]+): (.+(?:\n {8}.+)*)", inspect.getdoc(cls) or "", re.MULTILINE):
+            found |= dict.fromkeys(entry[1].split(", "), " ".join(entry[2].split()).rstrip("."))
+    return found
 
 
 def check_types(config: Any) -> None:

@@ -14,7 +14,6 @@ import dataclasses
 import functools
 import importlib
 import re
-import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,9 +49,8 @@ PROCESSORS = {
 # What methods have besides the options of their processor; the hashes are of the files that the others name.
 _OWN = ("adapter", "adapter_sha256", "plan_sha256")
 
-# Names that methods and recipes had until 2026-11-28, which the next release does not know any more.
-OLD_METHODS = {"vmonarch-refresh": "near-lossless", "vmonarch-refresh-fast": "fast"}
-OLD_RECIPES = {"near-lossless": "stack-near-lossless", "fast": "stack-fast"}
+# Names that methods had.
+_RENAMED = {"vmonarch-refresh": "near-lossless", "vmonarch-refresh-fast": "fast"}
 # Names of torchao's configurations: products in float8 with scales of rows, and weights alone in float8.
 LINEARS = ("float8", "float8-weights")
 # Of diffusers, by the name before `CacheConfig`.
@@ -73,13 +71,16 @@ _GONE = {
     "resize": ("crop", "videos are cropped; leave it out"),
     "frames_per_block": (1, "blocks are frames; for the paper's ablation take the method monarch-t4 with length"),
     "tiles": ([1, 1], "blocks are whole frames; leave it out, or save work with coarse"),
+    "reach": (None, "write bias.reach"),
+    "sparsity": (None, "write share, which is 1 - sparsity"),
+    "cube": (None, "write tile and query_tile"),
     "r_share": (1.0, "the last R-step sees all keys of a frame; leave it out"),
     "max_failures": (1.0, "bad videos are in quarantine.jsonl; leave it out"),
 }
 
 
 @dataclass(frozen=True)
-class Stack:
+class Additions:
     """What is switched on besides attention; `vmonarch.pipelines.recipes` does it.
 
     Args:
@@ -109,7 +110,7 @@ class Stack:
             raise InputError("cache.kind", f"must be one of {known}, got {kind!r}{suggest(str(kind), CACHES)}")
 
     def __bool__(self) -> bool:
-        return self != Stack()
+        return self != Additions()
 
     @property
     def predictable(self) -> bool:
@@ -138,7 +139,7 @@ class AttentionMethod:
         options: all of the processor's, as YAML has them; `adapter`, the file of what Based has learnt; and the SHA-256
             of the files that `plan` and `adapter` name.
         label: what tables and videos call it: the name, and the overrides when there are any.
-        stack: of a recipe; `vmonarch.pipelines.recipes` does it.
+        additions: of a recipe; `vmonarch.pipelines.recipes` does it.
         attention: the method in a recipe; None if this is no recipe.
     """
 
@@ -146,7 +147,7 @@ class AttentionMethod:
     processor_name: str
     options: dict[str, Any]
     label: str
-    stack: Stack = Stack()
+    additions: Additions = Additions()
     attention: AttentionMethod | None = None
 
     @property
@@ -212,11 +213,11 @@ class AttentionMethod:
             raise InputError(argument, f"{self.label!r} cannot compute this video: {error}") from error
 
     def to_dict(self) -> dict[str, Any]:
-        """Name, processor and every option, or a recipe's attention and stack: what `resolve_method` reads back."""
+        """Name, processor and every option, or a recipe's attention and additions: what `resolve_method` reads back."""
         about: dict[str, Any] = {"name": self.name, "label": self.label}
         if self.attention is None:
             return about | {"processor": self.processor_name} | self.options
-        return about | {"attention": self.attention.to_dict()} | _listed(vars(self.stack))
+        return about | {"attention": self.attention.to_dict()} | as_json(vars(self.additions))
 
 
 def method_names() -> list[str]:
@@ -269,7 +270,7 @@ def resolve_method(
     """The method that `spec` names: `name`, `name:key=value,key=value`, or a mapping with `name` and options.
 
     Args:
-        recipes: whether it may be a recipe; for callers that do what its stack says.
+        recipes: whether it may be a recipe; for callers that do what it adds.
 
     Raises:
         InputError: an unknown name, an unknown option, or a value that the processor refuses.
@@ -277,25 +278,16 @@ def resolve_method(
     if not isinstance(spec, str | Mapping):
         raise InputError(argument, f"must be a method's name or a mapping with one, got {spec!r}")
     values = _entry(spec, f"{argument}.")
-    before, label = str(values.pop("name", None)), values.pop("label", "")
-    recorded = OLD_RECIPES if isinstance(values.get("attention"), Mapping) else {}
-    name = (OLD_METHODS | recorded).get(before, before)
-    if label.partition(":")[0] == before:
-        label = label.replace(before, name, 1)
-    note = f"{before!r} is called {name!r} now; the next release does not know the old name" if name != before else ""
-    if argument == "recipe" and name in OLD_RECIPES:
-        note = f"{name!r} is an attention method; the recipe that had this name is {OLD_RECIPES[name]!r}"
-    if note and values.keys().isdisjoint({"kind", "processor", "attention"}):
-        # Records are read without a word.
-        warnings.warn(note, FutureWarning, stacklevel=2)
+    name, label = str(values.pop("name", None)), values.pop("label", "")
     if name in recipe_names() and not recipes:
         raise InputError(argument, f"must be an attention method, got the recipe {name!r}")
     known = method_names() + recipe_names() * recipes
     if name not in known:
-        raise InputError(argument, f"must be one of {', '.join(known)}, got {name!r}{suggest(name, known)}")
+        hint = f", which is called {_RENAMED[name]!r} now" if name in _RENAMED else suggest(name, known)
+        raise InputError(argument, f"must be one of {', '.join(known)}, got {name!r}{hint}")
     if name in recipe_names():
         return _recipe(name, values, label, argument)
-    for key in ("attention", *vars(Stack())):
+    for key in ("attention", *vars(Additions())):
         if key in values:
             problem = f"is for recipes, which are {', '.join(recipe_names())}; {name!r} is a method"
             raise InputError(f"{argument}.{key}", problem)
@@ -306,7 +298,7 @@ def resolve_method(
     with _naming_the_option(f"{argument}."):
         if values.get("processor", processor) != processor:
             raise InputError("processor", f"must be {processor!r} here, got {values['processor']!r}")
-        options = _complete(processor, _listed(deep_merge(shipped, given)))
+        options = _complete(processor, as_json(deep_merge(shipped, given)))
         defaults = {} if label or not given else _made(processor, shipped).config | shipped
     return AttentionMethod(name, processor, options, label or _label(name, given, defaults))
 
@@ -317,9 +309,10 @@ def _recipe(name: str, values: Mapping[str, Any], label: str, argument: str) -> 
     attention = merge_attention(shipped["attention"], values.get("attention", {}))
     method = resolve_method(attention, argument=f"{argument}.attention")
     given = deep_merge(shipped, values) | {"attention": method.label}
-    stack = build(Stack, {key: value for key, value in given.items() if key != "attention"}, prefix=f"{argument}.")
-    label = label or _label(name, given, vars(Stack()) | shipped)
-    return dataclasses.replace(method, name=name, label=label, stack=stack, attention=method)
+    own = {key: value for key, value in given.items() if key != "attention"}
+    additions = build(Additions, own, prefix=f"{argument}.")
+    label = label or _label(name, given, vars(Additions()) | shipped)
+    return dataclasses.replace(method, name=name, label=label, additions=additions, attention=method)
 
 
 def _label(name: str, values: Mapping[str, Any], defaults: Mapping[str, Any]) -> str:
@@ -397,15 +390,17 @@ def _naming_the_option(prefix: str = "") -> Iterator[None]:
         raise InputError(prefix + option.rstrip(":"), problem) from error
 
 
-def _listed(value: Any) -> Any:
-    """Options as JSON has them."""
+def as_json(value: Any) -> Any:
+    """Options and methods as JSON has them."""
+    if isinstance(value, AttentionMethod):
+        return value.to_dict()
     if isinstance(value, Mapping):
-        return {key: _listed(entry) for key, entry in value.items()}
-    return [_listed(entry) for entry in value] if isinstance(value, tuple | list) else plain(value)
+        return {key: as_json(entry) for key, entry in value.items()}
+    return [as_json(entry) for entry in value] if isinstance(value, tuple | list) else plain(value)
 
 
 def options_now(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Settings or options by the names that they have now, of entries that may be older.
+    """Settings or options without those that are gone, of entries that may be older.
 
     Args:
         prefix: put before an option's name in the error.
@@ -417,10 +412,4 @@ def options_now(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     for name, (usual, now) in _GONE.items():
         if (value := given.pop(name, usual)) != usual:
             raise InputError(prefix + name, f"is gone, got {value!r}: {now}")
-    if (reach := given.pop("reach", None)) is not None:
-        given["bias"] = {"reach": reach}
-    if "sparsity" in given:
-        given["share"] = round(1 - given.pop("sparsity"), 12)
-    if "cube" in given:
-        given["tile"] = given["query_tile"] = given.pop("cube")
     return given

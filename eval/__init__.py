@@ -5,7 +5,7 @@ and attention_flops.py measure; summary.py and report.py show. controls.py has m
 plans, bench/ takes times (wan_models.py: of which models), vbench/ scores by the official package, render/ makes pages
 and tables, studies/ has the fuzzer. ui.py is the web page.
 
-It may import all but `vmonarch.cli`. Begin with `evaluate.run_items`.
+It may import all but `vmonarch.cli`. Begin with `evaluate.evaluate`.
 """
 
 from __future__ import annotations

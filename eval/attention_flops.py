@@ -30,37 +30,22 @@ from vmonarch.validation import DenseSet
 STEP_KINDS = ("dense", "exact", "kept", "skipped", "approximate")
 
 
-@dataclasses.dataclass
-class TransformerCall:
-    """One forward call of a transformer, tensors without their data.
-
-    Args:
-        model_class, config: of the transformer.
-        inputs: (args, kwargs) of the call.
-        attention: those of the calls of its self-attention modules.
-    """
-
-    model_class: Any = None
-    config: Any = None
-    inputs: Any = None
-    attention: list[Any] = dataclasses.field(default_factory=list)
-
-
 def _without_data(tensor: torch.Tensor) -> torch.Tensor:
     # The model that counts is in float32, whichever the real one is in.
     return torch.empty_like(tensor, device="meta", dtype=torch.float32 if tensor.is_floating_point() else None)
 
 
 @contextmanager
-def recorded_call(pipe: Any) -> Iterator[TransformerCall]:
-    """Filled in by the last forward call of one of the pipeline's transformers, which have one architecture, while the
-    block runs."""
-    call = TransformerCall()
+def recorded_call(pipe: Any) -> Iterator[SimpleNamespace]:
+    """The last forward call of one of the pipeline's transformers, which have one architecture, while the block runs.
+
+    `module` is the transformer, `inputs` (args, kwargs) of the call, and `attention` those of the calls of its
+    self-attention modules, all tensors without their data.
+    """
+    call = SimpleNamespace()
 
     def record(module: Any, *inputs: Any) -> None:
-        call.model_class, call.config = type(module), dict(module.config)
-        call.inputs = tree_map_only(torch.Tensor, _without_data, inputs)
-        call.attention.clear()
+        call.module, call.inputs, call.attention = module, tree_map_only(torch.Tensor, _without_data, inputs), []
 
     def record_attention(module: Any, *inputs: Any) -> None:
         call.attention.append(tree_map_only(torch.Tensor, _without_data, inputs))
@@ -110,7 +95,7 @@ def step_kinds(method: AttentionMethod, transformers: Sequence[str]) -> list[str
     # The step in which a transformer has last renewed its residuals, whether they were of use or not.
     made: dict[str, int] = {}
     for step, name in enumerate(transformers):
-        if method.stack.skips(transformers[:step].count(name)):
+        if method.additions.skips(transformers[:step].count(name)):
             kinds.append("skipped")
             continue
         due, kept = (-1, False) if refresh is None else refresh.at(step, steps)
@@ -124,7 +109,7 @@ def step_kinds(method: AttentionMethod, transformers: Sequence[str]) -> list[str
     return kinds
 
 
-def attention_flops(call: TransformerCall, method: AttentionMethod, component: str = "transformer") -> int:
+def attention_flops(call: SimpleNamespace, method: AttentionMethod, component: str = "transformer") -> int:
     """FLOPs of the video's self-attention of all layers in one forward call, without its projections.
 
     Args:
@@ -135,7 +120,7 @@ def attention_flops(call: TransformerCall, method: AttentionMethod, component: s
         # The counter sees torch's own operators only.
         method = dataclasses.replace(method, options=method.options | {"implementation": "torch"})
     with torch.device("meta"):
-        transformer = call.model_class.from_config(call.config)
+        transformer = type(call.module).from_config(call.module.config)
     method.install(SimpleNamespace(**{"transformer": None, component: transformer}))
     modules = [module for _, module in self_attention_modules(transformer)]
 
@@ -150,13 +135,13 @@ def attention_flops(call: TransformerCall, method: AttentionMethod, component: s
     with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         transformer(*args, **kwargs)
     counts = {module: sum(flops.values()) for module, flops in counter.get_flop_counts().items()}
-    name_of_all = call.model_class.__name__
+    name_of_all = type(call.module).__name__
     linears = (name for name, module in transformer.named_modules() if isinstance(module, torch.nn.Linear))
     return counts[name_of_all] - sum(counts.get(f"{name_of_all}.{name}", 0) for name in linears)
 
 
 def relative_flops(
-    call: TransformerCall, methods: Sequence[AttentionMethod], transformers: Sequence[str]
+    call: SimpleNamespace, methods: Sequence[AttentionMethod], transformers: Sequence[str]
 ) -> dict[str, float | None]:
     """Attention FLOPs of a whole video over those of full attention, by the methods' labels.
 
@@ -171,7 +156,7 @@ def relative_flops(
     full = attention_flops(call, resolve_method("full"))
     shares: dict[str, float | None] = {}
     for method in methods:
-        if not (method.countable and method.stack.predictable):
+        if not (method.countable and method.additions.predictable):
             shares[method.label] = None
             continue
         alone = method.without_dense()

@@ -396,8 +396,8 @@ class ControlProcessor(VideoAttentionProcessor):
     def __init__(self, control: str, **options: Any) -> None:
         if control not in CONTROLS:
             raise ValueError(f"control must be one of {', '.join(CONTROLS)}, got {control!r}")
-        self.control, self._KIND = control, CONTROLS[control]
-        names = [field.name for field in dataclasses.fields(self._KIND)]  # type: ignore[arg-type]
+        self.control, self._OP_OPTIONS = control, CONTROLS[control]
+        names = [field.name for field in dataclasses.fields(self._OP_OPTIONS)]  # type: ignore[arg-type]
         self._OPTIONS = ("control", *names, *self.COMMON)
         VideoAttentionProcessor.__init__(self, **options)
         self.LEARNS = isinstance(self.options, Trained)

@@ -22,6 +22,7 @@ import dataclasses
 import itertools
 import json
 import os
+import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -33,7 +34,6 @@ from typing import TYPE_CHECKING, Any
 from filelock import FileLock, Timeout
 
 from vmonarch.configs import InputError, file_sha256
-from vmonarch.configs.methods import options_now, resolve_method
 from vmonarch.eval import summary
 from vmonarch.eval.render.tables import aligned
 from vmonarch.eval.settings import CompareConfig, EvalConfig
@@ -43,7 +43,7 @@ from vmonarch.pipelines.config import complete
 from vmonarch.pipelines.environment import choose_device, choose_dtype
 from vmonarch.pipelines.loading import LoadedModel, complete_and_load
 from vmonarch.pipelines.model_folder import PROXY_RECORD, ModelFolder, find_model
-from vmonarch.pipelines.outputs import GenerationError, frames_sha256, lora_sha256, prepare_output_dir
+from vmonarch.pipelines.outputs import GenerationError, frames_sha256, lora_sha256, next_number, prepare_output_dir
 from vmonarch.pipelines.processes import Shard
 from vmonarch.pipelines.sampling import Batch, denoise, sample
 
@@ -58,8 +58,6 @@ _FREE = (
     *("output_dir", "device", "offload", "prompt_set", "num_prompts", "baseline"),
     *("vbench", "vbench_timeout", "report_items", "report_megabytes"),
 )
-# These say nothing of an evaluation on another machine.
-_LOCAL = ("output_dir", "device")
 
 
 @dataclass(frozen=True)
@@ -108,6 +106,9 @@ def evaluate(
 ) -> Evaluation:
     """Sample and measure the items that `config.output_dir` lacks; once all are there, write JSON, table and report.
 
+    A `CompareConfig` has a new folder in it for every call, and for each prompt and seed `0001-side-by-side.mp4` and
+    `0001-strips.png`.
+
     Args:
         progress: show progress bars.
         model: a pipeline loaded before with the same model settings, to save loading it again.
@@ -121,14 +122,24 @@ def evaluate(
         OSError: an item could not be written.
     """
     check_measures(config)
-    shard = shard or Shard.of_environment()
-    if shard.size > 1 and config.device == "auto" and choose_device("auto").type == "cuda":
-        config = dataclasses.replace(config, device=f"cuda:{shard.local_rank}")
     folder = model.folder if model else find_model(config.model, config.revision)
+    if not isinstance(config, CompareConfig):
+        shard = shard or Shard.of_environment()
+        if shard.size > 1 and config.device == "auto" and choose_device("auto").type == "cuda":
+            config = dataclasses.replace(config, device=f"cuda:{shard.local_rank}")
+        config = complete(config, folder)
+        output = prepare_output_dir(config.output_dir)
+        _check_settings(output, config, folder)
+        return _run_items(config, folder, output, progress, model, shard, command)
     config = complete(config, folder)
     output = prepare_output_dir(config.output_dir)
-    _check_settings(output, config, folder)
-    return run_items(config, folder, output, progress=progress, model=model, shard=shard, command=command)
+    output /= f"{next_number(output)}-{short_hash(config.to_dict())}"
+    output.mkdir()
+    try:
+        return _run_items(config, folder, output, progress, model, Shard(), command)
+    finally:
+        if not any(output.glob("items/*/item.json")):
+            shutil.rmtree(output)
 
 
 def check_measures(config: EvalConfig) -> None:
@@ -154,8 +165,7 @@ def _check_settings(output: Path, config: EvalConfig, folder: ModelFolder) -> No
     Raises:
         InputError: they differ, and in what; or something else is in the folder.
     """
-    # Older evaluations do not have the settings that may be empty.
-    settings = {key: value for key, value in config.to_dict().items() if key not in _FREE and value != []}
+    settings = {key: value for key, value in config.to_dict().items() if key not in _FREE}
     dtype = choose_dtype(config.dtype, choose_device(config.device))
     settings |= {"dtype": str(dtype).removeprefix("torch."), "model_files": folder.fingerprint()}
     if hashes := lora_sha256(config):
@@ -167,26 +177,13 @@ def _check_settings(output: Path, config: EvalConfig, folder: ModelFolder) -> No
         raise InputError("output_dir", f"must be empty or hold an evaluation; {str(output)!r} holds something else")
     with contextlib.suppress(FileExistsError), AtomicFiles() as files:
         files.stage(path).write_text(summary.json_text(settings), encoding="utf-8")
-    before = options_now(_read(path))
-    # Until 2026-11-28 methods had `kind`, and other options.
-    now = lambda method: resolve_method(method, recipes=True).to_dict() if "kind" in method else method
-    before |= {"reference": now(before["reference"]), "methods": [now(method) for method in before["methods"]]}
-    # JSON has no tuples.
-    before, settings = json.loads(json.dumps([before, settings]))
-    if changed := list(_changes(before, settings)):
-        raise InputError("output_dir", f"{str(output)!r} holds an evaluation with other settings: {'; '.join(changed)}")
-
-
-def _read(path: Path) -> Any:
-    """What a JSON file in the evaluation's folder holds.
-
-    Raises:
-        InputError: it cannot be read.
-    """
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        before = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise InputError("output_dir", f"holds {path}, which cannot be read: {error}; give another folder") from error
+    # JSON has no tuples.
+    if changed := list(_changes(before, json.loads(json.dumps(settings)))):
+        raise InputError("output_dir", f"{str(output)!r} holds an evaluation with other settings: {'; '.join(changed)}")
 
 
 def _changes(before: Any, now: Any, place: str = "") -> Iterator[str]:
@@ -206,84 +203,68 @@ def _changes(before: Any, now: Any, place: str = "") -> Iterator[str]:
         yield f"{place} was {was}, is {is_now}"
 
 
-def run_items(
+def _run_items(
     config: EvalConfig,
     folder: ModelFolder,
     output: Path,
-    *,
-    progress: bool = False,
-    model: LoadedModel | None = None,
-    shard: Shard | None = None,
-    command: str = "",
+    progress: bool,
+    model: LoadedModel | None,
+    shard: Shard,
+    command: str,
 ) -> Evaluation:
-    """Make the items that are missing in `output`, and the report if none is left.
-
-    Args:
-        config: completed.
-        folder: of the model.
-
-    Raises:
-        InputError, ModelError, GenerationError: see `evaluate`.
-    """
+    """Make the items that are missing in `output`, and the report if none is left."""
     from vmonarch.pipelines.environment import environment
 
-    shard = shard or Shard()
     numbers = iter(range(1, 1 + len(config.prompts) * len(config.seeds)))
     batches = [[Item(next(numbers), *job) for job in batch] for batch in config.batches()]
     items = [item for batch in batches for item in batch]
-    left = [n for n, batch in enumerate(batches) if not all(item.is_done(output) for item in batch)]
-    own = [batches[n] for n in left if n % shard.size == shard.rank]
+    own = [batch for batch in batches[shard.rank :: shard.size] if not all(item.is_done(output) for item in batch)]
     if own:
         config, model = complete_and_load(config, model)
         # What the pipeline cannot carry shows before minutes are spent.
         for method in config.methods:
             recipes.apply(model.pipe, method, steps=config.steps)
-        # What is counted is the same for all processes, so the first that has anything to do counts.
-        counts = shard.rank == min(n % shard.size for n in left)
         with recipes.room_for_versions(config.methods):
-            _Run(config, model, output, progress, environment(model.device)).run(own, len(items), counts)
+            about = {"attention_flops": _flops(config, model, own[0]), "environment": environment(model.device)}
+            _Run(config, model, output, progress, about).run(own, len(items))
     missing = sum(not item.is_done(output) for item in items)
     if missing:
         return Evaluation(output, None, missing)
     return _finish(config, folder, output, items, command)
 
 
+def _flops(config: EvalConfig, model: LoadedModel, batch: Sequence[Item]) -> dict[str, float | None]:
+    """The methods' attention FLOPs relative to full attention's, of what the transformer is called with."""
+    from vmonarch.eval.attention_flops import recorded_call, relative_flops, transformers_by_step
+
+    assert config.steps is not None
+    # A step of full attention by itself, because what is compiled cannot be recorded.
+    recipes.apply(model.pipe, "full", steps=config.steps)
+    with recorded_call(model.pipe) as call:
+        denoise(model, config, [item.prompt for item in batch], [item.seed for item in batch], steps=1)
+    return relative_flops(call, config.methods, transformers_by_step(model.pipe, config.steps))
+
+
 @dataclass(frozen=True)
 class _Run:
-    """The sampling of items by one process."""
+    """The sampling of items by one process; `about` is what their records say of it."""
 
     config: EvalConfig
     model: LoadedModel
     output: Path
     progress: bool
-    environment: dict[str, Any]
+    about: dict[str, Any]
 
-    def run(self, batches: Sequence[Sequence[Item]], total: int, counts: bool) -> None:
-        """Make batches of items; `counts`: and the methods' FLOPs first."""
+    def run(self, batches: Sequence[Sequence[Item]], total: int) -> None:
+        """Make batches of items."""
         (self.output / "items").mkdir(exist_ok=True)
-        prompts, seeds = [item.prompt for item in batches[0]], [item.seed for item in batches[0]]
-        if counts and not (self.output / "flops.json").exists():
-            self._count(prompts, seeds)
-        self._warm_up(prompts, seeds)
+        self._warm_up([item.prompt for item in batches[0]], [item.seed for item in batches[0]])
         for batch in batches:
             # Given back by the system, however the process ends; what another call has, it makes.
             claim = FileLock(self.output / "items" / f".{batch[0].name}.lock", timeout=0)
             with contextlib.suppress(Timeout), claim, ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
                 if not all(item.is_done(self.output) for item in batch):
                     self._make(batch, total, pool)
-
-    def _count(self, prompts: Sequence[str], seeds: Sequence[int]) -> None:
-        """Write the methods' attention FLOPs relative to full attention's, of what the transformer is called with."""
-        from vmonarch.eval.attention_flops import recorded_call, relative_flops, transformers_by_step
-
-        assert self.config.steps is not None
-        # A step of full attention by itself, because what is compiled cannot be recorded.
-        recipes.apply(self.model.pipe, "full", steps=self.config.steps)
-        with recorded_call(self.model.pipe) as call:
-            denoise(self.model, self.config, prompts, seeds, steps=1)
-        shares = relative_flops(call, self.config.methods, transformers_by_step(self.model.pipe, self.config.steps))
-        with AtomicFiles(overwrite=True) as files:
-            files.stage(self.output / "flops.json").write_text(summary.json_text(shares), encoding="utf-8")
 
     def _warm_up(self, prompts: Sequence[str], seeds: Sequence[int]) -> None:
         """One step of every method, and one decoding, at the full shape of a batch.
@@ -294,7 +275,7 @@ class _Run:
         """
         for method in self.config.methods:
             title = f"warm-up, {method.label}" if self.progress else None
-            steps = self.config.steps if method.stack.compile else 1
+            steps = self.config.steps if method.additions.compile else 1
             # The only step may be a dense one, which would warm up nothing of the method.
             warmed = method.without_dense() if steps == 1 else method
             recipes.apply(self.model.pipe, warmed, steps=self.config.steps)
@@ -343,7 +324,7 @@ class _Run:
         }
         if label != self.config.reference.label:
             pair = [frames[name].to(self.model.device) for name in (label, self.config.reference.label)]
-            row |= vars(similarity.similarity(*pair)) | (vars(similarity.lpips(*pair)) if self.config.lpips else {})
+            row |= similarity.similarity(*pair) | (similarity.lpips(*pair) if self.config.lpips else {})
         return summary.json_values(row)
 
     def _write(
@@ -378,7 +359,7 @@ class _Run:
                 "seed": item.seed,
                 "created": datetime.now(UTC).isoformat(timespec="seconds"),
                 "results": results,
-                "environment": self.environment,
+                **self.about,
             }
             files.stage(folder / "item.json").write_text(summary.json_text(record), encoding="utf-8")
         for left in folder.glob(".*.partial*"):
@@ -408,7 +389,7 @@ def write_pictures(
 
 
 def prompt_score(folder: ModelFolder, frames: torch.Tensor, prompt: str, prompt_set: str | None = None) -> float | None:
-    """`vmonarch.eval.prompt_score.PromptMatch.score` of frames [F, 3, H, W].
+    """`vmonarch.eval.prompt_score.score_video` of frames [F, 3, H, W].
 
     It is None for prompts in other words than the embedded model's, and, unless its prompts are asked for by
     `prompt_set`, for models other than that one and its proxies (`vmonarch.finetune.embedded`).
@@ -422,7 +403,7 @@ def prompt_score(folder: ModelFolder, frames: torch.Tensor, prompt: str, prompt_
 
     if len(frames) < 2 or not parse_prompt(prompt):
         return None
-    return score_video(frames.permute(0, 2, 3, 1), prompt).score
+    return score_video(frames.float().permute(0, 2, 3, 1), prompt)
 
 
 def _finish(config: EvalConfig, folder: ModelFolder, output: Path, items: Sequence[Item], command: str) -> Evaluation:
@@ -442,7 +423,8 @@ def _finish(config: EvalConfig, folder: ModelFolder, output: Path, items: Sequen
             for row in found["results"]:
                 if file_sha256(place / row["video"]) != row["video_sha256"]:
                     raise ValueError(f"{place / row['video']} is not the video that was measured")
-            about = found.pop("environment")
+            # The same in all items.
+            about, flops = found.pop("environment"), found.pop("attention_flops")
         except (OSError, ValueError, KeyError, TypeError) as error:
             again = f"remove {place} and run the command again to make it anew"
             raise GenerationError(f"{place / 'item.json'} cannot be used: {error}; {again}") from error
@@ -451,9 +433,9 @@ def _finish(config: EvalConfig, folder: ModelFolder, output: Path, items: Sequen
         if known is None:
             environments.append(known := {"environment": about, "items": []})
         known["items"].append(item.number)
-    labels, baseline = config.labels, config.chosen_baseline
+    labels = config.labels
+    baseline = config.baseline or ("vmonarch" if "vmonarch" in labels else labels[min(1, len(labels) - 1)])
     vbench = _vbench_scores(config, output, records)
-    statistics = summary.statistics(records, labels)
     record: dict[str, Any] = {
         "format": EVALUATION_FORMAT,
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -463,12 +445,13 @@ def _finish(config: EvalConfig, folder: ModelFolder, output: Path, items: Sequen
         "methods": labels,
         "measures": {key: dataclasses.asdict(measure) for key, measure in summary.MEASURES.items()},
         "intervals": summary.INTERVALS,
-        "attention_flops": _read(output / "flops.json"),
-        "statistics": statistics,
+        "attention_flops": flops,
+        "statistics": summary.statistics(records, labels),
         "differences": summary.differences(records, labels, baseline),
         "vbench": vbench,
         "items": records,
-        "config": {key: value for key, value in config.to_dict().items() if key not in _LOCAL},
+        # Which say nothing of an evaluation on another machine.
+        "config": {key: value for key, value in config.to_dict().items() if key not in ("output_dir", "device")},
         "model_files": folder.fingerprint(),
         "environments": environments,
     }

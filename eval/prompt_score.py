@@ -13,9 +13,8 @@ import functools
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
-import numpy as np
 import torch
 
 from vmonarch.finetune.scenes import (
@@ -26,7 +25,6 @@ from vmonarch.finetune.scenes import (
     SHAPE_WORDS,
     SHAPES,
     SOLE_VERBS,
-    SceneAttributes,
     shape_distance,
 )
 
@@ -40,66 +38,18 @@ MIN_OVERLAP = 0.55
 """Intersection over union with the best silhouette below which a group of pixels is no known shape."""
 
 
-@dataclass(frozen=True)
-class ObjectReading:
-    """One object found in a video.
-
-    `shape` and `direction` are None where no known shape fits or nothing moves; `travel` is (right, down) in pixels
-    over the clip, `area` the median number of pixels, `overlap` the intersection over union with the best silhouette.
-    """
-
-    colour: str
-    shape: str | None
-    direction: str | None
-    travel: tuple[float, float]
-    area: float
-    overlap: float
-
-
-@dataclass(frozen=True)
-class ExpectedObject:
-    """What a prompt says about one object; None where it says nothing."""
+class Seen(NamedTuple):
+    """An object in a video or of a prompt; None where no known shape fits, nothing moves, or nothing is said."""
 
     colour: str | None
     shape: str | None
     direction: str | None
 
 
-@dataclass(frozen=True)
-class PromptMatch:
-    """Whether colours, shapes and directions all match the prompt (every object's)."""
-
-    colour: bool
-    shape: bool
-    direction: bool
-
-    @property
-    def all(self) -> bool:
-        """Whether all three match."""
-        return self.colour and self.shape and self.direction
-
-    @property
-    def score(self) -> float:
-        """The prompt score: the share of the three that match."""
-        return (self.colour + self.shape + self.direction) / 3
-
-
 def _hue(rgb: torch.Tensor) -> torch.Tensor:
     """Hue in turns, [0, 1), of rgb [..., 3]."""
     red, green, blue = rgb.unbind(-1)
     return torch.remainder(torch.atan2(math.sqrt(3) * (green - blue), 2 * red - green - blue) / (2 * math.pi), 1.0)
-
-
-def _as_video(video: torch.Tensor | np.ndarray) -> torch.Tensor:
-    tensor = torch.as_tensor(video)
-    if tensor.ndim != 4 or tensor.shape[-1] != 3:
-        raise ValueError(f"video must be [frames, height, width, 3], got {tuple(tensor.shape)}")
-    if tensor.shape[0] < 2:
-        raise ValueError(f"video must have at least 2 frames, got {tensor.shape[0]}")
-    tensor = tensor.float() / 255 if tensor.dtype == torch.uint8 else tensor.float()
-    if not torch.isfinite(tensor).all() or tensor.min() < -1e-3 or tensor.max() > 1 + 1e-3:
-        raise ValueError("video must be uint8, or finite floats in [0, 1]")
-    return tensor
 
 
 @functools.cache
@@ -109,16 +59,17 @@ def _unit_area(shape: str) -> float:
     return 9.0 * float((shape_distance(shape, grid[None, :], grid[:, None], torch.tensor(1.0)) < 0).float().mean())
 
 
-def read_video(video: torch.Tensor | np.ndarray) -> list[ObjectReading]:
+def read_video(pixels: torch.Tensor) -> list[Seen]:
     """Find the moving shapes of a clip, largest first.
 
     Args:
-        video: [F, Y, X, 3], uint8 or floats in [0, 1], F ≥ 2.
+        pixels: [F, Y, X, 3], floats in [0, 1], F ≥ 2.
 
     Raises:
-        ValueError: `video` has another shape, is not finite, or is out of range.
+        ValueError: it has another shape.
     """
-    pixels = _as_video(video)
+    if pixels.ndim != 4 or pixels.shape[-1] != 3 or len(pixels) < 2:
+        raise ValueError(f"video must be [frames, height, width, 3], at least 2 frames, got {tuple(pixels.shape)}")
     frames, height, width = pixels.shape[:3]
     device = pixels.device
     chroma = pixels.amax(-1) - pixels.amin(-1)  # [F, Y, X]
@@ -129,7 +80,7 @@ def read_video(video: torch.Tensor | np.ndarray) -> list[ObjectReading]:
     nearest[saturated] = torch.minimum(distance, 1 - distance).argmin(-1)
     ys = torch.arange(height, device=device)[:, None] + 0.5
     xs = torch.arange(width, device=device)[None, :] + 0.5
-    readings = []
+    found: list[tuple[float, Seen]] = []
     for index, colour in enumerate(COLOURS):
         mask, least, strong = nearest == index, float(MIN_AREA), MIN_CHROMA
         for _ in range(2):
@@ -152,17 +103,10 @@ def read_video(video: torch.Tensor | np.ndarray) -> list[ObjectReading]:
             towards = lambda name, right=right, down=down: right * DIRECTIONS[name][0] + down * DIRECTIONS[name][1]
             overlaps = _overlaps(mask[present], centres, areas[present], xs, ys)
             best = int(overlaps.argmax())
-            readings.append(
-                ObjectReading(
-                    colour=colour,
-                    shape=SHAPES[best] if overlaps[best] >= MIN_OVERLAP else None,
-                    direction=max(DIRECTIONS, key=towards) if math.hypot(right, down) >= MIN_TRAVEL else None,
-                    travel=(right, down),
-                    area=float(areas.median()),
-                    overlap=float(overlaps[best]),
-                )
-            )
-    return sorted(readings, key=lambda reading: -reading.area)
+            shape = SHAPES[best] if overlaps[best] >= MIN_OVERLAP else None
+            direction = max(DIRECTIONS, key=towards) if math.hypot(right, down) >= MIN_TRAVEL else None
+            found.append((float(areas.median()), Seen(colour, shape, direction)))
+    return [seen for _, seen in sorted(found, key=lambda entry: -entry[0])]
 
 
 def _overlaps(
@@ -180,48 +124,34 @@ def _overlaps(
     return torch.stack(results)
 
 
-def expected_objects(scene: SceneAttributes) -> tuple[ExpectedObject, ...]:
-    """What the video of a scene must show."""
-    return tuple(ExpectedObject(item.colour, item.shape, item.direction) for item in scene.objects)
-
-
-def score_readings(readings: Sequence[ObjectReading], expected: Sequence[ExpectedObject]) -> PromptMatch:
-    """Compare what was read with what was asked for.
+def score(seen: Sequence[Seen], expected: Sequence[Seen]) -> float:
+    """The prompt score: the share of colour, shape and direction in which all objects are as they are asked for.
 
     Colours match when exactly the colours asked for are there, no more and no fewer objects. Shape and direction are
     compared object by object; objects are paired by colour first, then what is left over by area, so that a wrong
     colour alone does not count as a wrong shape. What the prompt leaves open (None) always matches.
-
-    Raises:
-        ValueError: `expected` is empty.
     """
-    if not expected:
-        raise ValueError("expected must name at least one object")
-    left, pairs = list(readings), []
+    left, pairs = list(seen), []
     for want in expected:
-        found = next((reading for reading in left if reading.colour == want.colour), None)
+        found = next((one for one in left if one.colour == want.colour), None)
         pairs.append((want, found))
-        left = [reading for reading in left if reading is not found]
-    colour = all(found or want.colour is None for want, found in pairs) and len(readings) == len(expected)
+        left = [one for one in left if one is not found]
+    colour = all(found or want.colour is None for want, found in pairs) and len(seen) == len(expected)
     pairs = [(want, found or (left.pop(0) if left else None)) for want, found in pairs]
-    matches = lambda name: all(
-        getattr(want, name) is None or (found is not None and getattr(found, name) == getattr(want, name))
-        for want, found in pairs
-    )
-    return PromptMatch(colour=colour, shape=matches("shape"), direction=matches("direction"))
+    matches = lambda name: all(getattr(want, name) in (None, getattr(found, name, "")) for want, found in pairs)
+    return (colour + matches("shape") + matches("direction")) / 3
 
 
-def score_video(video: torch.Tensor | np.ndarray, prompt: str | SceneAttributes) -> PromptMatch:
-    """Score one clip [F, Y, X, 3] against a prompt in English or against known attributes.
+def score_video(video: torch.Tensor, prompt: str) -> float:
+    """`score` of a clip [F, Y, X, 3] against a prompt in English.
 
     Raises:
         ValueError: the prompt names no shape or colour that the reader knows, or `video` is not a clip.
     """
-    expected = expected_objects(prompt) if isinstance(prompt, SceneAttributes) else parse_prompt(prompt)
-    if not expected:
+    if not (expected := parse_prompt(prompt)):
         known = f"shapes {', '.join(SHAPES)} and none of the colours {', '.join(COLOURS)}"
         raise ValueError(f"prompt names none of the {known}")
-    return score_readings(read_video(video), expected)
+    return score(read_video(video), expected)
 
 
 _TABLES = {"colour": COLOUR_WORDS, "shape": SHAPE_WORDS, "direction": DIRECTION_WORDS}
@@ -237,7 +167,7 @@ _GROUND = re.compile(r"[\w\s-]*?\b(background|backdrop)\b")
 _GROUND_PHRASE = re.compile(r"\b(over|on|against|across|in front of) (an? |the )?[\w\s-]*?\b(background|backdrop)\b")
 
 
-def parse_prompt(prompt: str) -> tuple[ExpectedObject, ...]:
+def parse_prompt(prompt: str) -> tuple[Seen, ...]:
     """Read colour, shape and direction of each object (two at most) out of a prompt; unknown wording yields None or ().
 
     Camera movements and the background are skipped.
@@ -258,4 +188,4 @@ def parse_prompt(prompt: str) -> tuple[ExpectedObject, ...]:
         else:
             owner = min(range(len(anchors)), key=lambda n: abs(anchors[n] - at))
         values[owner].setdefault(kind, name)
-    return tuple(ExpectedObject(value.get("colour"), value.get("shape"), value.get("direction")) for value in values)
+    return tuple(Seen(value.get("colour"), value.get("shape"), value.get("direction")) for value in values)

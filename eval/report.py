@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from base64 import b64encode
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from markupsafe import Markup
 
-from vmonarch.eval.render.plot import data_uri, numbered_points, page
+from vmonarch.eval.render.plot import numbered_points, page
 from vmonarch.eval.render.tables import shown_number
 from vmonarch.eval.summary import MEASURES, sampled, shown_interval, summary_rows
 
@@ -54,7 +55,7 @@ def _embedded(record: Mapping[str, Any], folder: Path) -> Iterator[tuple[Mapping
         room -= sum(map(len, videos.values()))
         if room < 0:
             return
-        yield item, {label: data_uri("video/mp4", video) for label, video in videos.items()}
+        yield item, {label: f"data:video/mp4;base64,{b64encode(video).decode()}" for label, video in videos.items()}
 
 
 def quality_plot(record: Mapping[str, Any], key: str) -> Markup | None:

@@ -36,40 +36,12 @@ def check_least(config: Any, **least: int) -> None:
 
 
 @dataclass(frozen=True)
-class MethodsConfig(SamplingConfig):
-    """`SamplingConfig`, plus the methods that sample.
+class EvalConfig(SamplingConfig):
+    """`SamplingConfig`, plus the methods that sample, what to measure and what the report shows.
 
     Args:
         methods: as `GenerateConfig.attention` takes them; the reference is added in front when it is missing.
         reference: the method that the others are measured against.
-    """
-
-    methods: tuple[Any, ...] = ("full", "vmonarch")
-    reference: Any = "full"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        (reference,) = resolved([self.reference], "reference")
-        others = [method for method in resolved(self.methods, "methods") if method.label != reference.label]
-        object.__setattr__(self, "reference", reference)
-        object.__setattr__(self, "methods", (reference, *others))
-
-    @property
-    def attention_methods(self) -> Mapping[str, Sequence[AttentionMethod]]:
-        """As in `SamplingConfig`."""
-        return {"reference": self.methods[:1], "methods": self.methods[1:]}
-
-    @property
-    def labels(self) -> list[str]:
-        """What the methods are called, the reference first."""
-        return [method.label for method in self.methods]
-
-
-@dataclass(frozen=True)
-class EvalConfig(MethodsConfig):
-    """`MethodsConfig`, plus what to measure and what the report shows.
-
-    Args:
         prompt_set: where no prompt is given: embedded, the embedded model's 64 held-out prompts.
         num_prompts: only the first N prompts.
         baseline: the method, by its label, that paired differences are taken to (default: vmonarch if it is there, else
@@ -81,6 +53,8 @@ class EvalConfig(MethodsConfig):
         report_megabytes: and no more videos than that.
     """
 
+    methods: tuple[Any, ...] = ("full", "vmonarch")
+    reference: Any = "full"
     output_dir: str = "outputs/eval"
     prompt_set: str | None = None
     num_prompts: int | None = None
@@ -93,6 +67,10 @@ class EvalConfig(MethodsConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        (reference,) = resolved([self.reference], "reference")
+        others = [method for method in resolved(self.methods, "methods") if method.label != reference.label]
+        object.__setattr__(self, "reference", reference)
+        object.__setattr__(self, "methods", (reference, *others))
         check_least(self, num_prompts=1, report_items=0, report_megabytes=0)
         if self.prompt_set not in (None, "embedded"):
             raise InputError("prompt_set", f"must be one of embedded, got {self.prompt_set!r}")
@@ -113,10 +91,14 @@ class EvalConfig(MethodsConfig):
         object.__setattr__(self, "prompts", prompts[: self.num_prompts])
 
     @property
-    def chosen_baseline(self) -> str:
-        """Label of the method that the others are compared with; the reference where there is no other."""
-        first = "vmonarch" if "vmonarch" in self.labels else self.labels[min(1, len(self.labels) - 1)]
-        return self.baseline or first
+    def attention_methods(self) -> Mapping[str, Sequence[AttentionMethod]]:
+        """As in `SamplingConfig`."""
+        return {"reference": self.methods[:1], "methods": self.methods[1:]}
+
+    @property
+    def labels(self) -> list[str]:
+        """What the methods are called, the reference first."""
+        return [method.label for method in self.methods]
 
 
 @dataclass(frozen=True)

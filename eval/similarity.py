@@ -8,8 +8,6 @@ from __future__ import annotations
 import functools
 import importlib.util
 import math
-import threading
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,42 +22,17 @@ ALEXNET_URL = f"https://download.pytorch.org/models/{ALEXNET_WEIGHTS}"
 _SSIM_MARGIN = 5
 # Frames per call: bounds the memory of SSIM's five filtered maps and of AlexNet's features.
 _CHUNK = 8
-_LPIPS_LOCK = threading.Lock()
-
-
-@dataclass(frozen=True)
-class Similarity:
-    """PSNR in dB (`inf` for identical videos) and SSIM in [-1, 1], of all frames and of the first frame alone."""
-
-    psnr: float
-    ssim: float
-    first_frame_psnr: float
-    first_frame_ssim: float
 
 
 def check_pair(video: torch.Tensor, reference: torch.Tensor, least: int = 6) -> None:
-    """Check that two videos [F, 3, H, W] can be compared.
-
-    Args:
-        least: pixels that the frames must have in both directions; 6 for SSIM's window.
-
-    Raises:
-        TypeError: one of them is no floating-point tensor.
-        ValueError: other ranks, different shapes, no frames, frames too small, values not finite or outside [0, 1].
-    """
+    """Raise ValueError unless two videos can be compared, whose frames must have so many pixels in both directions."""
+    shapes = tuple(video.shape), tuple(reference.shape)
+    if shapes[0] != shapes[1] or video.ndim != 4 or shapes[0][1] != 3 or 0 in shapes[0] or min(shapes[0][2:]) < least:
+        form = f"one shape [F, 3, H, W], not empty, and frames of at least {least}×{least} pixels"
+        raise ValueError(f"video and reference must have {form}; got {shapes[0]} and {shapes[1]}")
     for name, frames in (("video", video), ("reference", reference)):
-        if not isinstance(frames, torch.Tensor) or not frames.is_floating_point():
-            raise TypeError(
-                f"{name} must be a floating-point tensor [F, 3, H, W], got {getattr(frames, 'dtype', frames)}"
-            )
-        if frames.ndim != 4 or frames.shape[1] != 3 or 0 in frames.shape or min(frames.shape[2:]) < least:
-            form = f"[F, 3, H, W], not empty, and frames of at least {least}×{least} pixels"
-            raise ValueError(f"{name} must have shape {form}, got {tuple(frames.shape)}")
-        if not ((frames >= 0) & (frames <= 1)).all():
-            raise ValueError(f"{name} must have finite values in [0, 1]")
-    if video.shape != reference.shape:
-        shapes = f"{tuple(reference.shape)}, got {tuple(video.shape)}"
-        raise ValueError(f"video must have the shape of reference {shapes}; nothing is cropped, resized or skipped")
+        if not (frames.is_floating_point() and ((frames >= 0) & (frames <= 1)).all()):
+            raise ValueError(f"{name} must have finite floating-point values in [0, 1]")
 
 
 def _psnr(video: torch.Tensor, reference: torch.Tensor) -> float:
@@ -97,32 +70,25 @@ def _blurred(maps: torch.Tensor) -> torch.Tensor:
     return maps
 
 
-def similarity(video: torch.Tensor, reference: torch.Tensor) -> Similarity:
-    """PSNR and SSIM of `video` against `reference`, both [F, 3, H, W] in [0, 1].
+def similarity(video: torch.Tensor, reference: torch.Tensor) -> dict[str, float]:
+    """{"psnr", "ssim"} of `video` against `reference`, both [F, 3, H, W] in [0, 1]; "first_frame_…" is that frame's.
 
-    PSNR is 10 · log10(1 / MSE), the MSE over all frames, channels and pixels together: pooling the error before the
-    logarithm keeps one identical frame from making the result infinite. SSIM (Wang et al. 2004) has a Gaussian window
-    of 11×11 taps with sigma 1.5, k1 = 0.01, k2 = 0.03, data range 1, mirrored borders, population variances.
+    PSNR is 10 · log10(1 / MSE) in dB, the MSE over all frames, channels and pixels together: pooling the error before
+    the logarithm keeps one identical frame from making the result infinite, as that of identical videos is. SSIM (Wang
+    et al. 2004) has a Gaussian window of 11×11 taps with sigma 1.5, k1 = 0.01, k2 = 0.03, data range 1, mirrored
+    borders, population variances.
 
     Raises:
-        TypeError, ValueError: see `check_pair`.
+        ValueError: see `check_pair`.
     """
     check_pair(video, reference)
     frames = _frames_ssim(video, reference).cpu()
-    return Similarity(
-        psnr=_psnr(video, reference),
-        ssim=float(frames.mean()),
-        first_frame_psnr=_psnr(video[:1], reference[:1]),
-        first_frame_ssim=float(frames[0]),
-    )
-
-
-@dataclass(frozen=True)
-class PerceptualDistance:
-    """LPIPS of all frames, their mean, and of the first frame alone; 0 for identical videos, more is further apart."""
-
-    lpips: float
-    first_frame_lpips: float
+    return {
+        "psnr": _psnr(video, reference),
+        "ssim": float(frames.mean()),
+        "first_frame_psnr": _psnr(video[:1], reference[:1]),
+        "first_frame_ssim": float(frames[0]),
+    }
 
 
 def alexnet_weights() -> Path:
@@ -142,28 +108,27 @@ def alexnet_weights() -> Path:
 
 
 @functools.cache
-def _lpips_metric() -> Any:
+def _lpips_network() -> Any:
     from torchmetrics.image.lpip import LearnedPerceptualImagePatchSimilarity
 
     alexnet_weights()
-    return LearnedPerceptualImagePatchSimilarity(net_type="alex", normalize=True)
+    return LearnedPerceptualImagePatchSimilarity(net_type="alex").net
 
 
-def lpips(video: torch.Tensor, reference: torch.Tensor) -> PerceptualDistance:
+@torch.no_grad()
+def lpips(video: torch.Tensor, reference: torch.Tensor) -> dict[str, float]:
     """Learned perceptual distance (Zhang et al. 2018, AlexNet with the linear layers v0.1) of two videos [F, 3, H, W].
 
+    {"lpips", "first_frame_lpips"}: the mean of all frames, and the first's; 0 for identical videos.
+
     Raises:
-        TypeError, ValueError: see `check_pair`, of frames of at least 32×32 pixels.
+        ValueError: see `check_pair`, of frames of at least 32×32 pixels.
         InputError: see `alexnet_weights`.
     """
     # AlexNet's last pooling leaves nothing of smaller frames.
     check_pair(video, reference, least=32)
-    # One frame by itself first: it is asked for, and the rest need not be told apart.
-    parts = [1, *(min(_CHUNK, len(video) - start) for start in range(1, len(video), _CHUNK))]
-    sums = []
-    # The metric holds the sum of what it was given, which other threads must not add to.
-    with _LPIPS_LOCK:
-        metric = _lpips_metric().to(video.device)
-        for x, y in zip(video.float().split(parts), reference.float().split(parts), strict=True):
-            sums.append(float(metric(x, y)) * len(x))
-    return PerceptualDistance(lpips=sum(sums) / len(video), first_frame_lpips=sums[0])
+    # Not the metric around it, which holds a sum that other threads would add to.
+    network = _lpips_network().to(video.device)
+    pairs = zip(video.float().split(_CHUNK), reference.float().split(_CHUNK), strict=True)
+    found = torch.cat([network(x, y, normalize=True).flatten() for x, y in pairs])  # [F]
+    return {"lpips": float(found.double().mean()), "first_frame_lpips": float(found[0])}

@@ -212,7 +212,7 @@ class Studio:
             # For any method: with a recipe the weights would be quantised for good.
             self.loaded = load_model(replace(config, attention="full"), folder)
         assert self.loaded is not None
-        pipe, more = self.loaded.pipe, "compiling if new, " if config.stack.compile else ""
+        pipe, more = self.loaded.pipe, "compiling if new, " if config.additions.compile else ""
         try:
             with _watched(pipe, progress, stop, more), recipes.room_for_versions([config.attention]):
                 (video,) = generate(config, model=self.loaded)

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from vmonarch.configs import InputError, preset_names, read_yaml, suggest
+from vmonarch.configs import InputError, read_yaml, suggest
 from vmonarch.grid import LatentGrid
 from vmonarch.pipelines.model_folder import ModelFolder, find_model, read_json
 from vmonarch.pipelines.traits import TEXT_TO_VIDEO
@@ -85,14 +85,6 @@ class WanModel:
         """The transformer's tokens of a video of this size; raises as `latents`."""
         latents = self.latents(size, argument=argument)
         return LatentGrid(*(n // patch for n, patch in zip(latents, self.transformer["patch_size"], strict=True)))
-
-    def check_parts(self, *, argument: str) -> None:
-        """Raise InputError if VAE and text encoder do not fit the transformer, before any of them is built."""
-        z_dim, text_dim = self.vae.get("z_dim", 16), self.text_encoder["d_model"]
-        for name, theirs, of in (("in_channels", z_dim, "vae.z_dim"), ("text_dim", text_dim, "text_encoder.d_model")):
-            if self.transformer[name] != theirs:
-                problem = f"has {name} {self.transformer[name]} but {of} {theirs}: they must be equal"
-                raise InputError(argument, f"{self.name!r} {problem}")
 
     def build(self, part: str, device: torch.device, dtype: torch.dtype) -> Any:
         """One of its `transformers`, its "vae" or its "text_encoder", for inference."""
@@ -169,15 +161,10 @@ def read_model(name: str, *, argument: str = "model") -> WanModel:
         InputError: it is none of these, or no text-to-video model.
         ModelError: the folder holds no complete Wan pipeline.
     """
-    path, presets = Path(name).expanduser(), preset_names("models")
-    if name in presets or path.is_file() or path.suffix in (".yaml", ".yml"):
+    path = Path(name).expanduser()
+    is_yaml = path.is_file() or path.suffix in (".yaml", ".yml")
+    if is_yaml or not (path.is_dir() or "/" in name or name == "embedded"):
         return read_model_config(name, argument=argument)
-    if not path.is_dir() and "/" not in name and name != "embedded":
-        problem = (
-            f"must be one of {', '.join(presets)}, a YAML file, the folder of a Wan pipeline, embedded or a hub id"
-        )
-        example = "such as Wan-AI/Wan2.1-T2V-1.3B-Diffusers"
-        raise InputError(argument, f"{problem} {example}; got {name!r}{suggest(name, presets)}")
     folder = find_model(name)
     if folder.pipeline != TEXT_TO_VIDEO:
         raise InputError(argument, f"{name!r} is a {folder.pipeline}; supported: {TEXT_TO_VIDEO}")

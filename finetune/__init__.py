@@ -5,16 +5,3 @@ loader.py). trainer.py is the loop: config.py its settings, models.py what is tr
 checkpoints.py what is resumed; export.py makes of a checkpoint what others load; scenes.py draws coloured shapes.
 embedded/ trains the embedded model and the proxy. Nothing here imports `eval`. Begin with `trainer.Trainer.run`.
 """
-
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
-from vmonarch.lazy import lazy_names
-
-if TYPE_CHECKING:
-    from vmonarch.finetune import config as config
-    from vmonarch.finetune import export as export
-    from vmonarch.finetune import trainer as trainer
-
-__getattr__, __dir__ = lazy_names(__name__, modules=("config", "export", "trainer"))

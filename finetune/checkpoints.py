@@ -27,8 +27,7 @@ from safetensors.torch import load_file
 from vmonarch.configs import InputError, file_sha256
 from vmonarch.files import flush
 
-# 1 was written until 2026-11-28; its weights can be exported.
-FORMAT, FORMATS = 2, (1, 2)
+FORMAT = 2
 MANIFEST, RUN = "manifest.json", "run.json"
 # By name: the trained weights (of FSDP in a folder of its own), and their average.
 WEIGHTS, AVERAGE = "model.safetensors", "ema.safetensors"
@@ -150,8 +149,8 @@ def check(folder: Path) -> dict[str, Any]:
     path = folder / MANIFEST
     try:
         manifest = read_json(path)
-        if manifest["format"] not in FORMATS:
-            raise CheckpointError(f"{path} has format {manifest['format']}; this version reads {FORMATS}")
+        if manifest["format"] != FORMAT:
+            raise CheckpointError(f"{path} has format {manifest['format']}; this version reads {FORMAT}")
         if folder.name != path_of(folder, manifest["step"]).name:
             raise CheckpointError(f"{path} is of step {manifest['step']}, not of {folder.name}")
         for name, entry in manifest["files"].items():

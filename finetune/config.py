@@ -9,45 +9,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from vmonarch.configs import InputError, build, check_keys, deep_merge
+from vmonarch.configs import InputError, build, check_keys, check_values, choice, deep_merge, number
 from vmonarch.configs.methods import merge_attention, resolve_method
-from vmonarch.finetune.objective import DISTRIBUTIONS
 
-# Parts of a checkpoint that a run can start anew.
-WAIVABLE = ("ema", "loader", "random")
+# What of a checkpoint another number of processes starts anew.
+WAIVABLE = ("loader", "random")
 
 
 def require(fits: object, argument: str, problem: str) -> None:
     """Raise `InputError(argument, problem)` unless something fits."""
     if not fits:
         raise InputError(argument, problem)
-
-
-def number(default: Any, interval: str = "(-inf, inf)") -> Any:
-    """A field with a number in an interval, such as "[0, 1)"."""
-    return field(default=default, metadata={"interval": interval})
-
-
-def choice(default: Any, *choices: str) -> Any:
-    """A field whose value, or each entry of it, is one of `choices`."""
-    return field(default=default, metadata={"choices": choices})
-
-
-def check_values(config: Any) -> None:
-    """Check that the values of a dataclass are of the choices and in the intervals of their fields.
-
-    Raises:
-        InputError: one is not; the error names it.
-    """
-    for entry in dataclasses.fields(config):
-        value, choices = getattr(config, entry.name), entry.metadata.get("choices", ())
-        for one in (value if isinstance(value, tuple) else (value,)) if choices else ():
-            require(one in choices, entry.name, f"must be one of {', '.join(choices)}, got {one!r}")
-        if (interval := entry.metadata.get("interval")) and value is not None:
-            low, high = map(float, interval[1:-1].split(","))
-            above = value > low or (value == low and interval[0] == "[")
-            below = value < high or (value == high and interval[-1] == "]")
-            require(above and below, entry.name, f"must be in {interval}, got {value}")
 
 
 class _Checked:
@@ -87,7 +59,7 @@ class ObjectiveConfig(_Checked):
             at the start, of which a copy is kept, but with LoRA; the rest is the distance to that of the clips.
     """
 
-    sigma: str = choice("logit_normal", *DISTRIBUTIONS)
+    sigma: str = choice("logit_normal", "logit_normal", "uniform")
     mean: float = number(0.0)
     std: float = number(1.0, "(0, inf)")
     flow_shift: float | None = number(None, "(0, inf)")
@@ -154,7 +126,7 @@ class CheckpointConfig(_Checked):
     Args:
         every: steps. keep: how many.
         resume: auto (the newest, if there is one), never (an error if there is one), must (an error if there is none).
-        waive: parts of WAIVABLE that may be missing, with which the run starts anew.
+        waive: WAIVABLE, with which another number of processes may go on.
     """
 
     every: int = number(250, "[1, inf)")

@@ -7,23 +7,26 @@ layers, if there are any) a file for `vmonarch.load_adapter`.
 
 from __future__ import annotations
 
-import dataclasses
-import os
+import contextlib
 import re
 import shutil
+import tempfile
 import types
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed.checkpoint
 
+from vmonarch import restore, save_adapter
 from vmonarch.configs import InputError
 from vmonarch.finetune import checkpoints
 from vmonarch.finetune.checkpoints import CheckpointError
 from vmonarch.finetune.config import finetune_config, require
 from vmonarch.finetune.models import COMPONENTS, Experts, load_experts, model_facts
+from vmonarch.installation import is_applied
 from vmonarch.pipelines.model_folder import ModelFolder, find_wan_model
 
 WHICH, NAMES = ("auto", "last", "ema"), ("diffusers", "comfyui")
@@ -57,7 +60,7 @@ def export(
     dtype: torch.dtype | None = None,
     model: str | None = None,
 ) -> Path:
-    """Write the weights of a checkpoint as files that need no training code.
+    """Write the weights of a checkpoint as files that need no training code; returns `output`.
 
     Args:
         run: the run's output folder.
@@ -69,9 +72,6 @@ def export(
         dtype: to store in; None for that of the model's own weights.
         model: where the model is now, if it was moved since.
 
-    Returns:
-        what was written.
-
     Raises:
         InputError: an argument that cannot be used.
         CheckpointError: no such checkpoint, or it does not fit the model.
@@ -79,8 +79,39 @@ def export(
     """
     run, output = Path(run).expanduser(), Path(output).expanduser()
     require(not output.exists(), "output", f"must not exist, {str(output)!r} does; nothing is overwritten")
-    for argument, value, known in (("weights", weights, WHICH), ("names", names, NAMES)):
-        require(value in known, argument, f"must be one of {', '.join(known)}, got {value!r}")
+    require(weights in WHICH, "weights", f"must be one of {', '.join(WHICH)}, got {weights!r}")
+    require(names in NAMES, "names", f"must be one of {', '.join(NAMES)}, got {names!r}")
+    path = _find_checkpoint(run, step)
+    record = checkpoints.read_json(path / checkpoints.RUN)
+    # Validation has had other settings, and is of no account here.
+    told = record["config"] | {"validation": {}, "gradient_checkpointing": False} | ({"model": model} if model else {})
+    config = finetune_config(told, {"objective": {"distillation": 0.0}})
+    folder = find_wan_model(config.model, config.revision)
+    if folder.fingerprint() != record["model"]:
+        raise CheckpointError(f"{path} was trained from another model than {folder.path}")
+    require(config.ema or weights != "ema", "weights", "cannot be ema: the run has no average")
+    require(config.lora.rank > 0 or names == "diffusers", "names", f"cannot be {names}: the run has no LoRA layers")
+    facts = model_facts(folder, config)
+    experts, _ = load_experts(folder, facts, config)
+    _fill(experts.eval(), path, checkpoints.AVERAGE if config.ema > 0 and weights != "last" else checkpoints.WEIGHTS)
+    dtypes = {name: dtype or facts.dtypes[name] for name in facts.names}
+    learns = any(".processor." in name for name, _ in experts.named_parameters())
+    form = "end with .safetensors" if learns or (config.lora.rank and len(facts.names) == 1) else "be a folder"
+    problem = f"must {form} for what this run trained, got {str(output)!r}"
+    require((form != "be a folder") == (output.suffix == ".safetensors"), "output", problem)
+    with _appears(output) as partial:
+        if learns:
+            pipe = types.SimpleNamespace(**{**dict.fromkeys(COMPONENTS), **experts.parts})
+            save_adapter(pipe, partial, dtype=dtypes[facts.names[0]])
+        elif config.lora.rank:
+            _write_layers(experts, partial, dtypes, names)
+        else:
+            _write_pipeline(folder, experts, partial, dtypes)
+    return output
+
+
+def _find_checkpoint(run: Path, step: int | None) -> Path:
+    """The run's checkpoint of a step, or its newest, whose files are what was saved."""
     saved = run / "checkpoints"
     require(saved.is_dir(), "run", f"must be the output folder of a run; there is no folder {str(saved)!r}")
     path = checkpoints.newest(saved) if step is None else checkpoints.path_of(saved, step)
@@ -89,55 +120,31 @@ def export(
         raise CheckpointError(f"{run} has no checkpoint{'' if step is None else f' of step {step}'}; it has: {listed}")
     if step is not None:
         checkpoints.check(path)
-    record = checkpoints.read_json(path / checkpoints.RUN)
-    config = finetune_config(record["config"])
-    config = dataclasses.replace(
-        config,
-        model=model or config.model,
-        gradient_checkpointing=False,
-        objective=dataclasses.replace(config.objective, distillation=0.0),
-    )
-    folder = find_wan_model(config.model, config.revision)
-    if folder.fingerprint() != record["model"]:
-        raise CheckpointError(f"{path} was trained from another model than {folder.path}")
-    require(config.ema or weights != "ema", "weights", "cannot be ema: the run has no average")
-    require(config.lora.rank > 0 or names == "diffusers", "names", f"cannot be {names}: the run has no LoRA layers")
-    facts = model_facts(folder, config)
-    experts, _ = load_experts(folder, facts, config)
-    trained = {name: p.detach() for name, p in experts.eval().named_parameters() if p.requires_grad}
-    file = checkpoints.AVERAGE if config.ema > 0 and weights != "last" else checkpoints.WEIGHTS
+    return path
+
+
+def _fill(experts: Experts, path: Path, file: str) -> None:
+    """Put the weights in a file of a checkpoint in the place of those that are trained."""
+    trained = {name: p.detach() for name, p in experts.named_parameters() if p.requires_grad}
     if (path / file).exists():
         checkpoints.load_weights(path / file, trained)
     else:
         # FSDP's, each process its part.
         with warnings.catch_warnings(action="ignore"):
             torch.distributed.checkpoint.load({"model": trained}, checkpoint_id=path / SPREAD_WEIGHTS, no_dist=True)
-    dtypes = {name: dtype or facts.dtypes[name] for name in facts.names}
-    learns = any(".processor." in name for name, _ in experts.named_parameters())
-    one_file = learns or (config.lora.rank > 0 and len(facts.names) == 1)
-    problem = f"must {'end with .safetensors' if one_file else 'be a folder'} for what this run trained, got"
-    require(one_file == (output.suffix == ".safetensors"), "output", f"{problem} {str(output)!r}")
+
+
+@contextlib.contextmanager
+def _appears(output: Path) -> Iterator[Path]:
+    """Another name for a file or folder to be written, which gets its own when it is whole."""
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise InputError("output", f"{str(output)!r} cannot be written: {error.strerror or error}") from error
-    partial = output.with_name(f".{output.stem}.{os.getpid()}.partial{output.suffix}")
-    try:
-        if learns:
-            from vmonarch import save_adapter
-
-            pipe = types.SimpleNamespace(**{**dict.fromkeys(COMPONENTS), **experts.parts})
-            save_adapter(pipe, partial, dtype=dtypes[facts.names[0]])
-        elif config.lora.rank:
-            _write_layers(experts, partial, dtypes, names)
-        else:
-            _write_pipeline(folder, experts, partial, dtypes)
-        # It appears whole or not at all.
+    with tempfile.TemporaryDirectory(prefix=f".{output.stem}.", suffix=".partial", dir=output.parent) as folder:
+        partial = Path(folder) / output.name
+        yield partial
         partial.rename(output)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.unlink(missing_ok=True)
-    return output
 
 
 def _write_layers(experts: Experts, path: Path, dtypes: dict[str, torch.dtype], names: str) -> None:
@@ -185,9 +192,6 @@ def comfyui_name(key: str) -> str:
 
 def _write_pipeline(folder: ModelFolder, experts: Experts, path: Path, dtypes: dict[str, torch.dtype]) -> None:
     """A copy of the model's folder with other weights."""
-    from vmonarch import restore
-    from vmonarch.installation import is_applied
-
     shutil.copytree(folder.path, path, ignore=shutil.ignore_patterns(*experts.parts, "*.py", "__pycache__"))
     part: Any
     for name, part in experts.parts.items():

@@ -17,7 +17,7 @@ from torch import nn
 
 from vmonarch.configs import InputError
 from vmonarch.finetune.config import FinetuneConfig, require
-from vmonarch.finetune.objective import Conditioning
+from vmonarch.finetune.objective import Expert, Objective
 from vmonarch.pipelines.model_folder import ModelError, ModelFolder, read_json
 from vmonarch.pipelines.recipes import RECOMPILE_LIMIT
 
@@ -34,27 +34,24 @@ class ModelFacts:
     Args:
         names: of the transformers to train.
         mean, std: [C], of the VAE's latents.
-        flow_shift: of its scheduler.
-        boundary: noise level at which Wan2.2's two transformers meet; None for one transformer.
         text_dim: of the text embeddings.
         dtypes: of the stored weights, by name of the transformer.
+        objective: the loss of the run.
     """
 
     names: tuple[str, ...]
     mean: torch.Tensor
     std: torch.Tensor
-    flow_shift: float
-    boundary: float | None
-    conditioning: Conditioning
     text_dim: int
     dtypes: Mapping[str, torch.dtype]
+    objective: Objective
 
 
 def model_facts(folder: ModelFolder, config: FinetuneConfig) -> ModelFacts:
     """Read the facts from the folder's JSON files.
 
     Raises:
-        InputError: `train` names a transformer that the pipeline has not, or the conditioning does not fit the model.
+        InputError: `train` names a transformer that the pipeline has not, or `objective` does not fit the model.
         ModelError: the folder does not say how its latents are normalised.
     """
     from safetensors import safe_open
@@ -68,29 +65,31 @@ def model_facts(folder: ModelFolder, config: FinetuneConfig) -> ModelFacts:
         raise ModelError(f"{folder.path / 'vae' / 'config.json'} has no latents_mean and latents_std")
     scheduler = read_json(folder.path / "scheduler" / "scheduler_config.json")
     transformer = read_json(folder.path / names[0] / "config.json")
-    share, patch = config.objective.image_share, tuple(transformer.get("patch_size", (1, 2, 2)))
-    if folder.image_conditioned:
-        conditioning = Conditioning("channels", 1.0, patch, takes_image=transformer.get("image_dim") is not None)
-    elif index.get("expand_timesteps"):
-        conditioning = Conditioning("tokens", share, patch)
-    else:
-        problem = f"must be 0 for {folder.name}, which takes no first frame, got {share}"
-        require(share == 0, "objective.image_share", problem)
-        conditioning = Conditioning()
+    told = config.objective
+    form = "channels" if folder.image_conditioned else "tokens" if index.get("expand_timesteps") else "none"
+    problem = f"must be 0 for {folder.name}, which takes no first frame, got {told.image_share}"
+    require(form != "none" or told.image_share == 0, "objective.image_share", problem)
+    # The noise level at which Wan2.2's two transformers meet.
+    boundary = index.get("boundary_ratio") if len(there) == 2 else None
+    experts: tuple[Expert, ...] = (Expert(names[0]),)
+    if boundary is not None:
+        both = Expert("transformer", boundary, 1.0), Expert("transformer_2", 0.0, boundary)
+        experts = tuple(expert for expert in both if expert.name in names)
+    objective = Objective(
+        experts,
+        config.seed,
+        told,
+        shift=told.flow_shift or float(scheduler.get("flow_shift", scheduler.get("shift", 1.0))),
+        form=form,
+        takes_image=transformer.get("image_dim") is not None,
+        patch=tuple(transformer.get("patch_size", (1, 2, 2))),
+    )
     dtypes = {}
     for name in names:
         with safe_open(min((folder.path / name).glob("*.safetensors")), "pt") as file:
             dtypes[name] = file.get_tensor(next(iter(file.keys()))).dtype
-    return ModelFacts(
-        names=names,
-        mean=torch.tensor(vae["latents_mean"]),
-        std=torch.tensor(vae["latents_std"]),
-        flow_shift=float(scheduler.get("flow_shift", scheduler.get("shift", 1.0))),
-        boundary=index.get("boundary_ratio") if len(there) == 2 else None,
-        conditioning=conditioning,
-        text_dim=transformer.get("text_dim", 4096),
-        dtypes=dtypes,
-    )
+    mean, std = (torch.tensor(vae[f"latents_{name}"]) for name in ("mean", "std"))
+    return ModelFacts(names, mean, std, transformer.get("text_dim", 4096), dtypes, objective)
 
 
 class Experts(nn.Module):
@@ -115,21 +114,17 @@ def save_trained_alone(experts: Experts) -> None:
 
     Not before accelerate has prepared the module: FSDP spreads all of its weights by the state dict.
     """
-    experts.register_state_dict_post_hook(_leave_out_frozen)
-    experts.register_load_state_dict_post_hook(_miss_no_frozen)
+    frozen = tuple(name for name, parameter in experts.named_parameters() if not parameter.requires_grad)
 
+    def leave_out(_: nn.Module, state: dict[str, Any], prefix: str, __: Any) -> None:
+        for name in frozen:
+            state.pop(prefix + name, None)
 
-def _frozen(experts: nn.Module) -> tuple[str, ...]:
-    return tuple(name for name, parameter in experts.named_parameters() if not parameter.requires_grad)
+    def miss_none(_: nn.Module, found: Any) -> None:
+        found.missing_keys[:] = [key for key in found.missing_keys if not key.endswith(frozen)]
 
-
-def _leave_out_frozen(experts: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
-    for name in _frozen(experts):
-        state.pop(prefix + name, None)
-
-
-def _miss_no_frozen(experts: nn.Module, found: Any) -> None:
-    found.missing_keys[:] = [key for key in found.missing_keys if not key.endswith(_frozen(experts))]
+    experts.register_state_dict_post_hook(leave_out)
+    experts.register_load_state_dict_post_hook(miss_none)
 
 
 def load_experts(
@@ -333,15 +328,13 @@ class BeforeLora:
     def __call__(self, expert: str, **arguments: Any) -> Any:
         """The call of a `WanTransformer3DModel`, without gradients."""
         with _processors(self._full[expert]):
-            self._scale(expert, 0.0)
             try:
+                for layer in self._lora[expert]:
+                    layer.set_scale("default", 0.0)
                 return self._experts(expert, **arguments)
             finally:
-                self._scale(expert, 1.0)
-
-    def _scale(self, expert: str, scale: float) -> None:
-        for layer in self._lora[expert]:
-            layer.set_scale("default", scale)
+                for layer in self._lora[expert]:
+                    layer.set_scale("default", 1.0)
 
 
 class Annealing:

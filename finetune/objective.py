@@ -10,52 +10,17 @@ Shapes: B clips, C latent channels, T latent frames, h × w latent pixels, S tok
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 
-DISTRIBUTIONS = ("logit_normal", "uniform")
+from vmonarch.finetune.config import ObjectiveConfig
+
 TIMESTEPS = 1000
 # The model is asked for no level below: there is nothing left to predict from.
 LEAST_SIGMA = 1e-4
-
-
-@dataclass(frozen=True)
-class NoiseLevels:
-    """How σ is drawn: u logit-normal or uniform in (0, 1), then σ = shift·u / (1 + (shift - 1)·u).
-
-    Args:
-        distribution: one of DISTRIBUTIONS.
-        mean, std: of the normal whose sigmoid is u.
-        shift: above 1 moves σ towards noise, as the scheduler's flow shift does.
-    """
-
-    distribution: str = "logit_normal"
-    mean: float = 0.0
-    std: float = 1.0
-    shift: float = 1.0
-
-    def share(self, low: float = 0.0, high: float = 1.0) -> float:
-        """The probability of a level between `low` and `high`."""
-        ends = self._cumulative(torch.tensor([low, high], dtype=torch.float64))
-        return (ends[1] - ends[0]).item()
-
-    def levels(self, uniform: torch.Tensor, low: float = 0.0, high: float = 1.0) -> torch.Tensor:
-        """σ, float32 [B], between `low` and `high`, from numbers [B] that are uniform in [0, 1)."""
-        ends = self._cumulative(torch.tensor([low, high], dtype=torch.float64))
-        p = ends[0] + uniform.double() * (ends[1] - ends[0])
-        u = (self.mean + self.std * torch.special.ndtri(p)).sigmoid() if self.distribution == "logit_normal" else p
-        sigma = self.shift * u / (1 + (self.shift - 1) * u)
-        return sigma.clamp(max(low, LEAST_SIGMA), high).float()
-
-    def _cumulative(self, sigma: torch.Tensor) -> torch.Tensor:
-        """The probability of a level below σ."""
-        u = sigma / (self.shift - (self.shift - 1) * sigma)
-        if self.distribution == "uniform":
-            return u
-        return torch.special.ndtr((u.logit() - self.mean) / self.std)
 
 
 class Expert(NamedTuple):
@@ -66,36 +31,10 @@ class Expert(NamedTuple):
     high: float = 1.0
 
 
-def experts_of(names: Sequence[str], boundary: float | None) -> tuple[Expert, ...]:
-    """The transformers with these names: Wan2.2's two meet at noise level `boundary`, the first takes what is above."""
-    if boundary is None:
-        return (Expert(names[0]),)
-    both = Expert("transformer", boundary, 1.0), Expert("transformer_2", 0.0, boundary)
-    return tuple(expert for expert in both if expert.name in names)
-
-
 def generator_for(seed: int, *place: object) -> torch.Generator:
     """Random numbers of one purpose at one place of a run, on the CPU."""
     digest = hashlib.sha256("/".join(map(str, (seed, *place))).encode()).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest[:8]) >> 1)
-
-
-@dataclass(frozen=True)
-class Conditioning:
-    """How the model learns of a first frame.
-
-    Args:
-        form: "none"; "channels" (Wan2.1 and A14B image-to-video: mask and encoded frame are further input channels);
-            or "tokens" (Wan2.2 5B: the first latent frame is clean and its tokens have timestep 0).
-        share: of the clips that have it; always 1 with "channels", which cannot do without.
-        patch: of the transformer.
-        takes_image: the transformer has cross-attention to an image encoder's features.
-    """
-
-    form: str = "none"
-    share: float = 1.0
-    patch: tuple[int, int, int] = (1, 2, 2)
-    takes_image: bool = False
 
 
 class Draw(NamedTuple):
@@ -103,7 +42,7 @@ class Draw(NamedTuple):
 
     Args:
         expert: whose levels these are.
-        sigma: [B]. noise: [B, C, T, h, w]. conditioned: bool [B].
+        sigma: [B]. noise: [B, C, T, h, w]. conditioned: bool [B], which clips have their first frame given.
     """
 
     expert: Expert
@@ -116,31 +55,62 @@ class Draw(NamedTuple):
 class Objective:
     """The loss of a micro-batch.
 
+    σ is shift·u / (1 + (shift - 1)·u) for a u that is logit-normal or uniform in (0, 1).
+
     Args:
-        levels, experts, conditioning: see there.
-        seed: of the run.
-        distillation: share of the loss that is the squared difference to the velocity of a teacher.
+        experts: the transformers that are trained.
+        seed, options: of the run.
+        shift: above 1 moves σ towards noise, as the scheduler's flow shift does.
+        form: how the model learns of a first frame: "none"; "channels" (Wan2.1 and A14B image-to-video: mask and
+            encoded frame are further input channels, of all clips); or "tokens" (Wan2.2 5B: the first latent frame of
+            some clips is clean and its tokens have timestep 0).
+        takes_image: the transformer has cross-attention to an image encoder's features.
+        patch: of the transformer.
     """
 
-    levels: NoiseLevels
-    experts: tuple[Expert, ...]
-    seed: int
-    conditioning: Conditioning = field(default_factory=Conditioning)
-    distillation: float = 0.0
+    experts: tuple[Expert, ...] = (Expert("transformer"),)
+    seed: int = 0
+    options: ObjectiveConfig = field(default_factory=ObjectiveConfig)
+    shift: float = 1.0
+    form: str = "none"
+    takes_image: bool = False
+    patch: tuple[int, int, int] = (1, 2, 2)
+
+    def share(self, low: float = 0.0, high: float = 1.0) -> float:
+        """The probability of a level between `low` and `high`."""
+        ends = self._cumulative(low, high)
+        return (ends[1] - ends[0]).item()
+
+    def levels(self, uniform: torch.Tensor, low: float = 0.0, high: float = 1.0) -> torch.Tensor:
+        """σ, float32 [B], between `low` and `high`, from numbers [B] that are uniform in [0, 1)."""
+        ends, options = self._cumulative(low, high), self.options
+        u = ends[0] + uniform.double() * (ends[1] - ends[0])
+        if options.sigma == "logit_normal":
+            u = (options.mean + options.std * torch.special.ndtri(u)).sigmoid()
+        sigma = self.shift * u / (1 + (self.shift - 1) * u)
+        return sigma.clamp(max(low, LEAST_SIGMA), high).float()
+
+    def _cumulative(self, *sigma: float) -> torch.Tensor:
+        """The probability of a level below each σ, float64."""
+        levels = torch.tensor(sigma, dtype=torch.float64)
+        u = levels / (self.shift - (self.shift - 1) * levels)
+        if self.options.sigma == "logit_normal":
+            u = torch.special.ndtr((u.logit() - self.options.mean) / self.options.std)
+        return u
 
     def draw(self, latents: torch.Tensor, *, step: int, micro: int = 0, data_rank: int = 0) -> Draw:
         """What is random for clips of the shape of `latents`; the expert is the same on all ranks of a step."""
         expert = self.experts[0]
         if len(self.experts) > 1:
-            shares = torch.tensor([self.levels.share(e.low, e.high) for e in self.experts], dtype=torch.float64)
+            shares = torch.tensor([self.share(e.low, e.high) for e in self.experts], dtype=torch.float64)
             chooser = generator_for(self.seed, "expert", step)
             expert = self.experts[int(torch.multinomial(shares, 1, generator=chooser))]
         random = generator_for(self.seed, "noise", step, micro, data_rank)
         B = len(latents)
-        sigma = self.levels.levels(torch.rand(B, generator=random, dtype=torch.float64), expert.low, expert.high)
+        sigma = self.levels(torch.rand(B, generator=random, dtype=torch.float64), expert.low, expert.high)
         noise = torch.randn(latents.shape, generator=random)
-        share = 1.0 if self.conditioning.form == "channels" else self.conditioning.share
-        conditioned = torch.rand(B, generator=random) < (share if self.conditioning.form != "none" else 0.0)
+        share = {"none": 0.0, "channels": 1.0, "tokens": self.options.image_share}[self.form]
+        conditioned = torch.rand(B, generator=random) < share
         return Draw(expert, sigma.to(latents.device), noise.to(latents), conditioned.to(latents.device))
 
     def losses(
@@ -158,39 +128,38 @@ class Objective:
             model: called as `WanTransformer3DModel` is; `draw.expert` says which one.
             latents: clean and normalised, [B, C, T, h, w]. text: [B, L, D].
             extras: "first_frame_latent" [B, C, T, h, w] normalised and, if the model takes it, "clip_feature"
-                [B, tokens, D]; only read for conditioning "channels".
-            teacher: needed with `distillation`; its velocity is the second target.
+                [B, tokens, D]; only read with "channels".
+            teacher: its velocity is the second target, which has the share `distillation` of the loss.
 
         Raises:
-            KeyError: an extra that the conditioning needs is not there.
+            KeyError: an extra that the form needs is not there.
         """
         arguments, counted = self.inputs(draw, latents, text, extras)
         velocity = model(**arguments, return_dict=False)[0].float()
         loss = _mean_square(velocity - (draw.noise - latents), counted)
-        if self.distillation:
-            assert teacher is not None
+        if teacher is not None:
             with torch.no_grad():
                 wanted = teacher(**arguments, return_dict=False)[0].float()
-            loss = torch.lerp(loss, _mean_square(velocity - wanted, counted), self.distillation)
+            loss = torch.lerp(loss, _mean_square(velocity - wanted, counted), self.options.distillation)
         return loss
 
     def inputs(
         self, draw: Draw, latents: torch.Tensor, text: torch.Tensor, extras: Mapping[str, torch.Tensor]
     ) -> tuple[dict[str, torch.Tensor], torch.Tensor | None]:
         """Arguments of the transformer, and which parts of the velocity count ([B, 1, T, 1, 1]; None for all)."""
-        s, conditioning = draw.sigma.view(-1, 1, 1, 1, 1), self.conditioning
+        s = draw.sigma.view(-1, 1, 1, 1, 1)
         x, timestep, counted = (1 - s) * latents + s * draw.noise, TIMESTEPS * draw.sigma, None
         arguments = {"encoder_hidden_states": text}
-        if conditioning.form == "channels":
+        if self.form == "channels":
             # As WanImageToVideoPipeline.prepare_latents: of the mask's four channels the first latent frame is 1.
             mask = torch.zeros_like(x[:, :4])
             mask[:, :, 0] = 1
             x = torch.cat([x, mask, extras["first_frame_latent"].to(x)], 1)
-            if conditioning.takes_image:
+            if self.takes_image:
                 arguments["encoder_hidden_states_image"] = extras["clip_feature"].to(text)
-        elif conditioning.form == "tokens":
+        elif self.form == "tokens":
             # The VAE is causal: the first latent frame of a clip is the encoding of its first frame.
-            T, h, w = (n // p for n, p in zip(x.shape[2:], conditioning.patch, strict=True))
+            T, h, w = (n // p for n, p in zip(x.shape[2:], self.patch, strict=True))
             given = draw.conditioned.view(-1, 1, 1, 1, 1)
             first = torch.arange(x.shape[2], device=x.device).view(1, 1, -1, 1, 1) == 0
             x = torch.where(given & first, latents, x)

@@ -32,7 +32,7 @@ from vmonarch.configs import InputError
 from vmonarch.files import AtomicFiles
 from vmonarch.finetune import checkpoints
 from vmonarch.finetune.checkpoints import CheckpointError
-from vmonarch.finetune.config import FinetuneConfig, OptimizerConfig, require
+from vmonarch.finetune.config import WAIVABLE, FinetuneConfig, OptimizerConfig, require
 from vmonarch.finetune.data.loader import Batch, DataError, LatentLoader
 from vmonarch.finetune.data.parquet import ParquetFolder
 from vmonarch.finetune.models import (
@@ -45,7 +45,7 @@ from vmonarch.finetune.models import (
     save_trained_alone,
     share_clips,
 )
-from vmonarch.finetune.objective import Draw, NoiseLevels, Objective, experts_of, generator_for
+from vmonarch.finetune.objective import Draw, generator_for
 from vmonarch.pipelines.environment import environment
 from vmonarch.pipelines.model_folder import find_wan_model
 from vmonarch.pipelines.outputs import prepare_output_dir
@@ -110,13 +110,8 @@ class Trainer:
             "model": self.folder.fingerprint(),
             "environment": environment(self.accelerator.device),
         }
-        told = config.objective
-        levels = NoiseLevels(told.sigma, told.mean, told.std, told.flow_shift or facts.flow_shift)
-        experts = experts_of(facts.names, facts.boundary)
-        self.objective = Objective(levels, experts, config.seed, facts.conditioning, told.distillation)
-        # Processes that share clips find the same ones bad.
-        quarantine = self.output / "quarantine.jsonl" if self.rank % self.group == 0 else None
-        how = {"workers": data.workers, "caption_dropout": data.caption_dropout, "quarantine": quarantine}
+        self.objective = facts.objective
+        how = {"workers": data.workers, "caption_dropout": data.caption_dropout}
         self.loader = self._loader(self.clips, batch_size=config.micro_batch, seed=config.seed, **how)
         self.step, self.saved = 0, self.output / "checkpoints"
         self._shown: dict[str, str] = {}
@@ -129,14 +124,13 @@ class Trainer:
             self._held = held.pop_all()
 
     def _loader(self, clips: ParquetFolder, **options: Any) -> LatentLoader:
-        facts = self.facts
         return LatentLoader(
             clips,
             rank=self.data_rank,
             world_size=self.data_world,
-            mean=facts.mean,
-            std=facts.std,
-            text_dim=facts.text_dim,
+            mean=self.facts.mean,
+            std=self.facts.std,
+            text_dim=self.facts.text_dim,
             bad_fraction=self.config.data.bad_fraction,
             **options,
         )
@@ -200,19 +194,13 @@ class Trainer:
             require(how.resume != "must", "checkpoints.resume", f"is must, but {self.saved} holds no checkpoint")
             return
         manifest, run = (checkpoints.read_json(path / name) for name in (checkpoints.MANIFEST, checkpoints.RUN))
-        if manifest["format"] != checkpoints.FORMAT:
-            raise CheckpointError(
-                f"{path} is of a version before 2026-11-28, which alone can resume it; to go on from its weights,"
-                f" `vmonarch export {self.output} --output …`, and finetune what it writes in another output_dir"
-            )
         if self.spread == (checkpoints.WEIGHTS in manifest["files"]):
             raise CheckpointError(f"{path} was saved with{'out' * self.spread} FSDP; go on with it as it began")
-        missing = [] if self.average is None or checkpoints.AVERAGE in manifest["files"] else ["ema"]
-        missing += ["loader", "random"] if manifest["world_size"] != self.world else []
-        if unwaived := [part for part in missing if part not in how.waive]:
+        anew = manifest["world_size"] != self.world
+        if anew and set(how.waive) != set(WAIVABLE):
             raise CheckpointError(
-                f"{path} lacks {', '.join(unwaived)} (saved by {manifest['world_size']} processes, there are"
-                f" {self.world}); checkpoints.waive names what may begin anew"
+                f"{path} was saved by {manifest['world_size']} processes, there are {self.world};"
+                f" checkpoints.waive=[{','.join(WAIVABLE)}] lets data and random numbers begin anew"
             )
         if run["model"] != self.about["model"]:
             raise CheckpointError(f"{path} was trained from another model than {self.folder.name}")
@@ -221,27 +209,22 @@ class Trainer:
             raise CheckpointError(f"{path} cannot be resumed with other settings: {listed}; give another output_dir")
         random = torch.get_rng_state()
         self.accelerator.load_state(str(path))
-        if "random" in missing:
+        if anew:
             torch.set_rng_state(random)
-        if "loader" not in missing:
+        else:
             self.loader.load_state_dict(run["loader"])
         self.step = run["step"]
         if not self.spread:
             checkpoints.load_weights(path / checkpoints.WEIGHTS, self.trained)
         if self.average is not None:
             shadow = dict(zip(self.trained, self.average.shadow_params, strict=True))
-            if "ema" in missing:
-                torch._foreach_copy_(list(shadow.values()), [p.detach() for p in self.trained.values()])
-            else:
-                checkpoints.load_weights(path / checkpoints.AVERAGE, shadow)
-                self.average.optimization_step = self.step
+            checkpoints.load_weights(path / checkpoints.AVERAGE, shadow)
+            self.average.optimization_step = self.step
 
     def _differences(self, config: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
         """(before, now) of the settings that make this another run than the one of a record."""
         before, now = _flat(config), _flat(self.about["config"])
         free = [name for name in FREE if name != "steps" or self.config.optimizer.schedule == "constant"]
-        # An average that may be missing may begin now.
-        free += [name for name in self.config.checkpoints.waive if name == "ema"]
         return {
             key: (before.get(key), now.get(key))
             for key in sorted(before.keys() | now.keys())
@@ -310,7 +293,7 @@ class Trainer:
             latents = batch.latents.to(accelerator.device)
             draw = self.objective.draw(latents, step=self.step, micro=micro, data_rank=self.data_rank)
             with accelerator.accumulate(self.model):
-                loss = self._losses(self.objective, draw, batch, latents, transfer=transfer)
+                loss = self._losses(draw, batch, latents, transfer=transfer)
                 # DDP takes the mean over all processes; those that share a clip have parts of its gradient.
                 accelerator.backward(self.group * loss.mean())
                 losses.append(loss.detach())
@@ -332,10 +315,11 @@ class Trainer:
         return {"loss": mean, "gradient_norm": float(norm), "learning_rate": rate, "dense_layers": dense}
 
     def _losses(
-        self, objective: Objective, draw: Draw, batch: Batch, latents: torch.Tensor, *, transfer: bool = False
+        self, draw: Draw, batch: Batch, latents: torch.Tensor, *, transfer: bool = False, plain: bool = False
     ) -> torch.Tensor:
-        device = self.accelerator.device
-        tokens = math.prod(s // p for s, p in zip(latents.shape[2:], objective.conditioning.patch, strict=True))
+        """[B]: the loss of each clip; the distance to the clips alone with `plain`."""
+        device, objective = self.accelerator.device, self.objective
+        tokens = math.prod(s // p for s, p in zip(latents.shape[2:], objective.patch, strict=True))
         problem = f"must divide the {tokens} tokens of a clip, got {self.group}"
         require(tokens % self.group == 0, "sequence_parallel_size", problem)
         extras = {name: tensor.to(device) for name, tensor in batch.extras.items()}
@@ -344,7 +328,7 @@ class Trainer:
             if transfer:
                 given, _ = objective.inputs(draw, latents, text, extras)
                 return model(transfer=True, **given)
-            teacher = None if self.teacher is None else partial(self.teacher, draw.expert.name)
+            teacher = None if plain or self.teacher is None else partial(self.teacher, draw.expert.name)
             return objective.losses(model, draw, latents, text, extras, teacher)
 
     def _stop_unless_finite(self, losses: list[torch.Tensor], seen: list[Batch], norm: torch.Tensor) -> None:
@@ -371,12 +355,11 @@ class Trainer:
         batch = next(iter(self._loader(self.clips, batch_size=1, seed=0, shuffle=False)))
         latents = batch.latents.to(self.accelerator.device)
         for expert in self.objective.experts:
-            plain = dataclasses.replace(self.objective, experts=(expert,), distillation=0.0)
-            draw = plain.draw(latents, step=0)
+            draw = dataclasses.replace(self.objective, experts=(expert,)).draw(latents, step=0)
             found = []
             for stance in ("force_eager", "default"):
                 with torch.compiler.set_stance(stance):
-                    self.accelerator.backward(self._losses(plain, draw, batch, latents).mean())
+                    self.accelerator.backward(self._losses(draw, batch, latents, plain=True).mean())
                 gradients = [p.grad for p in self.trained.values() if p.grad is not None]
                 # Of what FSDP spreads, the part that is on this rank.
                 own = [g.to_local() if hasattr(g, "to_local") else g for g in gradients]
@@ -397,10 +380,10 @@ class Trainer:
         """Mean loss of the held-out clips at fixed noise levels with fixed noise."""
         assert self.held_out is not None
         clips, J = min(self.config.validation.clips, len(self.held_out)), self.config.validation.levels
-        plain = dataclasses.replace(self.objective, distillation=0.0)
+        objective = self.objective
         # Of one of two experts, its own levels: it may serve none of all.
-        low, high = min(e.low for e in plain.experts), max(e.high for e in plain.experts)
-        sigmas = plain.levels.levels((torch.arange(J, dtype=torch.float64) + 0.5) / J, low, high)
+        low, high = min(e.low for e in objective.experts), max(e.high for e in objective.experts)
+        sigmas = objective.levels((torch.arange(J, dtype=torch.float64) + 0.5) / J, low, high)
         total = torch.zeros(2, dtype=torch.float64)
         with self._exported_weights():
             for number, batch in enumerate(self._loader(self.held_out, batch_size=1, seed=0, shuffle=False)):
@@ -411,13 +394,13 @@ class Trainer:
                 counts = clip < clips
                 latents = batch.latents.to(self.accelerator.device)
                 for j, sigma in enumerate(sigmas):
-                    expert = next(e for e in plain.experts if e.low <= sigma <= e.high)
+                    expert = next(e for e in objective.experts if e.low <= sigma <= e.high)
                     # By the clip and not by its rank: the noise is the same on any number of processes.
                     random = generator_for(0, "validation", clip, j)
                     noise = torch.randn(latents.shape, generator=random).to(latents)
-                    conditioned = torch.full((1,), plain.conditioning.form == "channels", device=latents.device)
+                    conditioned = torch.full((1,), objective.form == "channels", device=latents.device)
                     draw = Draw(expert, sigma.to(latents).expand(1), noise, conditioned)
-                    loss = self._losses(plain, draw, batch, latents).item()
+                    loss = self._losses(draw, batch, latents, plain=True).item()
                     if counts:
                         total += torch.tensor([loss, 1.0], dtype=torch.float64)
         total = self.accelerator.reduce(total.to(self.accelerator.device, torch.float32), "sum")
@@ -490,7 +473,7 @@ class Trainer:
 
 
 def _accelerator(config: FinetuneConfig, experts: int) -> Accelerator:
-    # The others wait while the first process samples videos or writes a checkpoint.
+    # The others wait while the first process writes a checkpoint.
     handlers: list[Any] = [InitProcessGroupKwargs(timeout=WAITING)]
     if experts > 1 or config.transfer:
         handlers.append(DistributedDataParallelKwargs(find_unused_parameters=True))
@@ -506,13 +489,9 @@ def _accelerator(config: FinetuneConfig, experts: int) -> Accelerator:
     if used == "FSDP":
         require(accelerator.is_fsdp2, "accelerate", "must be configured for FSDP version 2, got version 1")
         why = "with FSDP, which spreads the weights; configure accelerate for DDP"
-        for name, value in (
-            ("ema", config.ema),
-            ("transfer", config.transfer),
-            ("validation.videos_every", config.validation.videos_every),
-            ("sequence_parallel_size", config.sequence_parallel_size - 1),
-        ):
-            require(not value, name, f"must be {int(name.startswith('seq'))} {why}")
+        for name, only in {"ema": 0, "transfer": 0, "sequence_parallel_size": 1}.items():
+            require(getattr(config, name) == only, name, f"must be {only} {why}")
+        require(not config.validation.videos_every, "validation.videos_every", f"must be 0 {why}")
         # Of a full one, the first process would have to hold all.
         plugin = accelerator.state.fsdp_plugin
         plugin.set_state_dict_type("SHARDED_STATE_DICT")

@@ -15,8 +15,4 @@ if TYPE_CHECKING:
     from vmonarch.pipelines import embedded as embedded
     from vmonarch.pipelines import generation as generation
 
-_WAN = ("WanAnimatePipeline", "WanImageToVideoPipeline", "WanPipeline", "WanVACEPipeline", "WanVideoToVideoPipeline")
-
-__getattr__, __dir__ = lazy_names(
-    __name__, modules=("embedded", "generation"), gone=dict.fromkeys(_WAN, "import it from diffusers")
-)
+__getattr__, __dir__ = lazy_names(__name__, modules=("embedded", "generation"))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import re
 import warnings
 from collections.abc import Mapping, Sequence
@@ -11,43 +10,27 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from vmonarch.configs import InputError, build, check_keys, check_types, read_yaml
-from vmonarch.configs.methods import AttentionMethod, Stack, merge_attention, options_now, resolve_method
+from vmonarch.configs import InputError, build, check_keys, check_types, check_values, choice, number, read_yaml
+from vmonarch.configs.methods import Additions, AttentionMethod, as_json, merge_attention, options_now, resolve_method
 from vmonarch.pipelines.environment import DTYPES, choose_device, choose_dtype
-from vmonarch.pipelines.lora import LORA, check_lora
+from vmonarch.pipelines.lora import LORA, find_lora
 from vmonarch.pipelines.model_folder import PROXY_RECORD, ModelFolder, read_json
 from vmonarch.pipelines.traits import IMAGE_TO_VIDEO, TRAITS
 
 if TYPE_CHECKING:
     from vmonarch.grid import LatentGrid
 
-OFFLOADS = ("none", "model", "group")
-SCHEDULERS = ("unipc", "euler", "lcm")
 # Text tokens that any of the models takes.
 _MAX_TEXT_TOKENS = 512
 # Characters of a text, since no token stands for more than 128: to count the tokens of a longer one takes long.
 _MAX_CHARACTERS = 128 * _MAX_TEXT_TOKENS
 # Frames per second that are encoded and read back as they are.
 FPS = (0.1, 240.0)
-# What numbers may be, from and to. Models are trained on 1000 noise levels; more steps would repeat them.
-_RANGES: dict[str, tuple[float, float]] = {
-    **dict.fromkeys(("height", "width", "num_frames", "batch_size"), (1, math.inf)),
-    **dict.fromkeys(("guidance", "guidance_2", "true_guidance"), (0, math.inf)),
-    "steps": (1, 1000),
-    "sigmas": (1e-6, 1),
-    "flow_shift": (1e-6, math.inf),
-    "fps": FPS,
-    "max_sequence_length": (1, _MAX_TEXT_TOKENS),
-    "seeds": (0, 2**63 - 1),
-}
-_CHOICES = {"scheduler": (None, *SCHEDULERS), "dtype": DTYPES, "offload": OFFLOADS}
-
 Config = TypeVar("Config", bound="SamplingConfig")
 
 
-def _option(**arguments: Any) -> Any:
-    """Metadata of a field: what its option on the command line has of its own."""
-    return {"option": arguments}
+# Metadata of a field: what its option on the command line has of its own.
+_LORA_OPTION = {"option": {"action": "append", "nargs": None, "metavar": "FILE[:SCALE]"}}
 
 
 @dataclass(frozen=True)
@@ -88,45 +71,37 @@ class SamplingConfig:
     """
 
     prompts: tuple[str, ...] = ()
-    seeds: tuple[int, ...] = field(default=(0,), metadata=_option(also=["--seed"]))
+    seeds: tuple[int, ...] = number((0,), "[0, 9223372036854775807]", option={"also": ["--seed"]})
     model: str = "embedded"
     revision: str | None = None
-    lora: tuple[str, ...] = field(default=(), metadata=_option(action="append", nargs=None, metavar="FILE[:SCALE]"))
-    lora_2: tuple[str, ...] = field(default=(), metadata=_option(action="append", nargs=None, metavar="FILE[:SCALE]"))
+    lora: tuple[str, ...] = field(default=(), metadata=_LORA_OPTION)
+    lora_2: tuple[str, ...] = field(default=(), metadata=_LORA_OPTION)
     image: str | None = None
     negative_prompt: str | None = None
-    height: int | None = None
-    width: int | None = None
-    num_frames: int | None = None
-    steps: int | None = None
-    guidance: float | None = None
-    guidance_2: float | None = None
-    true_guidance: float | None = None
-    scheduler: str | None = None
-    sigmas: tuple[float, ...] = field(
-        default=(), metadata=_option(type=lambda word: word.split(","), nargs=None, metavar="S,S,…")
+    height: int | None = number(None, "[1, inf)")
+    width: int | None = number(None, "[1, inf)")
+    num_frames: int | None = number(None, "[1, inf)")
+    # Models are trained on 1000 noise levels; more steps would repeat them.
+    steps: int | None = number(None, "[1, 1000]")
+    guidance: float | None = number(None, "[0, inf)")
+    guidance_2: float | None = number(None, "[0, inf)")
+    true_guidance: float | None = number(None, "[0, inf)")
+    scheduler: str | None = choice(None, "unipc", "euler", "lcm")
+    sigmas: tuple[float, ...] = number(
+        (), "[1e-6, 1]", option={"type": lambda word: word.split(","), "nargs": None, "metavar": "S,S,…"}
     )
-    flow_shift: float | None = None
-    fps: float | None = None
-    max_sequence_length: int | None = None
-    dtype: str = "auto"
+    flow_shift: float | None = number(None, "[1e-6, inf)")
+    fps: float | None = number(None, f"[{FPS[0]}, {FPS[1]}]")
+    max_sequence_length: int | None = number(None, f"[1, {_MAX_TEXT_TOKENS}]")
+    dtype: str = choice("auto", *DTYPES)
     device: str = "auto"
-    offload: str = "none"
-    batch_size: int = 1
+    offload: str = choice("none", "none", "model", "group")
+    batch_size: int = number(1, "[1, inf)")
     output_dir: str = "outputs/generate"
 
     def __post_init__(self) -> None:
         check_types(self)
-        for name, (least, most) in _RANGES.items():
-            value = getattr(self, name)
-            for number in value if isinstance(value, tuple) else (value,):
-                if number is not None and not (least <= number <= most and number < math.inf):
-                    ends = f"finite and at least {least}" if most == math.inf else f"from {least} to {most}"
-                    raise InputError(name, f"must be {ends}, got {number}")
-        for name, choices in _CHOICES.items():
-            if getattr(self, name) not in choices:
-                listed = ", ".join(filter(None, choices))
-                raise InputError(name, f"must be one of {listed}, got {getattr(self, name)!r}")
+        check_values(self)
         for name in ("prompts", "negative_prompt"):
             texts = getattr(self, name)
             for text in (texts,) if isinstance(texts, str) else texts or ():
@@ -148,9 +123,9 @@ class SamplingConfig:
         return {}
 
     @property
-    def stack(self) -> Stack:
+    def additions(self) -> Additions:
         """What the model is loaded for, besides attention; nothing where methods with stacks of their own share it."""
-        return Stack()
+        return Additions()
 
     def check_grid(self, grid: LatentGrid) -> None:
         """Raise InputError for a setting that does not fit videos of this latent grid."""
@@ -174,13 +149,8 @@ class SamplingConfig:
 
     def to_dict(self) -> dict[str, Any]:
         """Every setting as plain values, methods with all their parameters."""
-
-        def plain(value: Any) -> Any:
-            if isinstance(value, AttentionMethod):
-                return value.to_dict()
-            return [plain(item) for item in value] if isinstance(value, (list, tuple)) else value
-
-        return {key: plain(value) for key, value in vars(self).items()}
+        settings: dict[str, Any] = as_json(vars(self))
+        return settings
 
 
 @dataclass(frozen=True)
@@ -207,10 +177,10 @@ class GenerateConfig(SamplingConfig):
         return {"attention": (self.attention,)}
 
     @property
-    def stack(self) -> Stack:
+    def additions(self) -> Additions:
         """As in `SamplingConfig`."""
-        stack: Stack = self.attention.stack
-        return stack
+        additions: Additions = self.attention.additions
+        return additions
 
 
 def check_sizes(config: Any, height_multiple: int, width_multiple: int, temporal: int, where: str = "") -> None:
@@ -285,12 +255,12 @@ def recommended_settings(model: ModelFolder) -> dict[str, Any]:
     """
     proxy = model.path / PROXY_RECORD
     if model.name == "embedded" or proxy.is_file() or _has_embedded_vae(model):
-        from vmonarch.pipelines.embedded import EMBEDDED_SETTINGS, GenerationSettings
+        from vmonarch.pipelines.embedded import EMBEDDED_SETTINGS
 
-        settings = GenerationSettings(**read_json(proxy)["generation"]) if proxy.is_file() else EMBEDDED_SETTINGS
+        settings = read_json(proxy)["generation"] if proxy.is_file() else vars(EMBEDDED_SETTINGS)
         ours = {"num_inference_steps": "steps", "guidance_scale": "guidance"}
-        found: dict[str, Any] = {ours.get(name, name): value for name, value in vars(settings).items()}
-        return found | {"fps": float(settings.fps), "max_sequence_length": 512, "negative_prompt": ""}
+        found: dict[str, Any] = {ours.get(name, name): value for name, value in settings.items()}
+        return found | {"fps": float(found["fps"]), "max_sequence_length": 512, "negative_prompt": ""}
     return read_yaml("defaults", group=".")[model.traits.defaults] | model.traits.recommended(model.configs)
 
 
@@ -314,7 +284,7 @@ def complete(config: Config, model: ModelFolder) -> Config:
     missing: dict[str, Any] = {key: value for key, value in recommended.items() if getattr(config, key) is None}
     # The record must find the model and all files from any folder.
     missing |= {"model": model.word, "revision": model.revision or config.revision}
-    missing |= {name: tuple(check_lora(name, word).word for word in getattr(config, name)) for name in LORA}
+    missing |= {name: tuple(find_lora(name, word).word for word in getattr(config, name)) for name in LORA}
     if config.image is not None:
         missing["image"] = str(Path(config.image).expanduser().resolve())
     config = dataclasses.replace(config, **missing)
@@ -360,7 +330,7 @@ def _check_settings(config: SamplingConfig, model: ModelFolder) -> None:
         for method in methods:
             if method.processor_name == "based" and not traits.wan:
                 raise InputError(argument, f"cannot be {method.label!r}, which is for the Wan family, in {what}")
-            if method.stack.linears and config.offload == "group":
+            if method.additions.linears and config.offload == "group":
                 raise InputError("offload", "cannot be group with quantised linear layers; supported: none, model")
 
 
@@ -392,6 +362,6 @@ def _check_video(config: SamplingConfig, model: ModelFolder) -> None:
         for method in methods:
             method.check_run(argument, grid, config.steps, model.layers, reason)
             try:
-                cache_config(method.stack, config.steps)
+                cache_config(method.additions, config.steps)
             except InputError as error:
                 raise InputError(argument, f"{method.label!r} has a cache that cannot be used: {error}") from error

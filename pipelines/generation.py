@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from vmonarch.files import AtomicFiles, short_hash
 from vmonarch.pipelines import outputs, recipes
 from vmonarch.pipelines.config import GenerateConfig
-from vmonarch.pipelines.loading import LoadedModel, complete_and_load, shorten
+from vmonarch.pipelines.loading import LoadedModel, complete_and_load
 from vmonarch.pipelines.outputs import GeneratedVideo, GenerationError, load_record
 from vmonarch.pipelines.processes import Shard, check_sharing, shared_videos
 from vmonarch.pipelines.sampling import denoise, sample
@@ -139,7 +139,7 @@ def _write(config: GenerateConfig, record: dict[str, Any], frames: torch.Tensor)
             files.stage(text).write_text(contents, encoding="utf-8")
     except (OSError, video_io.VideoError) as error:
         save = lambda path: save_file({"frames": frames.contiguous()}, path)
-        what = f"prompt {shorten(record['prompt'])!r}, seed {record['seed']}"
+        what = f"prompt {record['prompt'][:40]!r}, seed {record['seed']}"
         kept = outputs.keep_elsewhere("frames.raw.safetensors", save)
         raise GenerationError(f"{what}: {error}; {kept}") from error
     return GeneratedVideo(video, sheet if config.contact_sheet else None, text, record)

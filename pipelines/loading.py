@@ -98,7 +98,7 @@ def load_model(config: SamplingConfig, folder: ModelFolder, shard: Shard | None 
     if config.offload != "none" and device.type == "cpu":
         raise InputError("offload", f"{config.offload} needs a CUDA device; supported on the CPU: none")
     start = time.perf_counter()
-    parts = {name: _load_small(folder, name) for name in _TOKENIZERS if name in folder.components}
+    parts = {name: folder.read_component(name) for name in _TOKENIZERS if name in folder.components}
     check_prompt_lengths(config, folder.traits, parts)
     parts["scheduler"] = _scheduler(folder, config)
     cls = getattr(diffusers, IMAGE_TO_VIDEO if config.image is not None else folder.pipeline)
@@ -110,7 +110,7 @@ def load_model(config: SamplingConfig, folder: ModelFolder, shard: Shard | None 
     pipe.vae.decoder.register_forward_pre_hook(lambda _, inputs: (inputs[0].float(), *inputs[1:]))
     if folder.traits.tiled:
         pipe.vae.enable_tiling()
-    if linears := config.stack.linears:
+    if linears := config.additions.linears:
         for transformer in find_transformers(pipe).values():
             quantize_for_good(transformer, linears, device)
     if config.offload == "model":
@@ -139,18 +139,9 @@ def read_pipeline(cls: Any, folder: ModelFolder, dtype: torch.dtype, **parts: An
         raise ModelError(f"{folder.path} cannot be loaded: {in_words(error)}") from error
 
 
-def _load_small(folder: ModelFolder, name: str) -> Any:
-    """A component without weights: a tokenizer or the scheduler."""
-    cls = folder.component_class(name)
-    try:
-        return cls.from_pretrained(folder.path / name)
-    except Exception as error:
-        raise ModelError(f"{folder.path / name} cannot be loaded: {in_words(error)}") from error
-
-
 def _scheduler(folder: ModelFolder, config: SamplingConfig) -> Any:
     """The model's own scheduler, or the one that is asked for, with the same flow shift unless another is given."""
-    own = _load_small(folder, "scheduler")
+    own = folder.read_component("scheduler")
     key = next((key for key in ("flow_shift", "shift") if key in own.config), None)
     if config.scheduler is not None:
         from vmonarch.pipelines.schedulers import few_step_scheduler
@@ -198,9 +189,4 @@ def check_prompt_lengths(config: SamplingConfig, traits: Traits, tokenizers: Map
         for tokens, limit, which in traits.lengths(tokenizers, text, config.max_sequence_length):
             if tokens > limit:
                 problem = f"must have at most {limit} tokens{which} for this model's text encoder"
-                raise InputError(name, f"{problem}; {shorten(text)!r} has {tokens}")
-
-
-def shorten(text: str, length: int = 40) -> str:
-    """The beginning of a text, for a message."""
-    return text if len(text) <= length else text[: length - 1] + "…"
+                raise InputError(name, f"{problem}; {text[:40]!r} has {tokens}")

@@ -40,8 +40,10 @@ def find_lora(argument: str, word: str) -> LoraFile:
     What follows the last colon is part of the path unless it is a number.
 
     Raises:
-        InputError: there is no such file, or it is no safetensors file.
+        InputError: there is no such file, it is no safetensors file, or PEFT is missing.
     """
+    from safetensors import safe_open
+
     name, colon, number = word.rpartition(":")
     try:
         scale = float(number if colon else "")
@@ -49,44 +51,33 @@ def find_lora(argument: str, word: str) -> LoraFile:
         name, scale = word, 1.0
     if not name.strip() or not math.isfinite(scale):
         raise InputError(argument, f"{_SUPPORTED}, got {word!r}")
+    if importlib.util.find_spec("peft") is None:
+        raise InputError(argument, "needs PEFT: pip install peft")
     path = Path(name).expanduser()
     if path.is_dir():
         found = sorted(path.glob("*.safetensors"))
         if len(found) != 1:
             raise InputError(argument, f"{_SUPPORTED}; {name!r} holds {len(found)} .safetensors files")
         path = found[0]
+    owner, model, file = [*name.split("/", 2), "", ""][:3]
     if path.exists():
         path = path.resolve()
-        return LoraFile(path, scale, f"{path}:{scale:g}")
-    owner, model, file = [*name.split("/", 2), "", ""][:3]
-    if not (owner and model and file.endswith(".safetensors")) or owner in (".", "..", "~"):
+        name = str(path)
+    elif not (owner and model and file.endswith(".safetensors")) or owner in (".", "..", "~"):
         raise InputError(argument, f"{_SUPPORTED}; there is no file {name!r}")
-    import huggingface_hub
+    else:
+        import huggingface_hub
 
+        try:
+            path = Path(huggingface_hub.hf_hub_download(f"{owner}/{model}", file))
+        except Exception as error:
+            problem = f"{name!r} is neither a file here nor could it be had from the hub: {in_words(error)}"
+            raise InputError(argument, problem) from error
     try:
-        path = Path(huggingface_hub.hf_hub_download(f"{owner}/{model}", file))
+        with safe_open(path, "numpy"):
+            return LoraFile(path, scale, f"{name}:{scale:g}")
     except Exception as error:
-        problem = f"{name!r} is neither a file here nor could it be had from the hub: {in_words(error)}"
-        raise InputError(argument, problem) from error
-    return LoraFile(path, scale, f"{name}:{scale:g}")
-
-
-def check_lora(argument: str, word: str) -> LoraFile:
-    """`find_lora`, with a look at the file's header and for what reads LoRA layers.
-
-    Raises:
-        InputError: the file cannot be read, or PEFT is missing.
-    """
-    from safetensors import safe_open
-
-    if importlib.util.find_spec("peft") is None:
-        raise InputError(argument, "needs PEFT: pip install peft")
-    lora = find_lora(argument, word)
-    try:
-        with safe_open(lora.file, "numpy"):
-            return lora
-    except Exception as error:
-        raise InputError(argument, f"{_SUPPORTED}; {lora.file} cannot be read: {error}") from error
+        raise InputError(argument, f"{_SUPPORTED}; {path} cannot be read: {error}") from error
 
 
 def fuse_loras(pipe: Any, config: SamplingConfig) -> None:

@@ -26,6 +26,8 @@ _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 PROXY_RECORD = "proxy.json"
 # Components that are models and so must come with weights; the others are tokenizers, schedulers and processors.
 MODELS = ("transformer", "transformer_2", "vae", "text_encoder", "text_encoder_2", "image_encoder")
+# Whose classes components may be.
+_LIBRARIES = ("diffusers", "transformers")
 # Up to here every weight is hashed for the record; above, their sizes must do: 60 GB would take minutes.
 _HASHED_BYTES = 256 * 2**20
 # Not the weights of other programs, which lie beside the components' folders.
@@ -103,42 +105,33 @@ class ModelFolder:
         latents = self.latents(num_frames, height, width)
         return LatentGrid(*(-(-size // patch) for size, patch in zip(latents, self.patch, strict=True)))
 
-    def component_class(self, name: str) -> Any:
-        """The class of a component.
+    def read_component(self, name: str, dtype: torch.dtype | None = None) -> Any:
+        """A component on the CPU: of `MODELS`, with all tensors from its weights, as `dtype`; others without one.
 
         Raises:
-            ModelError: neither diffusers nor transformers has it, or not the one that is named.
+            ModelError: it is of no class of diffusers or transformers, it cannot be loaded, or its weights lack tensors
+                or hold others.
         """
-        library, cls = self.components[name]
-        known = library in ("diffusers", "transformers")
-        found = getattr(importlib.import_module(library), cls, None) if known else None
-        if found is None:
-            raise ModelError(
-                f"{self.path} cannot be loaded: its {name} is a {library}.{cls}, which is not there; supported: classes"
-                " of diffusers and transformers"
-            )
-        return found
-
-    def read_component(self, name: str, dtype: torch.dtype) -> Any:
-        """A component of `MODELS` on the CPU, all of whose tensors come from its weights.
-
-        Raises:
-            ModelError: it cannot be loaded, or its weights lack tensors or hold others.
-        """
-        cls, folder = self.component_class(name), self.path / name
+        (library, cls), folder = self.components[name], self.path / name
+        known = getattr(importlib.import_module(library), cls, None) if library in _LIBRARIES else None
+        if known is None:
+            problem = f"it is a {library}.{cls}, which is not there; supported: classes of {' and '.join(_LIBRARIES)}"
+            raise ModelError(f"{folder} cannot be loaded: {problem}")
         options = {"use_safetensors": True, "local_files_only": True, "output_loading_info": True}
         try:
-            model, found = cls.from_pretrained(folder, dtype=dtype, **options)
+            if dtype is None:
+                return known.from_pretrained(folder)
+            model, found = known.from_pretrained(folder, dtype=dtype, **options)
         except Exception as error:
             raise ModelError(f"{folder} cannot be loaded: {in_words(error)}") from error
         # The libraries only warn of these, and what is missing would be random. Tied weights are not among them.
         for keys, problem in (
-            ("missing_keys", "lacks {} of the tensors that {} has by its config.json"),
-            ("unexpected_keys", "holds {} tensors that {} has no place for by its config.json"),
+            ("missing_keys", "lack {} of the tensors that {} has by its config.json"),
+            ("unexpected_keys", "hold {} tensors that {} has no place for by its config.json"),
         ):
             if names := found[keys]:
-                what = problem.format(len(names), cls.__name__)
-                raise ModelError(f"{name} cannot be used: {_weight_files(folder)[0]} {what}: {listed(names)}")
+                what = problem.format(len(names), cls)
+                raise ModelError(f"{folder} cannot be used: its weights {what}: {listed(names)}")
         return model
 
     def fingerprint(self) -> dict[str, Any]:
@@ -195,11 +188,6 @@ def find_model(name: str, revision: str | None = None) -> ModelFolder:
     for required in ("vae", "text_encoder", "tokenizer", "scheduler", *(() if transformers else ("transformer",))):
         if required not in components:
             raise ModelError(f"{path / 'model_index.json'} names no {required}")
-    for component in components:
-        if not (path / component).is_dir():
-            raise ModelError(f"{path} has no folder {component}/, which its model_index.json names")
-        if component in MODELS:
-            _check_weights(path / component)
     configs = {"vae": read_json(path / "vae" / "config.json")}
     configs["transformer"] = read_json(path / transformers[0] / "config.json")
     if "guider" in components:
@@ -283,30 +271,3 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(contents, dict):
         raise ModelError(f"{path} must hold a JSON object, got {type(contents).__name__}")
     return contents
-
-
-def _check_weights(folder: Path) -> None:
-    """Check that a model component has all its safetensors, and that their headers and lengths are right."""
-    from safetensors import safe_open
-
-    read_json(folder / "config.json")
-    files = _weight_files(folder)
-    if not files:
-        raise ModelError(f"{folder} has no weights; safetensors files are supported, pickled ones are not")
-    if files[0].suffix == ".json":
-        shards = read_json(files[0]).get("weight_map")
-        if not isinstance(shards, dict):
-            raise ModelError(f"{files[0]} has no weight_map")
-        files = [folder / name for name in sorted(set(shards.values()))]
-    for file in files:
-        try:
-            with safe_open(file, "numpy"):
-                pass
-        except Exception as error:
-            # safetensors' own is no more than an Exception.
-            raise ModelError(f"weights are missing or damaged: {file}: {error}") from error
-
-
-def _weight_files(folder: Path) -> list[Path]:
-    """The index of a component's shards where there is one, else its safetensors."""
-    return sorted(folder.glob("*.safetensors.index.json"))[:1] or sorted(folder.glob("*.safetensors"))

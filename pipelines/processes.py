@@ -66,7 +66,7 @@ def check_sharing(config: SamplingConfig, shard: Shard) -> None:
     for name, needed, why in (("device", "auto", ", as each has its own"), ("offload", "none", "")):
         if getattr(config, name) != needed:
             raise InputError(name, f"must be {needed} for {who}{why}, got {getattr(config, name)}")
-    if config.stack.cache is not None:
+    if config.additions.cache is not None:
         raise InputError("cache", f"must be null for {who}")
 
 

@@ -6,7 +6,7 @@
     video = pipe("a lighthouse in a storm").frames[0]
     recipes.apply(pipe, "full")                       # stock again
 
-A recipe is an entry of `configs/recipes.yaml`: an attention method, and a `Stack` (`vmonarch.configs.methods`) of
+A recipe is an entry of `configs/recipes.yaml`: an attention method, and `Additions` (`vmonarch.configs.methods`), of
 compiled blocks, quantised linear layers and a step cache of diffusers.
 """
 
@@ -18,12 +18,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from vmonarch.configs import InputError, build
-from vmonarch.configs.methods import CACHES, AttentionMethod, Stack, resolve_method
+from vmonarch.configs.methods import CACHES, Additions, AttentionMethod, resolve_method
 
 if TYPE_CHECKING:
     import torch
 
-# What a transformer carries of a stack: functions that take it off again, and how its weights were quantised for good.
+# What a transformer carries of a recipe: functions that take it off again, and how its weights were quantised for good.
 _UNDO, _FOR_GOOD = "_vmonarch_undo", "_vmonarch_linears"
 # A block of a model is one function to torch.compile; every method, and every kind of step, makes a version of it.
 RECOMPILE_LIMIT = 64
@@ -59,16 +59,16 @@ def apply(
     from vmonarch.installation import find_transformers
 
     method = recipe if isinstance(recipe, AttentionMethod) else resolve_method(recipe, argument="recipe", recipes=True)
-    caches = cache_config(method.stack, steps)
+    caches = cache_config(method.additions, steps)
     transformers: list[Any] = list(find_transformers(pipe).values())
     # Where it computes: with offloading the weights are elsewhere.
     device = getattr(pipe, "_execution_device", None) or next(transformers[0].parameters()).device
     for transformer in transformers:
-        _take_off(transformer, method.stack, device)
+        _take_off(transformer, method.additions, device)
     method.install(pipe)
-    if method.stack:
+    if method.additions:
         for transformer in transformers:
-            _put_on(transformer, method.stack, caches, device, compile_backend)
+            _put_on(transformer, method.additions, caches, device, compile_backend)
     return method
 
 
@@ -110,7 +110,7 @@ def check_linears(linears: str, device: torch.device) -> None:
 @contextlib.contextmanager
 def room_for_versions(methods: Iterable[AttentionMethod]) -> Iterator[None]:
     """Let torch.compile make a version of a block for each of several methods, and for every kind of their steps."""
-    if not any(method.stack.compile for method in methods):
+    if not any(method.additions.compile for method in methods):
         yield
         return
     import torch._dynamo
@@ -146,18 +146,18 @@ def _quantise(block: torch.nn.Module, linears: str) -> None:
     torchao.quantize_(block, config, filter_fn=_quantisable)
 
 
-def cache_config(stack: Stack, steps: int | None) -> Any:
-    """The configuration of diffusers for a stack's cache; None for none.
+def cache_config(additions: Additions, steps: int | None) -> Any:
+    """The configuration of diffusers for a recipe's cache; None for none.
 
     Raises:
         InputError: an argument that the class does not have or take.
     """
-    if stack.cache is None:
+    if additions.cache is None:
         return None
     import diffusers
     import torch
 
-    arguments = dict(stack.cache)
+    arguments = dict(additions.cache)
     cls = getattr(diffusers, f"{CACHES[arguments.pop('kind')]}CacheConfig")
     if cls is diffusers.TaylorSeerCacheConfig:
         # Of one output alone the factors are small, whatever their type.
@@ -172,36 +172,38 @@ def cache_config(stack: Stack, steps: int | None) -> Any:
         raise InputError("cache", f"cannot be used: {' '.join(str(error).split())}") from error
 
 
-def _take_off(transformer: Any, stack: Stack, device: torch.device) -> None:
-    """Check that the transformer can carry a stack, and leave it as it was before any.
+def _take_off(transformer: Any, additions: Additions, device: torch.device) -> None:
+    """Check that the transformer can carry what a recipe adds, and leave it as it was before any.
 
     Raises:
         InputError: it cannot; what it carries stays.
     """
     for_good = getattr(transformer, _FOR_GOOD, None)
-    if for_good and stack.linears != for_good:
-        raise InputError("linears", f"must be {for_good!r}, got {stack.linears!r}: the model was quantised for good")
-    if stack.linears:
-        check_linears(stack.linears, device)
-    if stack.compile and not repeated_blocks(transformer):
+    if for_good and additions.linears != for_good:
+        raise InputError(
+            "linears", f"must be {for_good!r}, got {additions.linears!r}: the model was quantised for good"
+        )
+    if additions.linears:
+        check_linears(additions.linears, device)
+    if additions.compile and not repeated_blocks(transformer):
         name = type(transformer).__name__
         raise InputError("compile", f"cannot be used: diffusers names no repeated blocks of {name}")
     for undo in reversed(vars(transformer).pop(_UNDO, [])):
         undo()
 
 
-def _put_on(transformer: Any, stack: Stack, cache: Any, device: torch.device, backend: str) -> None:
+def _put_on(transformer: Any, additions: Additions, cache: Any, device: torch.device, backend: str) -> None:
     import torch
 
     undo: list[Callable[[], object]] = []
     setattr(transformer, _UNDO, undo)
     blocks = repeated_blocks(transformer)
-    if stack.linears and not hasattr(transformer, _FOR_GOOD):
+    if additions.linears and not hasattr(transformer, _FOR_GOOD):
         linears = (module for block in blocks for module in block.modules() if _quantisable(module))
         undo += [functools.partial(setattr, module, "weight", module.weight) for module in linears]
         for block in blocks:
-            _quantise(block, stack.linears)
-    if stack.compile:
+            _quantise(block, additions.linears)
+    if additions.compile:
         if device.type == "cuda":
             transformer.set_attention_backend("_native_cudnn")
             undo.append(transformer.reset_attention_backend)

@@ -6,13 +6,12 @@ are uint8 arrays [F, H, W, 3].
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import io
 import re
 import subprocess
 import textwrap
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -121,7 +120,7 @@ def read_video(path: Path) -> tuple[NDArray[np.uint8], float]:
     return files[:, start:].reshape(-1, height, width, 3), float(rate.group(1)) * (1000 if rate.group(2) else 1)
 
 
-def _ffmpeg(*arguments: str, frames: Iterable[NDArray[np.uint8]] = ()) -> tuple[int, bytes, str]:
+def _ffmpeg(*arguments: str, frames: NDArray[np.uint8] | None = None) -> tuple[int, bytes, str]:
     """Run ffmpeg to its end, with frames for its standard input: its exit status, its output and its messages.
 
     It has a process group of its own, so that it is killed when Ctrl-C ends this call, and not before. Not by imageio's
@@ -129,19 +128,10 @@ def _ffmpeg(*arguments: str, frames: Iterable[NDArray[np.uint8]] = ()) -> tuple[
     """
     import imageio_ffmpeg
 
-    command, pipe = [imageio_ffmpeg.get_ffmpeg_exe(), *arguments], subprocess.PIPE
-    with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, process_group=0) as process:
-        try:
-            assert process.stdin is not None
-            # If it ends early, it says why.
-            with contextlib.suppress(BrokenPipeError):
-                for frame in frames:
-                    process.stdin.write(np.ascontiguousarray(frame).data)
-            output, messages = process.communicate()
-        except BaseException:
-            process.kill()
-            raise
-    return process.returncode, output, messages.decode(errors="replace").strip()
+    pixels = b"" if frames is None else np.ascontiguousarray(frames).reshape(-1).data
+    command = [imageio_ffmpeg.get_ffmpeg_exe(), *arguments]
+    found = subprocess.run(command, input=pixels, capture_output=True, process_group=0)
+    return found.returncode, found.stdout, found.stderr.decode(errors="replace").strip()
 
 
 def _url(path: Path) -> str:
@@ -193,8 +183,7 @@ def open_image(path: str, height: int, width: int) -> tuple[Image.Image, str]:
 
 def evenly_spaced(frames: int, count: int) -> list[int]:
     """At most `count` frame indices, the first and the last among them, as evenly spread as integers allow."""
-    count = min(frames, count)
-    return [0] if count == 1 else [round(i * (frames - 1) / (count - 1)) for i in range(count)]
+    return np.linspace(0, frames - 1, min(frames, count)).round().astype(int).tolist()
 
 
 def contact_sheet(frames: NDArray[np.uint8], *, title: str = "", columns: int = 4, count: int = 12) -> Image.Image:

@@ -10,8 +10,10 @@ import json
 import os
 import pkgutil
 import re
+import runpy
 import shlex
 import subprocess
+import sys
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import get_args, get_type_hints
@@ -282,3 +284,33 @@ def test_the_commands_of_the_tutorial_make_what_it_says(monkeypatch, tmp_path, c
     assert {path.suffix for path in Path("outputs/generate").iterdir()} == {".mp4", ".png", ".json"}
     assert list(Path("outputs/compare").glob("*/*-side-by-side.mp4"))
     assert "| near-lossless " in capsys.readouterr().out
+
+
+# Examples run as they stand, with few steps and frames, all in one process.
+
+SHORT = ["--steps", "2", "--frames", "5"]
+# Example -> its arguments, and what it has to print.
+EXAMPLES = {
+    "attention": ([], r"all +error   0\.0 %  mean row-KL -?0\.0000 nats\ngradients: "),
+    "compare": ([*SHORT, "--output", "compared"], r"\| full \(reference\) (.*\n)+\| near-lossless "),
+    "generate": ([*SHORT, "--output", "video.mp4"], r"^video\.mp4$"),
+    "plan": ([*SHORT, "--output", "calibrated"], r"heads: \{.*\n.*report\.html\nlatents: \(1, 16, 2, 12, 20\)"),
+    "residual_sharing": (SHORT, r"residuals take 0\.\d MiB(.*\n)+residual sharing: latents are "),
+}
+
+
+def test_every_example_is_run():
+    assert {path.stem for path in (ROOT / "examples").glob("*.py")} == set(EXAMPLES)
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_example(name, monkeypatch, tmp_path, capsys):
+    words, printed = EXAMPLES[name]
+    path = ROOT / "examples" / f"{name}.py"
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", [str(path), *words])
+    runpy.run_path(str(path), run_name="__main__")
+    assert re.search(printed, capsys.readouterr().out, re.M)
+    assert len(path.read_text().splitlines()) <= 40
+    if name == "generate":
+        assert (tmp_path / "video.mp4").stat().st_size > 0

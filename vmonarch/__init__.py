@@ -20,36 +20,28 @@ from typing import TYPE_CHECKING
 from vmonarch import diffusers_hook
 from vmonarch.lazy import lazy_names
 
-# Public name -> module that defines it. Resolved on first use, so that `import vmonarch` never loads diffusers.
-_EXPORTS = {
-    "__version__": "vmonarch.requirements",
-    "LatentGrid": "vmonarch.grid",
-    "ExactBlocks": "vmonarch.options",
-    "VMonarchOptions": "vmonarch.options",
-    "FirstOrderOptions": "vmonarch.options",
-    "TwoResolutionOptions": "vmonarch.options",
-    "AttentionPlan": "vmonarch.plan",
-    "merge_partials": "vmonarch.kernels.merge.api",
-    "flash_bias_attention": "vmonarch.kernels.flash_bias.api",
-    "flash_entropy_attention": "vmonarch.kernels.flash_entropy.api",
-    "taylor_attention": "vmonarch.kernels.taylor.api",
-    "window_attention": "vmonarch.kernels.window.api",
-    "two_resolution_attention": "vmonarch.kernels.two_resolution.api",
-    "first_order_attention": "vmonarch.kernels.first_order.api",
-    "monarch_attention": "vmonarch.kernels.monarch.api",
-    "vmonarch_attention": "vmonarch.kernels.monarch.api",
-    "VMonarchProcessor": "vmonarch.processors",
-    "Refresh": "vmonarch.residuals",
-    "FlashBiasProcessor": "vmonarch.processors",
-    "TwoResolutionProcessor": "vmonarch.processors",
-    "FirstOrderProcessor": "vmonarch.processors",
-    "BasedProcessor": "vmonarch.based",
-    "apply": "vmonarch.installation",
-    "presets": "vmonarch.processors",
-    "restore": "vmonarch.installation",
-    "save_adapter": "vmonarch.adapters",
-    "load_adapter": "vmonarch.adapters",
-}
+# What is offered from each module. Resolved on first use, so that `import vmonarch` never loads diffusers.
+_OFFERED = {
+    "requirements": ("__version__",),
+    "grid": ("LatentGrid",),
+    "options": ("ExactBlocks", "VMonarchOptions", "FirstOrderOptions", "TwoResolutionOptions"),
+    "plan": ("AttentionPlan",),
+    "kernels.merge.api": ("merge_partials",),
+    "kernels.flash_bias.api": ("flash_bias_attention",),
+    "kernels.flash_entropy.api": ("flash_entropy_attention",),
+    "kernels.taylor.api": ("taylor_attention",),
+    "kernels.window.api": ("window_attention",),
+    "kernels.two_resolution.api": ("two_resolution_attention",),
+    "kernels.first_order.api": ("first_order_attention",),
+    "kernels.monarch.api": ("monarch_attention", "vmonarch_attention"),
+    "residuals": ("Refresh",),
+    "processors": (
+        "VMonarchProcessor", "FlashBiasProcessor", "TwoResolutionProcessor", "FirstOrderProcessor", "presets"),
+    "based": ("BasedProcessor",),
+    "installation": ("apply", "restore"),
+    "adapters": ("save_adapter", "load_adapter"),
+}  # fmt: skip
+_EXPORTS = {name: f"vmonarch.{module}" for module, names in _OFFERED.items() for name in names}
 
 __all__ = [*_EXPORTS]
 
@@ -88,14 +80,8 @@ if TYPE_CHECKING:
     from vmonarch.residuals import Refresh as Refresh
 
 
-# Public names of before -> what takes their place.
-_GONE = {
-    "batched_guidance": "call the pipeline without it: one forward call a step brought no time",
-    "frame_parallel_vmonarch_attention": "use context parallelism (docs/parallel.md), which shares heads",
-}
-
 __getattr__, __dir__ = lazy_names(
-    __name__, names=_EXPORTS, modules=("bias", "configs", "eval", "finetune", "pipelines"), gone=_GONE
+    __name__, names=_EXPORTS, modules=("bias", "configs", "eval", "finetune", "pipelines")
 )
 
 diffusers_hook.install()

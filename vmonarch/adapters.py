@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from vmonarch.families import diffusers_class
 from vmonarch.files import AtomicFiles
 from vmonarch.hooks import record_of
 from vmonarch.installation import (
@@ -76,7 +77,8 @@ def save_adapter(
     Raises:
         TypeError: `pipe_or_transformer` has no supported transformer.
         ValueError: a transformer has no processor with parameters, or another than the rest; it has several LoRA
-            adapters, or one that changed the weights below it; it is offloaded; `path` has another ending; a value
+            adapters, or one that changed the weights below it, is disabled or has another weight than 1; it is
+            offloaded; `path` has another ending; a value
             does not fit `dtype`.
         FileExistsError: the file exists, and `overwrite` is False.
         FileNotFoundError: its folder does not exist.
@@ -97,7 +99,7 @@ def save_adapter(
         layers, settings = _lora_of(name, transformer)
         tensors |= {f"{name}.{key}": _to_save(f"{name}.{key}", x, dtype) for key, x in (learnt | layers).items()}
         lora_settings |= {f"{name}.{key}": value for key, value in settings.items()}
-        facts[name] = _facts(type(transformer).__name__, transformer.config)
+        facts[name] = _facts(transformer)
         record = record_of(transformer)
         assert record is not None
         applied[name] = {"processor": type(record.processor).__name__, "config": record.processor.config}
@@ -110,7 +112,13 @@ def save_adapter(
     }
     if lora_settings:
         metadata[_LORA_ENTRY] = json.dumps(lora_settings, sort_keys=True)
-    _write(path, tensors, metadata, overwrite)
+    if not path.parent.is_dir():
+        raise FileNotFoundError(f"there is no folder {path.parent} to write {path.name} to")
+    from safetensors.torch import save
+
+    with AtomicFiles(overwrite=overwrite) as files:
+        # Written as any other file: save_file would let nobody but its owner read it.
+        files.stage(path).write_bytes(save(tensors, metadata))
 
 
 def load_adapter(pipe_or_transformer: Any, path: str | Path, **options: Any) -> Installation:
@@ -201,16 +209,6 @@ def _read(path: Path) -> _Adapter:
         raise ValueError(f"{path} has a damaged {_ENTRY} in its metadata: {error!r}") from error
 
 
-def _write(path: Path, tensors: Mapping[str, torch.Tensor], metadata: dict[str, str], overwrite: bool) -> None:
-    from safetensors.torch import save
-
-    if not path.parent.is_dir():
-        raise FileNotFoundError(f"there is no folder {path.parent} to write {path.name} to")
-    with AtomicFiles(overwrite=overwrite) as files:
-        # Written as any other file: save_file would let nobody but its owner read it.
-        files.stage(path).write_bytes(save(dict(tensors), metadata))
-
-
 def _learnt(
     transformer: torch.nn.Module, bound: Mapping[torch.nn.Module, Any] | None = None
 ) -> dict[str, torch.nn.Parameter]:
@@ -232,9 +230,12 @@ def _to_save(name: str, tensor: torch.Tensor, dtype: torch.dtype | None) -> torc
     return saved
 
 
-def _facts(name: str, config: Any) -> dict[str, Any]:
+def _facts(transformer: Any) -> dict[str, Any]:
     """What must be the same in the transformer that an adapter is loaded to, as JSON has it."""
-    return {"class": name, **json.loads(json.dumps({key: config[key] for key in _FACTS if key in config}))}
+    # Others subclass the models of diffusers.
+    stock: Any = diffusers_class(transformer)
+    config = transformer.config
+    return {"class": stock.__name__, **json.loads(json.dumps({key: config[key] for key in _FACTS if key in config}))}
 
 
 def _check_models(adapter: _Adapter, transformers: Mapping[str, torch.nn.Module]) -> None:
@@ -243,7 +244,7 @@ def _check_models(adapter: _Adapter, transformers: Mapping[str, torch.nn.Module]
             f"{adapter.source} is for {' and '.join(adapter.transformers)}, but there is {' and '.join(transformers)}"
         )
     for name, transformer in transformers.items():
-        saved, here = adapter.transformers[name], _facts(type(transformer).__name__, transformer.config)
+        saved, here = adapter.transformers[name], _facts(transformer)
         different = [key for key in sorted({*saved, *here}) if saved.get(key) != here.get(key)]
         if different:
             facts = ", ".join(f"{key} {saved.get(key)} (here {here.get(key)})" for key in different)
@@ -291,6 +292,15 @@ def _lora_of(name: str, transformer: Any) -> tuple[dict[str, torch.Tensor], dict
         raise ValueError(
             f"{name}.peft_config must hold plain LoRA, which leaves the weights below it alone, got {config}"
         )
+    for place, layer in transformer.named_modules():
+        if adapter in getattr(layer, "scaling", ()):
+            whole = layer.lora_alpha[adapter] / (layer.r[adapter] ** 0.5 if config.use_rslora else layer.r[adapter])
+            weight = layer.scaling[adapter] / whole if not layer.disable_adapters else 0
+            if adapter not in layer.active_adapters or abs(weight - 1) > 1e-6:
+                raise ValueError(
+                    f"{name}.{place} has LoRA with another weight than 1, or disabled, which the file does not hold:"
+                    f" enable_lora, and set_adapters({adapter!r}, 1.0)"
+                )
     ordinary = LoraConfig().to_dict()
     settings = {
         key: sorted(value) if isinstance(value, set) else value

@@ -1,10 +1,11 @@
 """The attention stack: small callables of one shape, each of which may call the next.
 
-    Attend = (query, key, value [B, S, H, D], Call) -> (out [B, S, H, E], lse [B, H, S] where call.lse asks, else None)
+    Attend = (query, key, value [B, S, H, D], Call) -> (out [B, S, H, E], lse [B, H, S] or None)
 
+Methods and softmax of tokens give lse where `call.lse` asks; what stands above `Beside` is not asked.
 `VideoAttentionProcessor.stack` builds it once for every layer, of the elements that the options need, top to bottom:
 
-    Share      ranks that hold some tokens of all heads attend with all tokens of some heads
+    Share      ranks that hold some tokens of all heads attend with all tokens of some heads (put on by each call)
     Dense      exact in the steps of `dense_steps`
     Opaque     one operator for torch.compile (`vmonarch.opaque`)
     Residual   exact in some steps, and approximate with what it lacked then in the others
@@ -27,7 +28,7 @@ from typing import Any
 import torch
 
 from vmonarch.bias.video import BiasOption
-from vmonarch.call import Call, TokenSequence
+from vmonarch.call import Call
 from vmonarch.kernels.common.launch import auto_takes_kernels, carry_tangents, learns
 from vmonarch.kernels.flash_bias.api import flash_bias_attention
 from vmonarch.kernels.flash_entropy.api import flash_entropy_attention
@@ -67,31 +68,12 @@ class Op:
 _NEVER = -3e4
 
 
-def masked_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    key_mask: torch.Tensor,
-    *,
-    implementation: str = "auto",
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Exact attention to some of the keys, and its log-partition: (out [B, Sq, H, E], lse [B, H, Sq]).
-
-    The mask is a bias of rank 1, which the kernels for Hopper take; they take no mask.
-
-    Args:
-        key_mask: boolean [B, Sk], true where a key may be attended. Of a sample without any, lse is far below all
-            others.
-    """
-    ones = query.new_ones(1, 1, 1, 1).expand(1, query.shape[1], 1, 1)
-    penalty = torch.zeros_like(key_mask, dtype=query.dtype).masked_fill(~key_mask, _NEVER)[:, :, None, None]
-    out, lse = flash_bias_attention(query, key, value, ones, penalty, return_lse=True, implementation=implementation)
-    return out, lse
-
-
 @dataclass(frozen=True)
 class Exact:
-    """Softmax over any tokens: by the backend that the user has chosen, or else by the fastest there is for a mask."""
+    """Softmax over any tokens: by the backend that the user has chosen, or else by the fastest there is for a mask.
+
+    Of a sample without any key, the log-partition is far below all others.
+    """
 
     implementation: str = "auto"
 
@@ -99,7 +81,11 @@ class Exact:
         mask, by = call.key_mask, self.implementation
         ours = call.backend is None and by != "torch" and auto_takes_kernels(query.device)
         if mask is not None and (call.lse or ours):
-            return masked_attention(query, key, value, mask, implementation=by)
+            # As a bias of rank 1, which the kernels for Hopper take; they take no mask.
+            ones = query.new_ones(1, 1, 1, 1).expand(1, query.shape[1], 1, 1)
+            penalty = torch.zeros_like(mask, dtype=query.dtype).masked_fill(~mask, _NEVER)[:, :, None, None]
+            out, lse = flash_bias_attention(query, key, value, ones, penalty, return_lse=True, implementation=by)
+            return out, lse
         if call.lse:
             return flash_entropy_attention(query, key, value, implementation=by)[:2]
         # Whoever attends has loaded it; options are checked without.
@@ -119,7 +105,7 @@ class Biased:
     def __call__(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Call) -> Result:
         factors: Sequence[torch.Tensor] = self.bias.factors(call.grid, query.device, call.heads, call.shared)
         if not no_others(call):
-            factors = [TokenSequence.in_call(call).padded(factor) for factor in factors]
+            factors = [call.padded(factor) for factor in factors]
         given: dict[str, Any] = {
             "key_mask": call.key_mask,
             "return_lse": call.lse,
@@ -171,15 +157,14 @@ class Beside:
             return self.video(query, key, value, call)
         # Of a number of tokens that is known on the device alone, torch.compile cannot tell.
         torch._check(call.others > 0)
-        tokens = TokenSequence.in_call(call)
         alone = call._replace(before=0, after=0, key_mask=None, lse=True)
-        queries = tokens.video(query)
-        to_video = self.video(queries, tokens.video(key), tokens.video(value), alone)
-        mask = None if call.key_mask is None else tokens.beside(call.key_mask)
-        to_others = self.exact(queries, tokens.beside(key), tokens.beside(value), alone._replace(key_mask=mask))
+        queries = call.video(query)
+        to_video = self.video(queries, call.video(key), call.video(value), alone)
+        mask = None if call.key_mask is None else call.beside(call.key_mask)
+        to_others = self.exact(queries, call.beside(key), call.beside(value), alone._replace(key_mask=mask))
         merged, _ = merge_partials(to_video, to_others, implementation=self.implementation)
-        rows, _ = self.exact(tokens.beside(query), key, value, call)
-        return tokens.joined(merged, rows), None
+        rows, _ = self.exact(call.beside(query), key, value, call)
+        return call.joined(merged, rows), None
 
 
 @dataclass(frozen=True)

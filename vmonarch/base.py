@@ -10,7 +10,7 @@ import copy
 import dataclasses
 from typing import Any, ClassVar, NamedTuple
 
-from vmonarch.attend import Attend, Beside, Biased, Dense, Exact, Residual
+from vmonarch.attend import Attend, Beside, Biased, Dense, Exact, Op, Residual
 from vmonarch.bias.video import BiasOption, GridBias
 from vmonarch.borrowed import borrow
 from vmonarch.context_parallel import check_heads, check_ring
@@ -29,7 +29,7 @@ class Layer(NamedTuple):
 
     Args:
         attn: the module.
-        place: its number among those of the transformer, in the order in which they run.
+        place: its number among those of the transformer, in the order of its blocks.
         block: the number of the transformer's block that it is in; `blocks`: how many there are.
         family, transformer: of the model; None in an engine other than diffusers.
         component: the name of the transformer in its pipeline.
@@ -49,10 +49,20 @@ class Layer(NamedTuple):
         return heads_of(self.attn)
 
 
-class VideoAttentionProcessor:
+class _Frozen(type):
+    """The class of classes whose objects do not change once they are made, by whichever `__init__`."""
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        made = super().__call__(*args, **kwargs)
+        made._made = True
+        return made
+
+
+class VideoAttentionProcessor(metaclass=_Frozen):
     """Base of the processors: options, of which `apply` makes an attention stack for every self-attention module.
 
-    A subclass defines `attention` and lists its options in `_OPTIONS`; those of its op are a dataclass, `_KIND`.
+    A subclass lists its options in `_OPTIONS`; those of its op are a dataclass, `_OP_OPTIONS`. What is no op of ours
+    defines `attention`.
 
         vmonarch.apply(pipe, processor)
         pipe.set_attn_processor(processor)    # or pipe.transformer.set_attn_processor: the same
@@ -67,9 +77,10 @@ class VideoAttentionProcessor:
     # What all have that are applied to a model.
     COMMON: ClassVar[tuple[str, ...]] = ("dense_steps", "dense_layers", "refresh", "grid", "implementation")
     _OPTIONS: tuple[str, ...] = COMMON
-    _KIND: type[Any] = NoOptions
+    _OP_OPTIONS: type[Any] = NoOptions
     # Whether bound processors have parameters.
     LEARNS = False
+    _bias: BiasOption | None = None
 
     def __init__(
         self,
@@ -85,7 +96,7 @@ class VideoAttentionProcessor:
             if name not in self._OPTIONS:
                 known = ", ".join(self._OPTIONS)
                 raise TypeError(f"{name} is no known option of {type(self).__name__}; known: {known}")
-        self.options = self._KIND(**options)
+        self.options = self._OP_OPTIONS(**options)
         check_implementation(implementation)
         self.implementation = implementation
         steps, layers = DenseSet("dense_steps", dense_steps), DenseSet("dense_layers", dense_layers)
@@ -93,7 +104,6 @@ class VideoAttentionProcessor:
         self.refresh = Refresh.parse(refresh)
         self.grid = None if grid is None else LatentGrid.parse(grid)
         self._dense = next((dense.argument for dense in (steps, layers) if dense.some), None)
-        self._bias: BiasOption | None = None
 
     def __getattr__(self, name: str) -> Any:
         # The options of the op are attributes of the processor, too.
@@ -103,13 +113,14 @@ class VideoAttentionProcessor:
         return getattr(options, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in getattr(vars(self).get("options"), "__dataclass_fields__", ()):
-            raise AttributeError(f"{name} of {type(self).__name__} does not change: make another", name=name, obj=self)
+        # What diffusers sets on processors begins with an underscore.
+        if "_made" in vars(self) and not name.startswith("_"):
+            raise AttributeError(f"{type(self).__name__} does not change: make another with {name}=…")
         super().__setattr__(name, value)
 
     def attention(self, layer: Layer) -> Attend | None:
         """What the layer computes of the video's tokens; None to leave the module's own processor as it is."""
-        raise NotImplementedError
+        return Op(self.options, self.implementation)
 
     @property
     def exact_attention(self) -> Attend:
@@ -227,12 +238,6 @@ class VideoAttentionProcessor:
         Raises:
             TypeError, ValueError: an unknown option, or one with an unsupported value.
         """
-        # Options that there were once, with these defaults.
-        gone = {"parallel_by": "heads", "frames_per_block": 1, "tiles": [1, 1], "r_share": 1.0}
-        config = {name: value for name, value in config.items() if name not in gone or value != gone[name]}
-        unknown = sorted(set(config) - set(cls._OPTIONS))
-        if unknown:
-            raise TypeError(f"{cls.__name__} has no option {', '.join(unknown)}; it has {', '.join(cls._OPTIONS)}")
         return cls(**config)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> VideoAttentionProcessor:
@@ -251,9 +256,6 @@ class FullAttentionProcessor(VideoAttentionProcessor):
     """
 
     _OPTIONS = ()
-
-    def __init__(self) -> None:
-        super().__init__()
 
     def attention(self, layer: Layer) -> Attend:
         return Exact()

@@ -73,7 +73,16 @@ class BasedOptions:
     decay: bool = False
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "layers", _check_layers(self.layers))
+        supported = f"based, one of {', '.join(LAYERS)}, or a list of these with one entry for each transformer block"
+        if isinstance(self.layers, str) and self.layers not in ("based", *LAYERS):
+            raise ValueError(f"layers must be {supported}, got {self.layers!r}")
+        if not isinstance(self.layers, str):
+            if not isinstance(self.layers, Sequence):
+                raise TypeError(f"layers must be {supported}, got {type(self.layers).__name__}")
+            for number, name in enumerate(self.layers):
+                if name not in LAYERS:
+                    raise ValueError(f"layers[{number}] must be one of {', '.join(LAYERS)}, got {name!r}")
+            object.__setattr__(self, "layers", tuple(self.layers))
         check_positive_integer("feature_dim", self.feature_dim)
         object.__setattr__(self, "feature_dim", int(self.feature_dim))
         if self.feature_map not in FEATURE_MAPS:
@@ -84,20 +93,6 @@ class BasedOptions:
             )
         object.__setattr__(self, "window", check_window(self.window))
         check_flag("decay", self.decay)
-
-
-def _check_layers(layers: object) -> str | tuple[str, ...]:
-    supported = f"based, one of {', '.join(LAYERS)}, or a list of these with one entry for each transformer block"
-    if isinstance(layers, str):
-        if layers not in ("based", *LAYERS):
-            raise ValueError(f"layers must be {supported}, got {layers!r}")
-        return layers
-    if not isinstance(layers, Sequence):
-        raise TypeError(f"layers must be {supported}, got {type(layers).__name__}")
-    for number, name in enumerate(layers):
-        if name not in LAYERS:
-            raise ValueError(f"layers[{number}] must be one of {', '.join(LAYERS)}, got {name!r}")
-    return tuple(layers)
 
 
 def initial_projection(layer: int, heads: int, head_dim: int, feature_dim: int) -> torch.Tensor:
@@ -114,23 +109,20 @@ class LinearPart(torch.nn.Module):
     part; `log_rate` [H] if the keys `decay` over time. They may be of a wider dtype than the query.
 
     Args:
-        like: a parameter whose device and dtype these get.
+        like: a parameter [C] whose device and dtype these get.
+
+    Raises:
+        ValueError: `feature_dim` is above the head dimension.
     """
 
-    def __init__(
-        self,
-        *,
-        layer: int,
-        heads: int,
-        head_dim: int,
-        options: BasedOptions,
-        merged: bool,
-        implementation: str,
-        like: torch.Tensor,
-    ) -> None:
+    def __init__(self, spec: BasedProcessor, layer: Layer, merged: bool, like: torch.Tensor) -> None:
         super().__init__()
-        self.options, self.implementation = options, implementation
-        projection = initial_projection(layer, heads, head_dim, options.feature_dim)
+        options = self.options = spec.options
+        self.implementation = spec.implementation
+        heads, head_dim = layer.heads, like.shape[0] // layer.heads
+        if options.feature_dim > head_dim:
+            raise ValueError(f"feature_dim={options.feature_dim}, but heads have only {head_dim} dimensions")
+        projection = initial_projection(layer.block, heads, head_dim, options.feature_dim)
         parameter = lambda values: torch.nn.Parameter(values.to(like, copy=True))
         self.query_weight, self.key_weight = parameter(projection), parameter(projection)
         self.log_weight = parameter(torch.zeros(heads)) if merged else None
@@ -319,20 +311,7 @@ class BasedLayer(LearningLayer):
             raise ValueError(
                 "pipe_or_transformer has weights on the meta device: load them, and apply before offloading"
             )
-        head_dim = like.shape[0] // attn.heads
-        linear = None
-        if computes in ("linear", "both"):
-            if spec.options.feature_dim > head_dim:
-                raise ValueError(f"feature_dim={spec.options.feature_dim}, but heads have only {head_dim} dimensions")
-            linear = LinearPart(
-                layer=layer.block,
-                heads=attn.heads,
-                head_dim=head_dim,
-                options=spec.options,
-                merged=computes == "both",
-                implementation=spec.implementation,
-                like=like,
-            )
+        linear = LinearPart(spec, layer, computes == "both", like) if computes in ("linear", "both") else None
         # Of a convolution it is not asked.
         attend: Attend = Window(spec.options.window, spec.implementation)
         if linear is not None:
@@ -340,6 +319,9 @@ class BasedLayer(LearningLayer):
         super().__init__(spec, attend, original)
         self.computes, self.linear = computes, linear
         self.convolution = ShortConvolution(attn.to_q.in_features, like) if computes == "conv" else None
+
+    def __repr__(self) -> str:
+        return super().__repr__() if self.convolution is None else f"{type(self).__name__}\n  ShortConvolution()"
 
     def mix(
         self, attn: Any, hidden_states: torch.Tensor, rotary_emb: Rotary, call: Call, split: TokenSplit | None

@@ -20,7 +20,7 @@ import torch
 from torch.nn import functional
 
 from vmonarch.attend import Attend
-from vmonarch.call import Call, TokenSequence, current_call, running
+from vmonarch.call import Call, current_call, running
 from vmonarch.context_parallel import context_parallel_config, split_sequence
 from vmonarch.families import Family
 from vmonarch.kernels.common.launch import carry_tangents, learns
@@ -45,7 +45,7 @@ def _softmax(
     parallel_config: Any = None,
 ) -> torch.Tensor:
     """In place of `dispatch_attention_fn` while a borrowed processor runs: [B, S, H, D] -> [B, S, H, D]."""
-    ours, last_mask = running.now["borrowed"]
+    ours, last_mask = running.by["borrowed"]
     if dropout_p or attention_kwargs or scale not in (None, query.shape[-1] ** -0.5):
         raise NotImplementedError(f"{ours.name} supports no dropout or scale in this model")
     if is_causal:
@@ -59,29 +59,21 @@ def _softmax(
     keys_alone = key.shape[1] - query.shape[1]
     if keys_alone:
         query = functional.pad(query, (0, 0, 0, 0, keys_alone, 0))
-    call = current_call()._replace(backend=backend, key_mask=_key_mask(ours.name, attn_mask, last_mask, key.shape[1]))
+    keys = key.shape[1]
+    key_mask = None
+    if last_mask is not None:
+        # Of the last keys, which the processor was not shown.
+        key_mask = functional.pad(last_mask.bool(), (keys - last_mask.shape[1], 0), value=True)
+    elif attn_mask is not None:
+        if attn_mask.dtype != torch.bool or attn_mask.shape[1:] != (1, 1, keys):
+            raise NotImplementedError(
+                f"{ours.name} supports a mask of keys, boolean [B, 1, 1, S], in this model's self-attention, got"
+                f" {attn_mask.dtype} {tuple(attn_mask.shape)}"
+            )
+        key_mask = attn_mask[:, 0, 0]
+    call = current_call()._replace(backend=backend, key_mask=key_mask)
     # Autocast, and norms in float32, leave queries and keys in another dtype than values.
     return ours.attend_joint(query.to(value.dtype), key.to(value.dtype), value, call)[:, keys_alone:]
-
-
-def _key_mask(
-    name: str, attn_mask: torch.Tensor | None, last_mask: torch.Tensor | None, keys: int
-) -> torch.Tensor | None:
-    """Which keys may be attended, boolean [B, S]; None for all.
-
-    Args:
-        last_mask: of the last keys, which the processor was not shown.
-    """
-    if last_mask is not None:
-        return functional.pad(last_mask.bool(), (keys - last_mask.shape[1], 0), value=True)
-    if attn_mask is None:
-        return None
-    if attn_mask.dtype != torch.bool or attn_mask.shape[1:] != (1, 1, keys):
-        raise NotImplementedError(
-            f"{name} supports a mask of keys, boolean [B, 1, 1, S], in this model's self-attention, got"
-            f" {attn_mask.dtype} {tuple(attn_mask.shape)}"
-        )
-    return attn_mask[:, 0, 0]
 
 
 def _routed(original: Any) -> Any:
@@ -89,7 +81,7 @@ def _routed(original: Any) -> Any:
 
     @functools.wraps(original)
     def routed(*args: Any, **kwargs: Any) -> Any:
-        return (original if running.now["borrowed"] is None else _softmax)(*args, **kwargs)
+        return (original if running.by["borrowed"] is None else _softmax)(*args, **kwargs)
 
     vars(routed)["_takes_ours"] = True
     return routed
@@ -99,7 +91,7 @@ def _scaled_dot_product_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any
 ) -> torch.Tensor:
     """torch's, and our softmax while a borrowed processor runs: [B, H, S, D] -> [B, H, S, D]."""
-    if running.now["borrowed"] is None:
+    if running.by["borrowed"] is None:
         return functional.scaled_dot_product_attention(query, key, value, *args, **kwargs)
     query, key, value = (x.transpose(1, 2) for x in (query, key, value))
     return _softmax(query, key, value, *args, **kwargs).transpose(1, 2)
@@ -150,6 +142,18 @@ class Borrowed(Bound):
     def name(self) -> str:
         return type(self.spec).__name__
 
+    @property
+    def original(self) -> Any:
+        """The model's own, as it was."""
+        processor: Any = object.__new__(type(self).__bases__[1])
+        ours = ("spec", "attend", "family", "videos", "kept")
+        vars(processor).update({name: value for name, value in vars(self).items() if name not in ours})
+        return processor
+
+    def __repr__(self) -> str:
+        own = f"{type(self).__name__}\n  {type(self).__bases__[1].__name__}()"
+        return own if self.kept else super().__repr__()
+
     def run(self, processor: Any, attn: Any, *args: Any, **kwargs: Any) -> Any:
         """`processor`, the method of the model's own class, with our softmax."""
         exact = self.kept or ((call := running.now["call"]) is not None and call.dense)
@@ -163,12 +167,12 @@ class Borrowed(Bound):
         if unseen is not None and last_mask is not None:
             # What the processor makes of it costs nothing, and is not looked at.
             kwargs[unseen] = last_mask.to("meta")
-        running.now["borrowed"] = self, last_mask
+        running.by["borrowed"] = self, last_mask
         try:
             return processor(attn, *args, **kwargs)
         finally:
             # What it holds lives no longer than its transformer.
-            running.now["borrowed"] = None
+            running.by["borrowed"] = None
 
     def _check_sparse(self, name: str, options: Any, exact: bool) -> None:
         if exact:
@@ -192,8 +196,7 @@ class Borrowed(Bound):
         call = call._replace(grid=call.grid._replace(frames=self.videos * call.grid.frames))
         if context_parallel_config(self._parallel_config) is not None:
             return self._attend_on_a_rank(query, key, value, call)
-        tokens = TokenSequence.of(call.grid, call.before, query.shape[1])
-        return run_stack(self.attend, query, key, value, call._replace(before=tokens.before, after=tokens.after), None)
+        return run_stack(self.attend, query, key, value, call.placed(query.shape[1]), None)
 
     @torch.compiler.disable(reason="attention under context parallelism exchanges tokens between processes")
     def _attend_on_a_rank(
@@ -206,8 +209,8 @@ class Borrowed(Bound):
                 "gradients are not supported under context parallelism with this model: call it under torch.no_grad()"
             )
         config = context_parallel_config(self._parallel_config)
-        split, tokens = split_sequence(config, spread.others_whole, call.grid, call.before, query.shape[1])
-        return run_stack(self.attend, query, key, value, call._replace(before=tokens.before, after=tokens.after), split)
+        split, call = split_sequence(config, spread.others_whole, call, query.shape[1])
+        return run_stack(self.attend, query, key, value, call, split)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _made, (type(self).__bases__[1], vars(self))

@@ -8,7 +8,9 @@ Shapes: B batch, S tokens in all, [before | T·H·W video | after], N of the vid
 
 from __future__ import annotations
 
+import functools
 import threading
+import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
@@ -55,40 +57,20 @@ class Call(NamedTuple):
         assert self.before is not None
         return self.before + self.after
 
-
-class TokenSequence(NamedTuple):
-    """Where the video lies in a sequence.
-
-    Args:
-        grid: of the video's tokens.
-        before, after: how many other tokens there are on either side.
-    """
-
-    grid: LatentGrid
-    before: int = 0
-    after: int = 0
-
-    @classmethod
-    def of(cls, grid: LatentGrid, before: int | None, tokens: int) -> TokenSequence:
-        """The sequence of so many tokens; before=None if all of the others are before the video.
+    def placed(self, tokens: int) -> Self:
+        """It with `before` and `after`, in a sequence of so many tokens.
 
         Raises:
             ValueError: there are fewer tokens than that.
         """
-        others = tokens - grid.tokens
+        others, before = tokens - self.grid.tokens, self.before
         if others < (before or 0):
             also = f" and {before} tokens before it" if before else ""
             raise ValueError(
-                f"grid {tuple(grid)} has {grid.tokens} tokens{also}, but self-attention was given {tokens}"
+                f"grid {tuple(self.grid)} has {self.grid.tokens} tokens{also}, but self-attention was given {tokens}"
             )
         before = others if before is None else before
-        return cls(grid, before, others - before)
-
-    @classmethod
-    def in_call(cls, call: Call) -> Self:
-        """Where the video of a call lies in its sequence."""
-        assert call.before is not None
-        return cls(call.grid, call.before, call.after)
+        return self._replace(before=before, after=others - before)
 
     def video(self, x: torch.Tensor) -> torch.Tensor:
         """The video's part of [B, S, …]: a view."""
@@ -106,18 +88,24 @@ class TokenSequence(NamedTuple):
 
     def padded(self, factor: torch.Tensor) -> torch.Tensor:
         """A factor [B or 1, N, H or 1, R] of a bias as [B or 1, S, H or 1, R]: other tokens have none."""
+        assert self.before is not None
         return torch.nn.functional.pad(factor, (0, 0, 0, 0, self.before, self.after))
 
 
 class _Running(threading.local):
-    """What the thread is in: "call", of a transformer, and "borrowed", a processor of the model's with our softmax.
+    """What the thread is in.
 
-    "outer" are the calls around that of the running transformer, "timestep" is what that was called with.
+    now: "call", of a transformer. by: "borrowed", a processor of the model's with our softmax. These two are
+    dictionaries, because torch.compile passes over what is written to attributes of a threading.local; each has one
+    entry, because a graph that writes to one depends on all that is in it.
+
+    outer: for every transformer that is running, from the outermost on, itself and the call that it was called in.
     """
 
-    # In a dictionary, because torch.compile passes over what is written to attributes of a threading.local.
     def __init__(self) -> None:
-        self.now: dict[str, Any] = {"call": None, "borrowed": None, "outer": [], "timestep": None}
+        self.now: dict[str, Any] = {"call": None}
+        self.by: dict[str, Any] = {"borrowed": None}
+        self.outer: list[tuple[weakref.ref[torch.nn.Module], Call | None]] = []
 
 
 running = _Running()
@@ -139,37 +127,23 @@ def current_call() -> Call:
     return call
 
 
-class CarryingCheckpoint:
-    """A transformer's checkpointing function, which computes a block again in the call that it was computed in.
+def _carrying(checkpoint: Callable[..., Any], block: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """In place of a transformer's checkpointing function: a block is computed again in the call that it belongs to.
 
     Backward may come after other forward calls, and on a GPU it runs in another thread.
-
-    Args:
-        checkpoint: the function whose place it takes.
     """
-
-    def __init__(self, checkpoint: Callable[..., Any]) -> None:
-        self.checkpoint = checkpoint
-
-    def __call__(self, block: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        # In one graph, the whole transformer has its backward pass in it.
-        if not torch.compiler.is_compiling() and (call := running.now["call"]) is not None:
-            block = _Carried(block, call._replace(shared=None))
-        return self.checkpoint(block, *args, **kwargs)
+    # In one graph, the whole transformer has its backward pass in it.
+    if not torch.compiler.is_compiling() and (call := running.now["call"]) is not None:
+        block = functools.partial(_in_call, call._replace(shared=None), block)
+    return checkpoint(block, *args, **kwargs)
 
 
-class _Carried:
-    """A block together with the call that it belongs to."""
-
-    def __init__(self, block: Callable[..., Any], call: Call) -> None:
-        self.block, self.call = block, call
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        before, running.now["call"] = running.now["call"], self.call
-        try:
-            return self.block(*args, **kwargs)
-        finally:
-            running.now["call"] = before
+def _in_call(call: Call, block: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    before, running.now["call"] = running.now["call"], call
+    try:
+        return block(*args, **kwargs)
+    finally:
+        running.now["call"] = before
 
 
 def carry_calls(transformer: torch.nn.Module, on: bool) -> None:
@@ -177,6 +151,6 @@ def carry_calls(transformer: torch.nn.Module, on: bool) -> None:
     module: Any
     for module in transformer.modules():
         function = vars(module).get("_gradient_checkpointing_func")
-        carries = isinstance(function, CarryingCheckpoint)
+        carries = getattr(function, "func", None) is _carrying
         if function is not None and carries != on:
-            module._gradient_checkpointing_func = CarryingCheckpoint(function) if on else function.checkpoint
+            module._gradient_checkpointing_func = functools.partial(_carrying, function) if on else function.args[0]

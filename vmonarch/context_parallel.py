@@ -22,8 +22,7 @@ import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
-from vmonarch.call import TokenSequence
-from vmonarch.grid import LatentGrid
+from vmonarch.call import Call
 from vmonarch.kernels.common.launch import carry_tangents
 
 Shape = tuple[int, ...]
@@ -217,16 +216,12 @@ class TokenSplit:
         sizes = split_evenly(heads, len(self.tokens))
         return exchange(self.group, [x], split_dim=1, split=self.tokens, cat_dim=2, cat=sizes)[0]
 
-    def gather(self, x: torch.Tensor) -> torch.Tensor:
-        """Gather what each rank holds for its own tokens on all ranks: [B, s, …] -> [B, S, …]; no gradient."""
-        ranks = len(self.tokens)
-        copies = x.detach().unsqueeze(0).expand(ranks, *x.shape)
-        (gathered,) = exchange(self.group, [copies], split_dim=0, split=(1,) * ranks, cat_dim=2, cat=self.tokens)
-        return gathered.squeeze(0)
-
     def whole_mask(self, key_mask: torch.Tensor) -> torch.Tensor:
         """Which keys of the sequence may be attended, of a mask of this rank's: boolean [B, s] -> [B, S]."""
-        return self.gather(key_mask)
+        ranks = len(self.tokens)
+        copies = key_mask.unsqueeze(0).expand(ranks, *key_mask.shape)
+        (gathered,) = exchange(self.group, [copies], split_dim=0, split=(1,) * ranks, cat_dim=2, cat=self.tokens)
+        return gathered.squeeze(0)
 
 
 @dataclass(frozen=True)
@@ -235,10 +230,10 @@ class VideoSplit(TokenSplit):
 
     Args:
         tokens: of the video, of every rank.
-        sequence: the whole of it.
+        sequence: where the video lies in the whole of it.
     """
 
-    sequence: TokenSequence
+    sequence: Call
 
     def gather_tokens(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         share, sequence = self.share(tensors[0].shape[2]), self.sequence
@@ -296,26 +291,22 @@ def split_tokens(config: Any, tokens: int) -> TokenSplit:
     return TokenSplit(group, dist.get_rank(group), tuple(sizes))
 
 
-def split_sequence(
-    config: Any, others_whole: bool, grid: LatentGrid, before: int | None, tokens: int
-) -> tuple[TokenSplit, TokenSequence]:
-    """The split of a joint sequence where this rank has this number of tokens, and the whole sequence.
+def split_sequence(config: Any, others_whole: bool, call: Call, tokens: int) -> tuple[TokenSplit, Call]:
+    """The split of a joint sequence where this rank has this number of tokens, and the call in the whole sequence.
 
     Args:
         others_whole: as in `Spread`.
-        before: as in `TokenSequence.of`.
 
     Raises:
         ValueError: the ranks have fewer tokens than the video.
     """
     if not others_whole:
         split = split_tokens(config, tokens)
-        return split, TokenSequence.of(grid, before, split.all_tokens)
-    others = tokens - len(own_tokens(config, grid.tokens))
-    sequence = TokenSequence.of(grid, before, grid.tokens + others)
-    group = config._ulysses_mesh.get_group()
-    sizes = split_evenly(grid.tokens, dist.get_world_size(group))
-    return VideoSplit(group, dist.get_rank(group), sizes, sequence), sequence
+        return split, call.placed(split.all_tokens)
+    video, group = call.grid.tokens, config._ulysses_mesh.get_group()
+    call = call.placed(video + tokens - len(own_tokens(config, video)))
+    sizes = split_evenly(video, dist.get_world_size(group))
+    return VideoSplit(group, dist.get_rank(group), sizes, call), call
 
 
 def own_tokens(config: Any, tokens: int) -> range:

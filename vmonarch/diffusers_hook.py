@@ -12,12 +12,11 @@ changed when their modules have been imported, or at once if they have been alre
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Mapping
 from types import ModuleType
 from typing import Any
 
-from vmonarch.pipeline_calls import PIPELINES, after_import
+from vmonarch.pipeline_calls import PIPELINES, after_import, is_ours
 
 
 def install() -> None:
@@ -25,12 +24,6 @@ def install() -> None:
     after_import("diffusers.models.attention", _change_models)
     for name in PIPELINES:
         after_import(name, _change_pipelines)
-
-
-def _is_ours(processor: object) -> bool:
-    """Whether an attention processor is of ours, bound or a class by mistake too; imports nothing."""
-    base, cls = sys.modules.get("vmonarch.base"), processor if isinstance(processor, type) else type(processor)
-    return base is not None and issubclass(cls, (base.VideoAttentionProcessor, sys.modules["vmonarch.own"].Bound))
 
 
 def _change_models(module: ModuleType) -> None:
@@ -42,32 +35,60 @@ def _change_models(module: ModuleType) -> None:
 
     @functools.wraps(own)
     def set_on_model(self: Any, processor: Any) -> None:
-        from vmonarch.installation import apply, is_bound_to, note_processors
+        from vmonarch.hooks import record_of
+        from vmonarch.installation import apply, is_applied
+        from vmonarch.parallelism import check_restorable
 
         if isinstance(processor, str):
             raise TypeError(f"processor must be an attention processor; presets are for vmonarch.apply: {processor!r}")
-        if isinstance(processor, Mapping):
-            # Those that are there, or were, may be put back: diffusers does so when it unfuses projections.
-            if any(_is_ours(ours) and not is_bound_to(self, ours) for ours in processor.values()):
-                raise ValueError(
-                    "processor must not be a dictionary with processors of vmonarch: pass one of them, which serves all"
-                    " layers but its dense_layers, or a plan, which gives every layer options of its own"
-                )
-        elif _is_ours(processor):
-            spec = getattr(processor, "spec", processor)
-            plan = getattr(spec, "plan", None)
-            if plan is not None and len(plan.layers) > 1:
-                raise ValueError(
-                    f"plan: it is for {', '.join(plan.layers)}, and a transformer does not tell which of them it is:"
-                    " use vmonarch.apply with the pipeline"
-                )
-            apply(self, spec)
+        several, record = isinstance(processor, Mapping), record_of(self)
+        given = list(processor.values()) if several else [processor]
+        bound = [] if record is None else record.bound
+        ours = [known for known in given if is_ours(known)]
+        if type(processor).__name__.startswith("Fused") or (
+            several and processor is getattr(self, "original_attn_processors", None)
+        ):
+            # diffusers fuses projections, or unfuses them: what is applied stays.
+            spec = record.processor if record is not None and is_applied(self) else None
+        elif any(known not in bound for known in ours) or (ours and not several):
+            spec = _spec_of(ours, several)
+        else:
+            if any(known not in given for known in bound):
+                check_restorable(self)
+            own(self, processor)
             return
-        own(self, processor)
-        note_processors(self)
+        if several:
+            own(self, {name: known.original if is_ours(known) else known for name, known in processor.items()})
+        elif not ours:
+            own(self, processor)
+        if spec is not None:
+            apply(self, spec)
 
     vars(set_on_model)["_takes_ours"] = True
     mixin.set_attn_processor = set_on_model
+
+
+def _spec_of(ours: list[Any], several: bool) -> Any:
+    """The processor to apply to a transformer that is given these of ours, of which layers may have one each.
+
+    Raises:
+        ValueError: there are several, or they have learnt, or their plan is for several transformers.
+    """
+    # Those that `dense_layers` keep have one of their own.
+    specs = {getattr(known, "spec", known) for known in ours if not (several and getattr(known, "kept", False))}
+    spec: Any = next(iter(specs), None)
+    if len(specs) != 1 or (several and (spec in ours or spec.LEARNS)):
+        raise ValueError(
+            "processor must not be a dictionary with processors of vmonarch: pass one of them, which serves all"
+            " layers but its dense_layers, or a plan, which gives every layer options of its own"
+        )
+    plan = getattr(spec, "plan", None)
+    if plan is not None and len(plan.layers) > 1:
+        raise ValueError(
+            f"plan: it is for {', '.join(plan.layers)}, and a transformer does not tell which of them it is:"
+            " use vmonarch.apply with the pipeline"
+        )
+    return spec
 
 
 def _change_pipelines(module: ModuleType) -> None:
@@ -97,7 +118,7 @@ def set_attn_processor(self: Any, processor: Any) -> None:
     own = getattr(super(owner, self), "set_attn_processor", None)
     if own is not None:
         own(processor)
-    elif _is_ours(processor):
+    elif is_ours(processor):
         apply(self, getattr(processor, "spec", processor))
     elif processor is None:
         restore(self)

@@ -5,6 +5,7 @@ Source: xfuser 0.7.0, `core/distributed/parallel_state.py` and `model_executor/m
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.metadata
 from typing import Any
@@ -39,42 +40,29 @@ def add_member(enumeration: Any, name: str, value: str) -> Any:
     return member
 
 
-SUPPORTED_XFUSER = "supported is xfuser>=0.7,<0.8 with all that it requires"
-
-
-def import_xfuser(name: str, *attributes: str) -> Any:
-    """A module of xfuser that has these attributes.
+@functools.cache
+def import_xfuser(name: str) -> Any:
+    """A module of xfuser.
 
     Raises:
-        ImportError: xfuser, or something that it needs, is not installed; it cannot be imported without an accelerator;
-            or it is another version, without one of the attributes.
+        ImportError: xfuser is not installed, is another version, or cannot be imported: without a GPU, or something
+            that it needs.
     """
     try:
-        module = importlib.import_module(name)
-    except NotImplementedError as error:
-        raise ImportError(f"xfuser cannot be imported without a GPU and a build of torch for it: {error}") from error
-    except ImportError as error:
-        if error.name == "xfuser":
-            raise ImportError("xfuser is not installed; install it with pip install 'xfuser>=0.7,<0.8'") from error
-        raise ImportError(f"{installed_xfuser()} cannot be imported: {error}; {SUPPORTED_XFUSER}") from error
-    for attribute in attributes:
-        if not hasattr(module, attribute):
-            raise ImportError(f"{installed_xfuser()} has no {name}.{attribute}; {SUPPORTED_XFUSER}")
-    return module
-
-
-def installed_xfuser() -> str:
-    return f"xfuser {importlib.metadata.version('xfuser')}"
+        version = importlib.metadata.version("xfuser")
+    except importlib.metadata.PackageNotFoundError as error:
+        raise ImportError("xfuser is not installed; install it with pip install 'xfuser>=0.7,<0.8'") from error
+    supported = "supported is xfuser>=0.7,<0.8, on a GPU, with all that it requires"
+    if not version.startswith("0.7."):
+        raise ImportError(f"xfuser {version} is installed; {supported}")
+    try:
+        return importlib.import_module(name)
+    except (ImportError, NotImplementedError) as error:
+        raise ImportError(f"xfuser {version} cannot be imported: {error}; {supported}") from error
 
 
 def xfuser_groups() -> Any:
-    return import_xfuser(
-        "xfuser.core.distributed",
-        "get_ulysses_parallel_world_size",
-        "get_ulysses_parallel_rank",
-        "get_ring_parallel_world_size",
-        "get_sp_group",
-    )
+    return import_xfuser("xfuser.core.distributed")
 
 
 def ulysses_rank(groups: Any) -> tuple[int, int]:

@@ -81,7 +81,7 @@ class Family:
     spread: Spread | None = None
 
     def layers(self, transformer: Any) -> list[tuple[int, torch.nn.Module]]:
-        """(layer, module) of every self-attention module of the video, in the order in which they run."""
+        """(layer, module) of every self-attention module of the video, in the order of `blocks`."""
         blocks = list(enumerate(block for name in self.blocks for block in getattr(transformer, name)))
         if hasattr(transformer, "vace_blocks"):
             # A control block of VACE counts as the layer that it feeds.

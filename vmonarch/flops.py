@@ -86,7 +86,10 @@ def vmonarch_work(
     # Sums of keys and of values; of the gradients as well.
     sums = 1 + options.last_l_update
     # Pairs of an exact query and its exact key, such queries, and such keys.
-    pairs = sum(map(len, exact)) * P**2 - _left_out_of_rows(grid, options)
+    pairs: float = sum(map(len, exact)) * P**2
+    if options.row_share < 1 and options.pattern is not None:
+        row = row_options(options)
+        pairs -= len(options.pattern.rows) * (P * S - two_resolution_pairs(tiling_of(grid, row, query_frames=1), row))
     n, n_keys = sum(map(bool, exact)) * P, len(set().union(*exact)) * P
     stage = functools.partial(_stage, heads, head_dim * itemsize)
     pool = [stage("pool", 0, S + cells, 0)] if coarse > 1 else []
@@ -100,7 +103,6 @@ def vmonarch_work(
             stages.append(stage(f"L{i + 1}", 4 * S * T * d, 4 * S + n, 2 * S))
     if not training:
         return stages
-
     # Gradients that a stage adds to are read and written.
     stages += pool
     for i in reversed(range(t)):
@@ -156,16 +158,6 @@ def two_resolution_flops(
 ) -> float:
     """Of one head with these options."""
     return pair_flops(two_resolution_pairs(tiling_of(grid, options), options), head_dim, training=training)
-
-
-def _left_out_of_rows(grid: LatentGrid, options: VMonarchOptions) -> float:
-    """Pairs of queries and keys that rows in two resolutions save."""
-    if options.row_share == 1:
-        return 0
-    assert options.pattern is not None
-    row = row_options(options)
-    pairs = grid.tokens_per_frame * grid.tokens - two_resolution_pairs(tiling_of(grid, row, query_frames=1), row)
-    return len(options.pattern.rows) * pairs
 
 
 def vmonarch_flops(grid: LatentGrid, head_dim: int, options: VMonarchOptions | None = None, **named: Any) -> float:

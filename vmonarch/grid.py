@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from vmonarch.validation import check_positive_integer
+
 
 class LatentGrid(NamedTuple):
     """Number of tokens along time, height and width, after patchification.
@@ -47,8 +49,5 @@ class LatentGrid(NamedTuple):
         if len(grid) != 3:
             raise ValueError(f"{argument} must have three entries (frames, height, width), got {len(grid)}: {grid!r}")
         for name, size in zip(cls._fields, grid, strict=True):
-            if isinstance(size, bool) or not hasattr(size, "__index__"):
-                raise TypeError(f"{argument}.{name} must be an integer, got {size!r}")
-            if size < 1:
-                raise ValueError(f"{argument}.{name} must be at least 1, got {size}")
+            check_positive_integer(f"{argument}.{name}", size)
         return cls(*map(int, grid))

@@ -15,7 +15,7 @@ from vmonarch.grid import LatentGrid
 from vmonarch.own import Bound, ours_of
 from vmonarch.parallelism import check_no_first_block_cache
 from vmonarch.residuals import ResidualSharing
-from vmonarch.steps import denoising_step
+from vmonarch.steps import denoising_step, running_objects
 from vmonarch.validation import DenseSet
 
 _ATTRIBUTE = "_vmonarch_record"
@@ -33,7 +33,6 @@ class Record:
         sharing: the residuals of the pipeline, if they are shared between steps.
         grid: of the latest call, in any thread.
         lora: name of the LoRA layers that came with the processor's parameters (`load_adapter`), which go with it.
-        idle: whether others have replaced all processors of ours since (`note_processors`).
     """
 
     processor: VideoAttentionProcessor
@@ -44,7 +43,6 @@ class Record:
     sharing: ResidualSharing | None
     grid: LatentGrid | None = None
     lora: str | None = None
-    idle: bool = False
 
 
 def record_of(transformer: Any) -> Record | None:
@@ -71,7 +69,7 @@ def keep(transformer: torch.nn.Module, record: Record | None) -> None:
 def _begin_call(transformer: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Forward pre-hook: tell the layers what they need to know of this call.
 
-    Stateless: what it writes to belongs to the module, so that copies of it stay apart.
+    What it writes to belongs to the module or to the running thread, so that copies of the module stay apart.
 
     Raises:
         ValueError: the processor was given another grid.
@@ -83,9 +81,8 @@ def _begin_call(transformer: torch.nn.Module, args: tuple[Any, ...], kwargs: dic
     if not compiling:
         _enter(transformer)
     running.now["call"] = None
-    if record.idle:
-        record.idle = all(ours_of(module) is None for module in transformer.modules())
-    if record.idle:
+    if not record.processor.LEARNS and all(ours_of(module) is None for module, _ in record.originals):
+        # Others have replaced all of them, which those that learn do not let themselves be.
         return
     check_no_first_block_cache(transformer)
     arguments = dict(zip(record.names, args, strict=False)) | kwargs
@@ -97,10 +94,8 @@ def _begin_call(transformer: torch.nn.Module, args: tuple[Any, ...], kwargs: dic
     grid = given or found
     if grid is None:
         return
-    if not compiling:
-        running.now["timestep"] = arguments.get("timestep")
-        if record.grid != grid:
-            record.processor.warn_of_size(grid)
+    if not compiling and record.grid != grid:
+        record.processor.warn_of_size(grid)
     record.grid = grid
     dense, branch, steps = False, None, DenseSet("dense_steps", record.processor.dense_steps)
     if steps.some:
@@ -113,10 +108,11 @@ def _begin_call(transformer: torch.nn.Module, args: tuple[Any, ...], kwargs: dic
 
 
 def _enter(transformer: torch.nn.Module) -> None:
-    """Keep the call that this one is inside of. An entry of the same transformer is of one that Ctrl-C has ended."""
-    outer, before = running.now["outer"], running.now["call"]
+    """Keep the call that this one is inside of, without those that Ctrl-C has ended: torch calls no hook then."""
+    outer, before = running.outer, running.now["call"]
+    at_work = list(running_objects()) if outer else []
     for place, (entered, call) in enumerate(outer):
-        if entered() is transformer:
+        if (module := entered()) is transformer or not any(one is module for one in at_work):
             before = call
             del outer[place:]
             break
@@ -124,12 +120,11 @@ def _enter(transformer: torch.nn.Module) -> None:
 
 
 def _end_call(transformer: torch.nn.Module, *_: Any) -> None:
-    """Forward hook, which runs after an error, too; stateless as well."""
-    call, record, outer = running.now["call"], record_of(transformer), running.now["outer"]
+    """Forward hook, which runs after an error, too."""
+    call, record, outer = running.now["call"], record_of(transformer), running.outer
     running.now["call"] = None
     if not torch.compiler.is_compiling() and outer and outer[-1][0]() is transformer:
         running.now["call"] = outer.pop()[1]
-        running.now["timestep"] = None
     if record is not None and record.sharing is not None and call is not None:
         record.sharing.end(call.branch)
 

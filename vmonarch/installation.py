@@ -32,7 +32,7 @@ from vmonarch.parallelism import (
     restore_enabling,
     share_parallel_config,
 )
-from vmonarch.pipeline_calls import watch_calls
+from vmonarch.pipeline_calls import is_ours
 from vmonarch.processors import preset_processor
 from vmonarch.residuals import NO_REFRESH, ResidualSharing
 from vmonarch.validation import DenseSet
@@ -79,24 +79,6 @@ class Installation:
         self.restore()
 
 
-def _is_ours(module: Any) -> bool:
-    """Whether the processor of a module is ours: applied, or by mistake set on it alone."""
-    return isinstance(getattr(module, "processor", None), (Bound, VideoAttentionProcessor))
-
-
-def note_processors(transformer: Any) -> None:
-    """Others have set processors: while none is ours, forward calls are not recorded. They may set ours back."""
-    record = record_of(transformer)
-    if record is not None:
-        record.idle = not _has_ours(transformer)
-
-
-def is_bound_to(transformer: Any, processor: Any) -> bool:
-    """Whether a processor of ours is one that `apply` has made for this transformer."""
-    record = record_of(transformer)
-    return record is not None and any(bound is processor for bound in record.bound)
-
-
 def find_transformers(pipe_or_transformer: object) -> dict[str, torch.nn.Module]:
     """The supported transformers of a pipeline, or the transformer itself (inside a compiled or training wrapper too).
 
@@ -139,12 +121,12 @@ def original_processors(transformer: Any) -> list[tuple[Any, Any]]:
     record = record_of(transformer)
     known = {} if record is None else dict(record.originals)
     modules = made = _with_processor(transformer)
-    if any(_is_ours(module) and module not in known for module in modules):
+    if any(is_ours(module.processor) and module not in known for module in modules):
         stock: Any = diffusers_class(transformer)
         with torch.device("meta"):
             made = _with_processor(stock.from_config(transformer.config))
     return [
-        (module, known.get(module, new.processor) if _is_ours(module) else module.processor)
+        (module, known.get(module, new.processor) if is_ours(module.processor) else module.processor)
         for module, new in zip(modules, made, strict=True)
     ]
 
@@ -186,10 +168,11 @@ def apply(pipe_or_transformer: Any, processor: VideoAttentionProcessor | str = "
     """
     transformers = find_transformers(pipe_or_transformer)
     processor = _checked(pipe_or_transformer, processor)
-    sharing = None
-    if processor.refresh is not None:
-        watch_calls()
-        sharing = ResidualSharing(processor.refresh)
+    plan = getattr(processor, "plan", None)
+    if plan is not None and len(plan.layers) == 1 and isinstance(pipe_or_transformer, torch.nn.Module):
+        # A transformer by itself is the one that the plan is for, whatever its pipeline calls it.
+        transformers = dict(zip(plan.layers, transformers.values(), strict=True))
+    sharing = None if processor.refresh is None else ResidualSharing(processor.refresh)
     # Everything that can fail comes before the first change.
     made = [(transformer, *_bind(name, transformer, processor)) for name, transformer in transformers.items()]
     for transformer, originals, bound in made:
@@ -226,14 +209,28 @@ def _checked(pipe_or_transformer: object, processor: object) -> VideoAttentionPr
 
 def _bind(name: str, transformer: torch.nn.Module, processor: VideoAttentionProcessor) -> tuple[Any, Any]:
     """(`original_processors` of a transformer, `bind_all`); raises as `apply`."""
+    family, model = known_family(transformer), type(transformer).__name__
+    if processor.LEARNS and not family.own:
+        raise ValueError(f"{type(processor).__name__} supports the transformers of the Wan family, got {model}")
+    if processor.refresh is not None and not family.batched:
+        raise ValueError(f"refresh is not supported with {model}, whose samples attend one by one; {NO_REFRESH}")
     check_parallelism(transformer, processor, applied=record_of(transformer) is not None)
     if any(parameters_of(module.processor) for module in _with_processor(transformer)):
         raise ValueError(f"{name} has a processor with parameters, which applying another would lose: {_KEEP}")
+    registries = [getattr(module, "_diffusers_hook", None) for module in transformer.modules()]
+    if processor.LEARNS and any(found is not None and found.get_hook("group_offloading") for found in registries):
+        raise ValueError(
+            f"{name} is offloaded in groups, whose hooks would leave new parameters where they are: apply the processor"
+            " before enable_group_offload"
+        )
     originals = original_processors(transformer)
-    _check_family(transformer, processor)
-    if processor.LEARNS:
-        _check_not_offloaded(name, transformer)
-    return originals, bind_all(transformer, processor, name, dict(originals))
+    bound = bind_all(transformer, processor, name, dict(originals))
+    for attn, made in bound.items():
+        before: Any = ours_of(attn)
+        if hasattr(before, "_attention_backend"):
+            # The user has chosen it for the model.
+            made._attention_backend = before._attention_backend
+    return originals, bound
 
 
 def _set_processor(attn: torch.nn.Module, processor: Any) -> None:
@@ -253,17 +250,6 @@ def _refuse_processor(attn: Any, processor: Any) -> None:
         raise ValueError(
             f"set_attn_processor({type(processor).__name__}) would lose what a BasedProcessor has learnt: {_KEEP}"
         )
-
-
-def _remove_lora(transformer: Any, name: str | None) -> None:
-    there = getattr(transformer, "peft_config", None) or {}
-    if name not in there:
-        return
-    if len(there) == 1:
-        # Leaves the plain layers behind, not ones wrapped for adapters to come.
-        transformer.unload_lora()
-    else:
-        transformer.delete_adapters(name)
 
 
 def bind_all(
@@ -311,24 +297,6 @@ def own_processors(transformer: torch.nn.Module) -> list[tuple[Any, Bound, Any]]
     ]
 
 
-def _check_family(transformer: torch.nn.Module, processor: VideoAttentionProcessor) -> None:
-    family, model = known_family(transformer), type(transformer).__name__
-    if processor.LEARNS and not family.own:
-        raise ValueError(f"{type(processor).__name__} supports the transformers of the Wan family, got {model}")
-    if processor.refresh is not None and not family.batched:
-        raise ValueError(f"refresh is not supported with {model}, whose samples attend one by one; {NO_REFRESH}")
-
-
-def _check_not_offloaded(name: str, transformer: torch.nn.Module) -> None:
-    for module in transformer.modules():
-        registry: Any = getattr(module, "_diffusers_hook", None)
-        if registry is not None and registry.get_hook("group_offloading") is not None:
-            raise ValueError(
-                f"{name} is offloaded in groups, whose hooks would leave new parameters where they are: apply the"
-                " processor before enable_group_offload"
-            )
-
-
 def restore(pipe_or_transformer: Any) -> None:
     """Undo `apply`: the original processors are back, and no hook or attribute is left on a model.
 
@@ -353,10 +321,10 @@ def is_applied(pipe_or_transformer: Any) -> bool:
 
 def _has_ours(transformer: torch.nn.Module) -> bool:
     """Whether a module has a processor of ours, applied or not."""
-    return any(map(_is_ours, transformer.modules()))
+    return any(is_ours(module.processor) for module in _with_processor(transformer))
 
 
-def _restore(transformers: dict[str, torch.nn.Module]) -> None:
+def _restore(transformers: dict[str, Any]) -> None:
     for transformer in transformers.values():
         if record_of(transformer) is not None:
             check_restorable(transformer)
@@ -368,7 +336,12 @@ def _restore(transformers: dict[str, torch.nn.Module]) -> None:
         if record is not None:
             keep(transformer, None)
             restore_enabling(transformer)
-            _remove_lora(transformer, record.lora)
+            there = getattr(transformer, "peft_config", None) or {}
+            if record.lora in there and len(there) == 1:
+                # Leaves the plain layers behind, not ones wrapped for adapters to come.
+                transformer.unload_lora()
+            elif record.lora in there:
+                transformer.delete_adapters(record.lora)
         for attn, original in originals:
             _set_processor(attn, original)
         share_parallel_config(transformer)

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-import math
-import numbers
-import operator
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self, TypeVar
 
 from vmonarch.grid import LatentGrid
-from vmonarch.validation import check_flag, check_positive_integer, plain
+from vmonarch.validation import check_flag, check_integer, check_number, check_positive_integer, plain
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 Class = TypeVar("Class", bound=type)
@@ -20,15 +17,12 @@ Class = TypeVar("Class", bound=type)
 
 def _frame_indices(name: str, frames: object) -> tuple[int, ...]:
     """Sorted, unique frame indices from one integer or an iterable of them."""
-    items = frames if isinstance(frames, Iterable) and not isinstance(frames, (str, bytes)) else (frames,)
-    indices = set()
+    items: list[Any] = (
+        list(frames) if isinstance(frames, Iterable) and not isinstance(frames, (str, bytes)) else [frames]
+    )
     for item in items:
-        if isinstance(item, bool) or not hasattr(item, "__index__"):
-            raise TypeError(f"ExactBlocks.{name} must hold frame indices (integers), got {item!r}")
-        if operator.index(item) < 0:
-            raise ValueError(f"ExactBlocks.{name} must hold frame indices of at least 0, got {item}")
-        indices.add(operator.index(item))
-    return tuple(sorted(indices))
+        check_integer(f"a frame in ExactBlocks.{name}", item)
+    return tuple(sorted({int(item) for item in items}))
 
 
 @dataclass(frozen=True)
@@ -58,13 +52,9 @@ class ExactBlocks:
         object.__setattr__(self, "rows", _frame_indices("rows", self.rows))
         object.__setattr__(self, "columns", _frame_indices("columns", self.columns))
         if self.band is not None:
-            if isinstance(self.band, bool) or not hasattr(self.band, "__index__"):
-                raise TypeError(f"ExactBlocks.band must be None or an integer, got {self.band!r}")
-            if self.band < 0:
-                raise ValueError(f"ExactBlocks.band must be at least 0, got {self.band}")
+            check_integer("ExactBlocks.band", self.band)
             object.__setattr__(self, "band", int(self.band))
-        if not isinstance(self.aware, bool):
-            raise TypeError(f"ExactBlocks.aware must be True or False, got {self.aware!r}")
+        check_flag("ExactBlocks.aware", self.aware)
 
     @classmethod
     def of(cls, exact: Mapping[str, Any]) -> Self:
@@ -127,10 +117,10 @@ class Options:
     """What an op computes, as one frozen dataclass, which checks its fields when it is made.
 
     Attributes:
-        kind: what plans and methods call the op.
+        op: what plans and methods call it.
     """
 
-    kind: ClassVar[str]
+    op: ClassVar[str]
 
     def __post_init__(self) -> None:
         """Raise TypeError or ValueError if an option has an unsupported value."""
@@ -178,7 +168,7 @@ class FirstOrderOptions(Options):
         TypeError, ValueError: an option has an unsupported value; the message begins with its name.
     """
 
-    kind: ClassVar[str] = "first_order"
+    op: ClassVar[str] = "first_order"
 
     parts: tuple[int, int, int] = (1, 1, 1)
 
@@ -213,7 +203,7 @@ class VMonarchOptions(Options):
     Source: VMonarch, Eq. 3-8 and §4.1; docs/attention.md.
     """
 
-    kind: ClassVar[str] = "vmonarch"
+    op: ClassVar[str] = "vmonarch"
 
     num_iterations: int = 2
     coarse: int = 1
@@ -238,7 +228,9 @@ class VMonarchOptions(Options):
             raise ValueError("last_l_update must be True with num_iterations=1, which has no L before")
         if self.row_share != 1 and (pattern is None or not pattern.rows):
             raise ValueError(f"row_share must be 1 where exact has no rows, got {self.row_share}")
-        check_min_mass(self.min_mass)
+        check_number("min_mass", self.min_mass)
+        if self.min_mass < 0:
+            raise ValueError(f"min_mass must be at least 0, got {self.min_mass}")
 
     @property
     def pattern(self) -> ExactBlocks | None:
@@ -259,18 +251,9 @@ OPTION_FIELDS = dataclasses.fields(VMonarchOptions)
 
 def check_share(name: str, share: object) -> None:
     """Raise TypeError or ValueError unless `share` is a number above 0 and at most 1."""
-    if isinstance(share, bool) or not isinstance(share, numbers.Real):
-        raise TypeError(f"{name} must be a number, got {share!r}")
-    if not 0 < float(share) <= 1:
+    check_number(name, share)
+    if not 0 < share <= 1:  # type: ignore[operator]
         raise ValueError(f"{name} must be above 0 and at most 1, got {share}")
-
-
-def check_min_mass(min_mass: object) -> None:
-    """Raise TypeError or ValueError unless `min_mass` is a finite number of at least 0."""
-    if isinstance(min_mass, bool) or not isinstance(min_mass, numbers.Real):
-        raise TypeError(f"min_mass must be a number, got {min_mass!r}")
-    if not math.isfinite(min_mass) or min_mass < 0:
-        raise ValueError(f"min_mass must be finite and at least 0, got {min_mass}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -306,7 +289,7 @@ class TwoResolutionOptions(Options):
     et al., VSA (2025), §3: boxes of tokens, and the best of them by mean scores.
     """
 
-    kind: ClassVar[str] = "two_resolution"
+    op: ClassVar[str] = "two_resolution"
 
     share: float | None = 0.1
     beta: float | None = None
@@ -323,14 +306,10 @@ class TwoResolutionOptions(Options):
             raise ValueError(
                 f"share must be None where beta is given, and only there, got share={self.share} and beta={self.beta}"
             )
-        for name in ("share", "beta"):
-            number = getattr(self, name)
-            if number is not None and (isinstance(number, bool) or not isinstance(number, (int, float))):
-                raise TypeError(f"{name} must be a number or None, got {number!r}")
         if self.share is not None:
             check_share("share", self.share)
-        if self.beta is not None and not math.isfinite(self.beta):
-            raise ValueError(f"beta must be finite, got {self.beta}")
+        if self.beta is not None:
+            check_number("beta", self.beta)
         for name in ("tile", "cell", "query_tile"):
             if getattr(self, name) is not None:
                 object.__setattr__(self, name, tuple(LatentGrid.parse(getattr(self, name), argument=name)))
@@ -339,10 +318,7 @@ class TwoResolutionOptions(Options):
         if self.cell is not None and not self.rest:
             raise ValueError(f"cell must be None with rest=False, which has no means, got {self.cell}")
         if self.local is not None:
-            if isinstance(self.local, bool) or not hasattr(self.local, "__index__"):
-                raise TypeError(f"local must be an integer or None, got {self.local!r}")
-            if self.local < 0:
-                raise ValueError(f"local must be at least 0, got {self.local}")
+            check_integer("local", self.local)
 
 
 def row_options(options: VMonarchOptions) -> TwoResolutionOptions:
@@ -359,22 +335,22 @@ def takes_options(function: Function) -> Function:
     return function
 
 
-def has_options(kind: type, *own: str, without: tuple[str, ...] = ()) -> Callable[[Class], Class]:
+def has_options(options: type, *own: str, without: tuple[str, ...] = ()) -> Callable[[Class], Class]:
     """Give a processor the options of an op, in its signature too, and list all that it has.
 
     Args:
-        kind: the dataclass of the op's options.
+        options: the dataclass of the op's options.
         own: options of the class itself.
         without: of the options that all processors have those that this one has not.
     """
 
     def decorate(owner: Class) -> Class:
-        names = [field.name for field in dataclasses.fields(kind)]
+        names = [field.name for field in dataclasses.fields(options)]
         cls: Any = owner
-        cls._KIND = kind
+        cls._OP_OPTIONS = options
         cls._OPTIONS = (*names, *own, *(name for name in cls.COMMON if name not in without))
         shown: dict[str, inspect.Parameter] = {}
-        for source in (*(vars(base)["__init__"] for base in cls.__mro__[:-1] if "__init__" in vars(base)), kind):
+        for source in (*(vars(base)["__init__"] for base in cls.__mro__[:-1] if "__init__" in vars(base)), options):
             for name, entry in inspect.signature(source).parameters.items():
                 shown.setdefault(name, entry)
         cls.__signature__ = inspect.Signature([entry for name, entry in shown.items() if name in cls._OPTIONS])

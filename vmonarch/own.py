@@ -183,7 +183,11 @@ class Own(Bound):
         # Of exact attention, nothing but the number of tokens matters.
         call = Call(LatentGrid(1, 1, tokens)) if isinstance(self.attend, Exact) else self._call()
         if call.dense:
-            return self._exact(attn, hidden_states, rotary_emb)
+            # What the module's own processor computes.
+            for name in ("_attention_backend", "_parallel_config"):
+                if getattr(self.original, name, None) is not getattr(self, name):
+                    setattr(self.original, name, getattr(self, name))
+            return self.original(attn, hidden_states, None, None, rotary_emb)
         if call.grid.tokens != tokens:
             raise ValueError(
                 f"grid {tuple(call.grid)} has {call.grid.tokens} tokens, but self-attention was given {tokens}"
@@ -205,13 +209,6 @@ class Own(Bound):
         """What a module computes before its output projection: [B, s, C] -> [B, s, C]."""
         query, key, value = project(attn, hidden_states, rotary_emb, self.spec.implementation)
         return run_stack(self.attend, query, key, value, call, split).flatten(2, 3)
-
-    def _exact(self, attn: Any, hidden_states: torch.Tensor, rotary_emb: Any) -> torch.Tensor:
-        """What the module's own processor computes."""
-        for name in ("_attention_backend", "_parallel_config"):
-            if getattr(self.original, name, None) is not getattr(self, name):
-                setattr(self.original, name, getattr(self, name))
-        return self.original(attn, hidden_states, None, None, rotary_emb)
 
     @torch.compiler.disable(reason="attention under context parallelism exchanges tokens between processes")
     def _on_a_rank(self, attn: Any, hidden_states: torch.Tensor, rotary_emb: Rotary) -> torch.Tensor:

@@ -115,21 +115,19 @@ def _enable_parallelism(transformer: Any, *, config: Any, cp_plan: Any = None) -
     for attn in _sharing(transformer):
         if isinstance(attn.processor, Borrowed):
             attn.processor.spec.check_context_parallel(parallel, heads_of(attn), joint=True)
-        else:
-            _check_even(attn, parallel)
+        elif (heads := heads_of(attn)) % parallel.ulysses_degree and not parallel.ulysses_anything:
+            raise ValueError(
+                "attention beside the video's to itself stays the model's own, which shares heads evenly: its"
+                f" {heads} do not divide by ulysses_degree={parallel.ulysses_degree}; use ulysses_anything=True"
+            )
     enable(cp_plan=None if spread.cp_plan is None else spread.cp_plan(transformer.config))
     share_parallel_config(transformer)
-    if spread.leading is not None:
-        _split_leading(transformer, family, spread.leading)
-
-
-def _check_even(attn: Any, config: Any) -> None:
-    """Raise ValueError if ranks cannot share the heads of attention that stays the model's own."""
-    if heads_of(attn) % config.ulysses_degree and not config.ulysses_anything:
-        raise ValueError(
-            f"attention beside the video's to itself stays the model's own, which shares heads evenly: its"
-            f" {heads_of(attn)} do not divide by ulysses_degree={config.ulysses_degree}; use ulysses_anything=True"
-        )
+    # Blocks are given how many of the video's first tokens this rank has.
+    for block in (block for name in family.blocks for block in getattr(transformer, name)):
+        names = list(inspect.signature(type(block).forward).parameters)[1:]
+        if spread.leading in names:
+            hook = functools.partial(_count_own, names.index(spread.leading), family)
+            block.register_forward_pre_hook(hook)
 
 
 def share_parallel_config(transformer: Any) -> None:
@@ -159,16 +157,6 @@ def check_restorable(transformer: Any) -> None:
             f"a {type(transformer).__name__} cannot be restored under context parallelism: its tokens are spread by a"
             " plan of vmonarch's, with which its own attention would be wrong; load it again"
         )
-
-
-def _split_leading(transformer: Any, family: Family, argument: str) -> None:
-    """Let blocks be given how many of the video's first tokens this rank has."""
-    for blocks in family.blocks:
-        for block in getattr(transformer, blocks):
-            names = list(inspect.signature(type(block).forward).parameters)[1:]
-            if argument in names:
-                hook = functools.partial(_count_own, names.index(argument), family)
-                block.register_forward_pre_hook(hook)
 
 
 def _count_own(position: int, family: Family, block: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -8,6 +8,7 @@ guidance has sat out. So the calls of diffusers' pipelines are wrapped once a pr
 
 from __future__ import annotations
 
+import copy
 import functools
 import importlib
 import importlib.abc
@@ -42,34 +43,29 @@ class _Finder(importlib.abc.MetaPathFinder):
         following = sys.meta_path[sys.meta_path.index(self) + 1 :]
         specs = (finder.find_spec(fullname, path, target) for finder in following if hasattr(finder, "find_spec"))
         spec = next((spec for spec in specs if spec is not None), None)
-        if spec is not None and hasattr(spec.loader, "exec_module"):
-            spec.loader = _Loader(spec.loader, self.functions[fullname])
+        if spec is None or not hasattr(spec.loader, "exec_module"):
+            return spec
+        # Loaders may be shared between modules.
+        loader: Any = copy.copy(spec.loader)
+        execute, spec.loader = loader.exec_module, loader
+
+        def exec_module(module: ModuleType) -> None:
+            del loader.exec_module
+            execute(module)
+            for function in self.functions[fullname]:
+                function(module)
+
+        loader.exec_module = exec_module
         return spec
 
 
-class _Loader(importlib.abc.Loader):
-    """Another loader until the module is executed, which is left with that one."""
-
-    def __init__(self, loader: Any, functions: Sequence[_Function]) -> None:
-        self._loader, self._functions = loader, functions
-
-    def __getattr__(self, name: str) -> Any:
-        # Copying asks before there is a loader.
-        return getattr(vars(self).get("_loader"), name)
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        created: ModuleType | None = self._loader.create_module(spec)
-        return created
-
-    def exec_module(self, module: ModuleType) -> None:
-        assert module.__spec__ is not None
-        module.__spec__.loader = module.__loader__ = self._loader
-        self._loader.exec_module(module)
-        for function in self._functions:
-            function(module)
-
-
 _finder = _Finder()
+
+
+def is_ours(processor: object) -> bool:
+    """Whether an attention processor is of ours, bound or a class by mistake too; imports nothing."""
+    base, cls = sys.modules.get("vmonarch.base"), processor if isinstance(processor, type) else type(processor)
+    return base is not None and issubclass(cls, (base.VideoAttentionProcessor, sys.modules["vmonarch.own"].Bound))
 
 
 def after_import(name: str, function: _Function) -> None:
@@ -88,7 +84,7 @@ def after_import(name: str, function: _Function) -> None:
 
 
 def watch_calls() -> None:
-    """Have `end_of_call` called at the end of every pipeline's call, for good; may be called again."""
+    """Have what `at_end_of_call` names called at the end of every pipeline's call, for good; may be called again."""
     for name in PIPELINES:
         after_import(name, _wrap_calls)
 
@@ -120,7 +116,8 @@ def _wrap_call(cls: Any) -> None:
         try:
             return call(self, *args, **kwargs)
         finally:
-            end_of_call(self)
+            for function in vars(self).pop(_AT_END, ()):
+                function(self)
 
     # What is below torch.no_grad() stays at hand for those who sample with gradients.
     vars(wrapped).update(__wrapped__=getattr(call, "__wrapped__", call), _wrapped=wrapped)
@@ -130,9 +127,3 @@ def _wrap_call(cls: Any) -> None:
 def at_end_of_call(pipeline: Any, function: Callable[[Any], None]) -> None:
     """Call `function(pipeline)` when the call of the pipeline that the thread is in has returned or raised."""
     vars(pipeline).setdefault(_AT_END, set()).add(function)
-
-
-def end_of_call(pipeline: Any) -> None:
-    """The call of a pipeline has returned or raised."""
-    for function in vars(pipeline).pop(_AT_END, ()):
-        function(pipeline)

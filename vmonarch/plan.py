@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from vmonarch.files import AtomicFiles
+from vmonarch.files import write_json
 from vmonarch.flops import first_order_flops, full_flops, two_resolution_flops, vmonarch_flops
 from vmonarch.grid import LatentGrid
 from vmonarch.kernels.first_order.api import first_order_attention
@@ -42,7 +42,7 @@ _OPS: dict[type[Options], tuple[Callable[..., Any], Callable[..., float]]] = {
 }
 
 
-def parse_method(name: str, options: object) -> Options | None:
+def parse_method(name: str, options: Any) -> Options | None:
     """The options of a method of a plan; None for exact attention.
 
     Raises:
@@ -50,39 +50,36 @@ def parse_method(name: str, options: object) -> Options | None:
     """
     if options is None:
         return None
-    parsed = options if isinstance(options, Options) else _parse_options(name, options)
-    if isinstance(parsed, TwoResolutionOptions) and parsed.beta is not None:
-        raise ValueError(f"plan: method {name!r}: beta is not for plans, whose work is known beforehand; give share")
-    return parsed
-
-
-def _parse_options(name: str, options: object) -> Options:
-    if not isinstance(options, Mapping):
+    if not isinstance(options, (Options, Mapping)):
         raise TypeError(f"plan: method {name!r} must be null or a mapping of options, got {options!r}")
-    named = dict(options)
-    kind = named.pop("kind", VMonarchOptions.kind)
-    of_kind = {known.kind: known for known in _OPS}.get(kind)
-    if of_kind is None:
-        known = ", ".join(op.kind for op in _OPS)
-        raise ValueError(f"plan: method {name!r} has the kind {kind!r}; supported: {known}")
-    supported = [field.name for field in dataclasses.fields(of_kind)]  # type: ignore[arg-type]
-    if unknown := sorted(set(named) - set(supported)):
-        raise ValueError(
-            f"plan: method {name!r} has the unknown option {unknown[0]!r}; supported: {', '.join(supported)}"
-        )
-    try:
-        return of_kind(**named)
-    except (TypeError, ValueError) as error:
-        raise type(error)(f"plan: method {name!r}: {error}") from error
+    if isinstance(options, Mapping):
+        named = dict(options)
+        op = named.pop("kind", VMonarchOptions.op)
+        options_of: Any = {known.op: known for known in _OPS}.get(op)
+        if options_of is None:
+            known = ", ".join(each.op for each in _OPS)
+            raise ValueError(f"plan: method {name!r} has the kind {op!r}; supported: {known}")
+        supported = [field.name for field in dataclasses.fields(options_of)]
+        if unknown := sorted(set(named) - set(supported)):
+            raise ValueError(
+                f"plan: method {name!r} has the unknown option {unknown[0]!r}; supported: {', '.join(supported)}"
+            )
+        try:
+            options = options_of(**named)
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"plan: method {name!r}: {error}") from error
+    if isinstance(options, TwoResolutionOptions) and options.beta is not None:
+        raise ValueError(f"plan: method {name!r}: beta is not for plans, whose work is known beforehand; give share")
+    return options
 
 
 def method_dict(options: Options | None) -> dict[str, Any] | None:
     """A method as plain values for JSON; the inverse of `parse_method`."""
     if options is None:
         return None
-    kind = {} if isinstance(options, VMonarchOptions) else {"kind": options.kind}
+    op = {} if isinstance(options, VMonarchOptions) else {"kind": options.op}
     plain = lambda value: value.to_dict() if isinstance(value, ExactBlocks) else value
-    return kind | {name: plain(value) for name, value in options.changed().items()}
+    return op | {name: plain(value) for name, value in options.changed().items()}
 
 
 def method_attention(
@@ -187,9 +184,7 @@ class AttentionPlan:
 
     def save(self, path: str | Path) -> None:
         """Write the JSON, whole or not at all; a file that is there is replaced."""
-        with AtomicFiles(overwrite=True) as files:
-            text = json.dumps(self.to_dict(), indent=1, ensure_ascii=False) + "\n"
-            files.stage(Path(path).expanduser()).write_text(text, encoding="utf-8")
+        write_json(Path(path).expanduser(), self.to_dict())
 
     def heads_of(self, component: str, layer: int, layers: int, heads: int) -> tuple[str, ...]:
         """Methods of the heads of one layer; the model has `layers` layers of `heads` heads.

@@ -51,8 +51,9 @@ class VMonarchProcessor(VideoAttentionProcessor):
         super().__init__(**options)
         self._bias = None if bias is None else BiasOption(bias)
         self.plan = None if plan is None else AttentionPlan.parse(plan)
-        if self.plan is not None:
-            self._check_alone()
+        for name, default in ({} if self.plan is None else {**vars(VMonarchOptions()), "bias": None}).items():
+            if (value := getattr(self, name)) != default:
+                raise ValueError(f"{name} must be left at {default!r} with a plan, which decides it; got {value!r}")
 
     @property
     def needs_raster(self) -> bool:
@@ -79,14 +80,6 @@ class VMonarchProcessor(VideoAttentionProcessor):
                 " this size",
                 stacklevel=2,
             )
-
-    def _check_alone(self) -> None:
-        """Check that a plan is given nothing that it decides."""
-        defaults = {**vars(VMonarchOptions()), "bias": None}
-        for name, default in defaults.items():
-            value = getattr(self, name)
-            if value != default:
-                raise ValueError(f"{name} must be left at {default!r} with a plan, which decides it; got {value!r}")
 
     def attention(self, layer: Layer) -> Attend | None:
         if self.plan is None:
@@ -128,15 +121,8 @@ class FlashBiasProcessor(VideoAttentionProcessor):
         return self.exact_attention
 
 
-class _OpProcessor(VideoAttentionProcessor):
-    """Base of processors of an op that plans have, too: what it computes is all in its options."""
-
-    def attention(self, layer: Layer) -> Attend:
-        return Op(self.options, self.implementation)
-
-
 @has_options(TwoResolutionOptions)
-class TwoResolutionProcessor(_OpProcessor):
+class TwoResolutionProcessor(VideoAttentionProcessor):
     """Attention in two resolutions for the video transformers of diffusers (`two_resolution_attention`).
 
     Cross-attention, with text or with an image, stays exact.
@@ -152,7 +138,7 @@ class TwoResolutionProcessor(_OpProcessor):
 
 
 @has_options(FirstOrderOptions)
-class FirstOrderProcessor(_OpProcessor):
+class FirstOrderProcessor(VideoAttentionProcessor):
     """Attention to the first order around mean queries (`first_order_attention`), in all heads: for comparisons.
 
     Plans give it to the heads that it is for. Cross-attention, with text or with an image, stays exact.

@@ -12,10 +12,11 @@ from __future__ import annotations
 import dataclasses
 import threading
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
 import torch
+from torch.utils._pytree import tree_flatten, tree_leaves
 
 from vmonarch.host_memory import Arriving, HostMemory
 from vmonarch.kernels.residual.api import (
@@ -26,9 +27,9 @@ from vmonarch.kernels.residual.api import (
     residual_bytes,
 )
 from vmonarch.kernels.residual.reference import Residual
-from vmonarch.pipeline_calls import at_end_of_call
+from vmonarch.pipeline_calls import at_end_of_call, watch_calls
 from vmonarch.steps import DenoisingStep, denoising_step
-from vmonarch.validation import DenseSet
+from vmonarch.validation import DenseSet, check_flag
 
 # What errors tell to use in its place, by the name of a preset too: "near-lossless" is the default.
 NO_REFRESH = 'use refresh=None, or the preset "vmonarch", which has none'
@@ -69,8 +70,7 @@ class Refresh:
         if not chosen.some:
             raise ValueError(f"refresh must name at least one step, got {self.steps!r}; None leaves residuals out")
         check_residual_dtype(self.dtype, "refresh.dtype")
-        if not isinstance(self.offload, bool):
-            raise TypeError(f"refresh.offload must be True or False, got {self.offload!r}")
+        check_flag("refresh.offload", self.offload)
         object.__setattr__(self, "steps", chosen.dense)
 
     @classmethod
@@ -194,43 +194,30 @@ class PipelineBranch(Branch):
     def is_of(self, step: DenoisingStep, transformer: torch.nn.Module, conditioning: Mapping[str, Any]) -> bool:
         """Whether a call is the next one of the branch."""
         follows = self.run() is step.timesteps and self.evaluation < step.evaluation
-        follows = follows and self.transformer() is transformer
-        unchanged = self.versions == _versions(self.conditioning)
-        return follows and unchanged and same_arguments(self.conditioning, conditioning)
+        unchanged = self.transformer() is transformer and self.versions == _versions(self.conditioning)
+        return follows and unchanged and same_value(self.conditioning, conditioning)
 
 
-def _versions(conditioning: Mapping[str, Any]) -> list[int]:
-    tensors = (tensor for value in conditioning.values() for tensor in tensors_in(value))
+def _versions(conditioning: Any) -> list[int]:
     # What inference mode has made has no version.
+    tensors = (leaf for leaf in tree_leaves(conditioning) if isinstance(leaf, torch.Tensor))
     return [0 if tensor.is_inference() else tensor._version for tensor in tensors]
 
 
-def same_arguments(expected: Mapping[str, Any], given: Mapping[str, Any]) -> bool:
-    """Whether two sets of arguments, by name, have the same values; tensors that are not the same object are read."""
-    return expected.keys() == given.keys() and all(same_value(expected[name], given[name]) for name in given)
-
-
 def same_value(expected: Any, given: Any) -> bool:
-    """Whether two arguments are the same object, equal tensors, equal values, or sequences or mappings of such."""
+    """Whether two arguments are the same objects, equal tensors or equal values, or lists or mappings of such."""
+    leaves, structure = tree_flatten(expected)
+    others, other_structure = tree_flatten(given)
+    return structure == other_structure and all(map(_same_leaf, leaves, others))
+
+
+def _same_leaf(expected: Any, given: Any) -> bool:
     if expected is given:
         return True
-    if isinstance(expected, Mapping) and isinstance(given, Mapping):
-        return same_arguments(expected, given)
-    if isinstance(expected, (tuple, list)) and isinstance(given, (tuple, list)):
-        return len(expected) == len(given) and all(map(same_value, expected, given))
     if isinstance(expected, torch.Tensor) and isinstance(given, torch.Tensor):
         alike = (expected.shape, expected.dtype, expected.device) == (given.shape, given.dtype, given.device)
         return alike and torch.equal(expected, given)
     return not isinstance(expected, torch.Tensor) and not isinstance(given, torch.Tensor) and expected == given
-
-
-def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """The tensors that an argument is, or that its sequences and mappings hold."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (tuple, list, Mapping)):
-        for part in value.values() if isinstance(value, Mapping) else value:
-            yield from tensors_in(part)
 
 
 class ResidualSharing:
@@ -245,9 +232,10 @@ class ResidualSharing:
     """
 
     def __init__(self, refresh: Refresh) -> None:
+        watch_calls()
         self.refresh = refresh
         self._branches: list[PipelineBranch] = []
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         # By device: a transformer may be spread over several.
         self._hosts: dict[torch.device, HostMemory] = {}
 
@@ -294,27 +282,25 @@ class ResidualSharing:
     def end(self, branch: PipelineBranch | None) -> None:
         """The forward call is over: after a run's last one its residuals are freed."""
         if branch is not None and branch.last:
-            with self._lock:
-                self._drop(lambda other: other is branch)
+            self._drop(lambda other: other is branch)
 
     def end_runs_of(self, pipeline: Any) -> None:
         """The call of a pipeline is over, also where it has ended before its last step."""
-        with self._lock:
-            self._drop(lambda branch: branch.pipeline() is pipeline)
+        self._drop(lambda branch: branch.pipeline() is pipeline)
 
     def forget(self) -> None:
         """Free all residuals."""
-        with self._lock:
-            self._drop(lambda branch: True)
+        self._drop(lambda branch: True)
 
     def _drop(self, over: Callable[[PipelineBranch], bool]) -> None:
         """Free the residuals of some branches, which the traceback of an exception may still hold."""
-        for branch in filter(over, self._branches):
-            branch.residuals.clear()
-            branch.arriving.clear()
-            # An interrupted call may still hold the branch.
-            branch.conditioning = {}
-        self._branches = [branch for branch in self._branches if not over(branch)]
+        with self._lock:
+            for branch in filter(over, self._branches):
+                branch.residuals.clear()
+                branch.arriving.clear()
+                # An interrupted call may still hold the branch.
+                branch.conditioning = {}
+            self._branches = [branch for branch in self._branches if not over(branch)]
 
     def attend(
         self,
@@ -327,7 +313,7 @@ class ResidualSharing:
         """Attention of one layer: exact where the residual is due, else approximate with the residual.
 
         Args:
-            layer: what tells its residuals from others: its processor, and the number of samples, since FasterCache
+            layer: what tells its residuals from others: its number, and that of samples, since FasterCache
                 leaves half of a batch out of some steps.
             exact, approximate: compute [B, S, H, E]; what the second returns may be written to.
         """

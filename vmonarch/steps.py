@@ -8,9 +8,21 @@ at work is the one whose method has called the transformer, and its scheduler te
 from __future__ import annotations
 
 import inspect
+import itertools
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
+
+
+def running_objects() -> Iterator[Any]:
+    """The objects whose methods the running thread is in, the innermost first."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        # Locals are copied when they are read: only those of methods.
+        if frame.f_code.co_varnames[:1] == ("self",):
+            yield frame.f_locals.get("self")
+        frame = frame.f_back
 
 
 def running_pipeline(transformer: torch.nn.Module | None) -> Any:
@@ -23,22 +35,14 @@ def running_pipeline(transformer: torch.nn.Module | None) -> Any:
     # Only imported where a pipeline cannot run without it.
     from diffusers import DiffusionPipeline, ModularPipeline
 
-    frame = inspect.currentframe()
-    while frame is not None:
-        # Locals are copied when they are read: only those of methods.
-        caller = frame.f_locals.get("self") if frame.f_code.co_varnames[:1] == ("self",) else None
-        if isinstance(caller, (DiffusionPipeline, ModularPipeline)) and _has(caller, transformer):
-            return caller
-        frame = frame.f_back
+    for caller in running_objects():
+        if isinstance(caller, (DiffusionPipeline, ModularPipeline)):
+            parts = [part for part in vars(caller).values() if isinstance(part, torch.nn.Module)]
+            # A whole part in most cases, which is found without a walk through all modules.
+            modules = itertools.chain(parts, (module for part in parts for module in part.modules()))
+            if any(module is transformer for module in modules):
+                return caller
     return None
-
-
-def _has(pipe: Any, transformer: torch.nn.Module | None) -> bool:
-    parts = [part for part in vars(pipe).values() if isinstance(part, torch.nn.Module)]
-    # A whole part in most cases, which is found without a walk through all modules.
-    return any(part is transformer for part in parts) or any(
-        module is transformer for part in parts for module in part.modules()
-    )
 
 
 class DenoisingStep(NamedTuple):
@@ -92,9 +96,11 @@ def denoising_step(transformer: torch.nn.Module | None, timestep: Any, needed_by
         # A pipeline that starts inside the schedule goes through the last of the timesteps. Not all tell how many.
         run = min(getattr(pipe, "_num_timesteps", None) or len(timesteps), len(timesteps))
         skipped = len(timesteps) - run
-        places = (_place(kept, timesteps) for kept in (getattr(pipe, "_current_timestep", None), timestep))
-        place = next((place for place in places if place is not None), None)
-        if place is None and hasattr(scheduler, "step_index"):
+        kept = getattr(pipe, "_current_timestep", None)
+        place = next((place for t in (kept, timestep) if (place := _place(t, timesteps)) is not None), None)
+        # A pipeline that keeps a timestep of another schedule does not step this one. Mochi keeps 1000 - t.
+        steps_it = not isinstance(kept, torch.Tensor) or type(pipe).__name__.startswith("Mochi")
+        if place is None and steps_it and hasattr(scheduler, "step_index"):
             # It counts from its first step on.
             place = skipped if scheduler.step_index is None else scheduler.step_index
         if place is not None and skipped <= place < len(timesteps):

@@ -24,12 +24,26 @@ def plain(value: Any) -> Any:
         return float(value) if isinstance(value, numbers.Real) else value
 
 
+def check_integer(name: str, number: object, least: int = 0) -> None:
+    """Raise TypeError or ValueError unless `number` is an integer of at least `least`."""
+    if isinstance(number, bool) or not hasattr(number, "__index__"):
+        supported = "a positive integer" if least == 1 else f"an integer of at least {least}"
+        raise TypeError(f"{name} must be {supported}, got {number!r}")
+    if number < least:  # type: ignore[operator]
+        raise ValueError(f"{name} must be at least {least}, got {number}")
+
+
 def check_positive_integer(name: str, number: object) -> None:
     """Raise TypeError or ValueError unless `number` is an integer of at least 1."""
-    if isinstance(number, bool) or not hasattr(number, "__index__"):
-        raise TypeError(f"{name} must be a positive integer, got {number!r}")
-    if number < 1:  # type: ignore[operator]
-        raise ValueError(f"{name} must be at least 1, got {number}")
+    check_integer(name, number, 1)
+
+
+def check_number(name: str, number: object) -> None:
+    """Raise TypeError or ValueError unless `number` is a finite number."""
+    if isinstance(number, bool) or not isinstance(number, numbers.Real):
+        raise TypeError(f"{name} must be a number, got {number!r}")
+    if not math.isfinite(number):
+        raise ValueError(f"{name} must be finite, got {number}")
 
 
 def check_flag(name: str, flag: object) -> None:
@@ -54,11 +68,8 @@ def resolve_scale(scale: object, head_dim: int) -> float:
     """
     if scale is None:
         return head_dim**-0.5
-    if isinstance(scale, bool) or not isinstance(scale, numbers.Real):
-        raise TypeError(f"scale must be None or a number, got {scale!r}")
-    if not math.isfinite(scale):
-        raise ValueError(f"scale must be finite, got {scale}")
-    return float(scale)
+    check_number("scale", scale)
+    return float(scale)  # type: ignore[arg-type]
 
 
 Dense = int | float | tuple[int, ...]
@@ -85,15 +96,12 @@ class DenseSet:
             raise TypeError(f"{argument} must be {supported}, got {dense!r}")
         if isinstance(dense, float) and not 0.0 <= dense <= 1.0:
             raise ValueError(f"{argument} as a fraction must lie between 0.0 and 1.0, got {dense}")
-        if isinstance(dense, int) and dense < 0:
-            raise ValueError(f"{argument} as a count must be at least 0, got {dense}")
+        if isinstance(dense, int):
+            check_integer(f"{argument} as a count", dense)
         if isinstance(dense, Iterable):
             indices = plain(list(dense))
             for index in indices:
-                if isinstance(index, bool) or not isinstance(index, int):
-                    raise TypeError(f"{argument} as a collection must hold integers, got {index!r}")
-                if index < 0:
-                    raise ValueError(f"{argument} as a collection must hold indices of at least 0, got {index}")
+                check_integer(f"an index in {argument}", index)
             dense = tuple(sorted(set(indices)))
         self.dense: Dense = dense
         # Whether anything at all is dense. A plain attribute, because older torch.compile cannot trace `__bool__`.

@@ -130,7 +130,14 @@ class VMonarchImpl(AttentionImpl):
                 raise ValueError(f"{degree} must be 1 with {NAME}; use ulysses_degree")
         self.method, self.scale = chosen_method(), softmax_scale
         self.steps = DenseSet("dense_steps", self.method.dense_steps)
-        self.dense = _is_dense(DenseSet("dense_layers", self.method.dense_layers), prefix)
+        layers = DenseSet("dense_layers", self.method.dense_layers)
+        # Of a name such as `blocks.3.attn1`.
+        numbers = [int(part) for part in prefix.split(".") if part.isdigit()]
+        if layers.some and len(numbers) != 1:
+            raise ValueError(
+                f"{METHOD}.dense_layers must be 0: the name of the layer {prefix!r} does not have one number"
+            )
+        self.dense = layers.some and layers.contains(numbers[0], sys.maxsize)
         backend, _ = get_attn_backend_for_role(role, head_size, allow_trtllm_default=False)
         self.exact = backend.get_impl_cls()(
             num_heads=num_heads, head_size=head_size, softmax_scale=softmax_scale, prefix=prefix, role=role, **others
@@ -179,16 +186,6 @@ class VMonarchImpl(AttentionImpl):
                 " vLLM-Omni how many steps it has"
             )
         return self.steps.contains(step, sys.maxsize if total is None else total)
-
-
-def _is_dense(layers: DenseSet, prefix: str) -> bool:
-    """Whether the layer of this name, such as `blocks.3.attn1`, is among the dense ones."""
-    if not layers.some:
-        return False
-    numbers = [int(part) for part in prefix.split(".") if part.isdigit()]
-    if len(numbers) != 1:
-        raise ValueError(f"{METHOD}.dense_layers must be 0: the name of the layer {prefix!r} does not have one number")
-    return layers.contains(numbers[0], sys.maxsize)
 
 
 def _grid(metadata: AttentionMetadata | None) -> LatentGrid:

@@ -20,7 +20,7 @@ import torch
 from vmonarch.base import Layer, VideoAttentionProcessor
 from vmonarch.call import Call
 from vmonarch.context_parallel import Part
-from vmonarch.engines import SUPPORTED_XFUSER, add_member, import_xfuser, installed_xfuser, ulysses_rank, xfuser_groups
+from vmonarch.engines import add_member, import_xfuser, ulysses_rank, xfuser_groups
 from vmonarch.grid import LatentGrid
 from vmonarch.own import run_stack
 from vmonarch.processors import FlashBiasProcessor, VMonarchProcessor
@@ -46,7 +46,7 @@ def register(processor: VideoAttentionProcessor, name: str = "vmonarch") -> Any:
         TypeError: `processor` is another object.
         ValueError: an option of the processor needs layers, steps or all heads; `name` is no name, or that of one of
             xfuser's backends.
-        ImportError: xfuser is not installed, cannot be imported without a GPU, or is a version without this registry.
+        ImportError: xfuser is not installed, cannot be imported without a GPU, or is another version.
         RuntimeError: this Python's `Enum` cannot be given another member.
     """
     if not isinstance(processor, (VMonarchProcessor, FlashBiasProcessor)):
@@ -67,10 +67,8 @@ def register(processor: VideoAttentionProcessor, name: str = "vmonarch") -> Any:
         raise ValueError(f"name must be one word of letters, digits and underscores, got {name!r}")
 
     core = "xfuser.core.distributed"
-    backends = import_xfuser(f"{core}.attention_backend", "AttentionBackendType", "ATTENTION_FUNCTION_REGISTRY")
-    state = import_xfuser(f"{core}.runtime_state", "RuntimeState").RuntimeState
-    if not hasattr(state, "_select_attention_backend"):
-        raise ImportError(f"{installed_xfuser()} has no RuntimeState._select_attention_backend; {SUPPORTED_XFUSER}")
+    backends = import_xfuser(f"{core}.attention_backend")
+    state = import_xfuser(f"{core}.runtime_state").RuntimeState
     functions = backends.ATTENTION_FUNCTION_REGISTRY
     # Without a configuration, its own choice for this machine; nothing of the state is read.
     dense = functions[state._select_attention_backend(None)]

@@ -5,17 +5,24 @@ Shapes: tensors are [B, S, H, D]; B batch, S tokens, H heads, D head dim.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 
-from vmonarch.eval.bench.gate import NAMES
-from vmonarch.eval.bench.runner import Case, Way, bytes_of, with_gradients
+from vmonarch.eval.bench.runner import NAMES, Case, Way
 from vmonarch.kernels.flash_bias.reference import flash_bias_attention_reference
 
 PASSES = {False: "forward", True: "forward+backward"}
 BOTH = (False, True)
+# Settings of the benchmarks of attention.
+ATTENTION = {
+    "layout": "[B, S, H, D]; SDPA and FlexAttention get transposed views of it",
+    "inputs": "standard normal",
+    "reference": "float32 plain torch, all rows of the first and the last head; gradients of the first head, or of all"
+    " where they share factors",
+}
 
 
 def case_of(label: str, training: bool = False, **sizes: Any) -> Case:
@@ -78,3 +85,53 @@ def attention_way(
         input_bytes=bytes_of([*(tensors if inputs is None else inputs), grad]),
         **work,
     )
+
+
+def with_gradients(
+    attend: Callable[[], torch.Tensor], leaves: Sequence[torch.Tensor], grad_out: torch.Tensor | None
+) -> Callable[[], Sequence[torch.Tensor]]:
+    """The call that gives (out,), or with `grad_out` (out, gradients of the leaves)."""
+
+    def run() -> Sequence[torch.Tensor]:
+        if grad_out is None:
+            with torch.no_grad():
+                return (attend(),)
+        out = attend()
+        return (out.detach(), *torch.autograd.grad(out, leaves, grad_out))
+
+    return run
+
+
+def sdpa(
+    backend: str, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, causal: bool = False
+) -> torch.Tensor:
+    """Exact attention of [B, S, H, D] by torch, on transposed views as diffusers has them.
+
+    Args:
+        backend: "cudnn" or "flash"; or "sdpa", the one that torch chooses.
+    """
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    backends = {"cudnn": [SDPBackend.CUDNN_ATTENTION], "flash": [SDPBackend.FLASH_ATTENTION]}
+    with sdpa_kernel(backends[backend]) if backend in backends else contextlib.nullcontext():
+        q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal).transpose(1, 2)
+
+
+def flex(*tensors: torch.Tensor, **options: Any) -> Callable[..., torch.Tensor]:
+    """FlexAttention of [B, S, H, D], compiled for these tensors, whatever it is called with.
+
+    Args:
+        options: its score_mod, block_mask and scale.
+    """
+    from torch.nn.attention.flex_attention import flex_attention
+
+    # After a few functions torch would stop compiling new ones and write all scores to memory instead.
+    torch.compiler.reset()
+    compiled: Callable[..., torch.Tensor] = torch.compile(flex_attention, dynamic=False)
+    return lambda *_: compiled(*(x.transpose(1, 2) for x in tensors), **options).transpose(1, 2)
+
+
+def bytes_of(tensors: Iterable[torch.Tensor | None]) -> int:
+    """Of all that are there."""
+    return sum(x.nbytes for x in tensors if x is not None)

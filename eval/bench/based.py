@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
-from vmonarch.eval.bench.attention import BOTH, attention_way, case_of, exact, randn
-from vmonarch.eval.bench.runner import ATTENTION, Bench, Case, Way, Ways, bytes_of, flex, sdpa
+from vmonarch.eval.bench.attention import ATTENTION, BOTH, attention_way, bytes_of, case_of, exact, flex, randn, sdpa
+from vmonarch.eval.bench.runner import Bench, Case, Way, Ways
 from vmonarch.flops import pair_flops
 from vmonarch.kernels.taylor.api import taylor_attention
 from vmonarch.kernels.taylor.reference import LinearState

@@ -16,9 +16,8 @@ from typing import Any
 import torch
 
 from vmonarch import flops as work
-from vmonarch.eval.bench.attention import BOTH, attention_way, case_of, exact, randn
-from vmonarch.eval.bench.gate import NAMES
-from vmonarch.eval.bench.runner import ATTENTION, Bench, Case, Way, Ways, flex
+from vmonarch.eval.bench.attention import ATTENTION, BOTH, attention_way, case_of, exact, flex, randn
+from vmonarch.eval.bench.runner import NAMES, Bench, Case, Way, Ways
 from vmonarch.flops import pair_flops
 from vmonarch.kernels.common.launch import block_dim
 from vmonarch.kernels.flash_bias.api import flash_bias_attention

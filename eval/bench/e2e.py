@@ -22,10 +22,9 @@ from diffusers import ContextParallelConfig, UniPCMultistepScheduler, WanPipelin
 from vmonarch.configs import InputError, read_document, suggest
 from vmonarch.configs.methods import AttentionMethod, resolve_method
 from vmonarch.eval.attention_flops import STEP_KINDS, step_kinds, transformers_by_step
-from vmonarch.eval.bench.gate import MODEL_BOUNDS, failure
 from vmonarch.eval.bench.machine import Clock, allocated, measured_dtype, release_memory, summary
 from vmonarch.eval.bench.rows import caption
-from vmonarch.eval.bench.runner import Bench, Way, Ways, choose, profiled
+from vmonarch.eval.bench.runner import Bench, Way, Ways, choose, failure, profiled
 from vmonarch.eval.render.tables import shown_number
 from vmonarch.eval.wan_models import WanModel, read_model, share_weights
 from vmonarch.files import check_output, write_json
@@ -33,6 +32,8 @@ from vmonarch.pipelines import recipes
 
 FORMAT = "vmonarch-e2e-1"
 MODES = ("eager", "compiled")
+# Relative errors of a whole transformer, so above those of one kernel.
+MODEL_BOUNDS = {torch.bfloat16: 5e-2, torch.float32: 1e-3}
 TEXT_TOKENS = 512
 GUIDANCE = 5.0
 FORMULAE = {
@@ -42,6 +43,15 @@ FORMULAE = {
     " steps",
     "error": "‖x − x₀‖ / ‖x₀‖ of the forward calls with the prompt, x₀ by the same method, eager, in one process",
 }
+
+HOW = {
+    "attention": "diffusers' standard backend in eager rows, cuDNN's in compiled ones",
+    "compiled": "compile_repeated_blocks(fullgraph=True, dynamic=False)",
+    "timing": "device events around whole steps, rows in turns",
+    "memory": "peak_bytes: the most that is allocated during steps, weights of all transformers and residuals"
+    " counted, VAE and text encoder not",
+}
+Rows = Mapping[str, tuple[AttentionMethod, str]]
 
 
 class Setting(NamedTuple):
@@ -62,30 +72,29 @@ SETTINGS = (
 )
 
 
-def choose_settings(words: Sequence[str] | None, model: str | None, quick: bool = False) -> tuple[Setting, ...]:
+def choose_settings(words: Sequence[str] | None, model: str | None) -> tuple[Setting, ...]:
     """The settings that are asked for: names of SETTINGS, or FRAMESxHEIGHTxWIDTH of `model`.
 
     Args:
-        words: None for all settings (of `quick`, the first).
+        words: None for all settings.
         model: measured in place of the settings' own models.
 
     Raises:
         InputError: an unknown name, a size without a model, the same twice, or a model without sizes.
     """
     known = {setting.label: setting for setting in SETTINGS}
+    if model is None:
+        return SETTINGS if words is None else tuple(known[word] for word in choose("settings", words, known))
     if words is None:
-        if model is not None:
-            raise InputError("settings", "must be given with --model, such as 61x448x832 or 1.3b-61x448x832")
-        return SETTINGS[:1] if quick else SETTINGS
+        raise InputError("settings", "must be given with --model, such as 61x448x832 or 1.3b-61x448x832")
     chosen = []
     for word in words:
-        own = re.fullmatch(r"(\d+)x(\d+)x(\d+)", word) if model is not None else None
+        own = re.fullmatch(r"(\d+)x(\d+)x(\d+)", word)
         if word not in known and own is None:
-            problem = f"must be of {', '.join(known)}, or with --model frames x height x width such as 61x448x832"
+            problem = f"must be of {', '.join(known)}, or frames x height x width such as 61x448x832"
             raise InputError("settings", f"{problem}; got {word!r}{suggest(word, known)}")
         size = known[word].size if own is None else tuple(map(int, own.groups()))
-        label = f"{Path(model).name}-{'x'.join(map(str, size))}" if model is not None else word
-        chosen.append(Setting(label, model or known[word].model, size))
+        chosen.append(Setting(f"{Path(model).name}-{'x'.join(map(str, size))}", model, size))
     choose("settings", [setting.label for setting in chosen])
     return tuple(chosen)
 
@@ -140,6 +149,13 @@ class Steps(WanPipeline):
         pipe.names = transformers_by_step(pipe, options.steps)
         transformer.register_forward_hook(lambda *call: pipe.velocities.setdefault(pipe.step, call[-1][0]))
         return pipe
+
+    def spread(self, tokens: int, ranks: int) -> None:
+        """Let so many processes share the tokens."""
+        uneven = tokens % ranks > 0 or self.transformer.config.num_attention_heads % ranks > 0
+        self.transformer.enable_parallelism(config=ContextParallelConfig(ulysses_degree=ranks, ulysses_anything=uneven))
+        # diffusers' hooks read signatures in their first call, which cannot be compiled.
+        self.do([0])
 
     def do(self, steps: Collection[int]) -> dict[int, torch.Tensor]:
         """The velocities [1, C, T, h, w] with the prompt of these steps, by their numbers."""
@@ -221,13 +237,7 @@ def steps_to_measure(kinds: Sequence[str]) -> list[int]:
     return sorted(found)
 
 
-def ways(
-    rows: Mapping[str, tuple[AttentionMethod, str]],
-    options: Options,
-    setting: Setting,
-    device: torch.device,
-    dtype: torch.dtype,
-) -> Ways:
+def ways(rows: Rows, options: Options, setting: Setting, device: torch.device, dtype: torch.dtype) -> Ways:
     """All rows on one transformer; a call of one is a turn: a step of every kind.
 
     Args:
@@ -238,7 +248,9 @@ def ways(
     model, clock, before = read_model(setting.model), Clock(device), allocated(device)
     # All are there as in a pipeline.
     transformers = [model.build(name, device, dtype) for name in model.transformers]
-    noise, texts = _inputs(model, setting, device, dtype)
+    randn = partial(torch.randn, generator=torch.Generator(device).manual_seed(setting.size[0]), device=device)
+    noise = randn(1, model.transformer["in_channels"], *model.latents(setting.size, argument="settings"))
+    texts = randn(2, 1, TEXT_TOKENS, model.transformer["text_dim"]).to(dtype)
     torch.compiler.reset()
     graphs = counters["stats"]["unique_graphs"]
 
@@ -248,8 +260,9 @@ def ways(
         transformer.set_attention_backend("_native_cudnn" if compiled and on_gpu else "native")
         recipes.apply(transformer, method, compile_backend=options.compile_backend)
         pipe = Steps.of(transformer, model, noise, texts, options, clock)
-        _spread(pipe, model, setting, ranks)
-        if compiled and not method.stack.compile:
+        if ranks > 1:
+            pipe.spread(model.grid(setting.size, argument="settings").tokens, ranks)
+        if compiled and not method.additions.compile:
             transformer.compile_repeated_blocks(fullgraph=ranks == 1, dynamic=False, backend=options.compile_backend)
         return pipe
 
@@ -257,51 +270,30 @@ def ways(
         pipe = pipeline(method, mode, options.ranks)
         kinds = step_kinds(method, pipe.names)
         steps = steps_to_measure(kinds)
+        named = lambda velocities: {f"step {n}": x.movedim(1, -1) for n, x in zip(steps, velocities, strict=True)}
 
         def found(velocities: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
             if mode == "compiled" and counters["stats"]["unique_graphs"] == graphs:
                 raise RuntimeError("torch.compile compiled nothing")
-            if not all(bool(velocity.isfinite().all()) for velocity in velocities):
+            if not all(velocity.isfinite().all() for velocity in velocities):
                 raise RuntimeError("the output is not finite")
-            return {f"step {n}": velocity.movedim(1, -1) for n, velocity in zip(steps, velocities, strict=True)}
+            return named(velocities)
 
         def expected() -> dict[str, torch.Tensor]:
             if mode == "eager" and options.ranks == 1:
                 return {}
-            eager = replace(method, stack=replace(method.stack, compile=False))
-            velocities = pipeline(eager, "eager", 1).do(steps)
-            return {f"step {n}": velocity.movedim(1, -1).float() for n, velocity in velocities.items()}
+            eager = replace(method, additions=replace(method.additions, compile=False))
+            return {name: x.float() for name, x in named(pipeline(eager, "eager", 1).do(steps).values()).items()}
 
         def more(clock: Clock, row: dict[str, Any]) -> None:
             row.update(pipe.seconds(clock, row["rounds"] * len(steps), kinds), options=method.to_dict())
             row["kernels"] = profiled(lambda: pipe.do(steps), clock)
 
         # Layers in float8 round what compiled code and eager code have summed up in another order.
-        bounds = {} if method.stack.linears else {f"step {n}": MODEL_BOUNDS[dtype] for n in steps}
+        bounds = {} if method.additions.linears else {f"step {n}": MODEL_BOUNDS[dtype] for n in steps}
         return Way(lambda: list(pipe.do(steps).values()), found, expected, bounds, before=before, more=more)
 
     return {name: partial(way, *of) for name, of in rows.items()}
-
-
-def _spread(pipe: Steps, model: WanModel, setting: Setting, ranks: int) -> None:
-    """Let so many processes share the tokens of a pipeline's transformer; one has them all."""
-    if ranks == 1:
-        return
-    tokens, heads = model.grid(setting.size, argument="settings").tokens, model.transformer["num_attention_heads"]
-    uneven = tokens % ranks > 0 or heads % ranks > 0
-    pipe.transformer.enable_parallelism(config=ContextParallelConfig(ulysses_degree=ranks, ulysses_anything=uneven))
-    # diffusers' hooks read signatures in their first call, which cannot be compiled.
-    pipe.do([0])
-
-
-def _inputs(
-    model: WanModel, setting: Setting, device: torch.device, dtype: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Random noise [1, C, T, h, w], and embeddings [2, 1, 512, text_dim] of two texts."""
-    generator = torch.Generator(device).manual_seed(setting.size[0])
-    randn = partial(torch.randn, generator=generator, device=device)
-    noise = randn(1, model.transformer["in_channels"], *model.latents(setting.size, argument="settings"))
-    return noise, randn(2, 1, TEXT_TOKENS, model.transformer["text_dim"]).to(dtype)
 
 
 def describe(options: Options, setting: Setting, clock: Clock) -> dict[str, Any]:
@@ -350,53 +342,42 @@ def finish(options: Options, case: dict[str, Any]) -> None:
                 row["video_s"] = row["denoise_s"] + vae["seconds"] + (1 + options.guidance) * text["seconds"]
 
 
-def _checked(methods: Sequence[AttentionMethod], steps: int) -> Sequence[AttentionMethod]:
-    """The methods, which differ and can compute a video of so many steps.
-
-    Raises:
-        InputError: one cannot.
-    """
-    choose("methods", [method.label for method in methods])
-    for method in methods:
-        if not method.stack.predictable:
-            problem = f"{method.label!r} has a cache whose steps depend on the data; supported: taylorseer"
-            raise InputError("methods", problem)
-        try:
-            recipes.cache_config(method.stack, steps)
-            step_kinds(method, ["transformer"] * steps)
-        except ValueError as error:
-            raise InputError("methods", f"{method.label!r} cannot compute this video: {error}") from error
-    return methods
-
-
 def bench(
     settings: Sequence[str] | None = None,
     model: str | None = None,
     methods: Sequence[str] = ("full", "vmonarch"),
-    quick: bool = False,
     **options: Any,
 ) -> Bench:
     """The benchmark of these settings.
 
     Args:
-        settings, model, quick: see `choose_settings`. options: of `Options`.
+        settings, model: see `choose_settings`. options: of `Options`.
         methods: of `configs/attention.yaml` or `configs/recipes.yaml`.
 
     Raises:
         InputError: a model, a size, a method or an option cannot be used.
     """
-    chosen, of = choose_settings(settings, model, quick), Options(**options)
+    chosen, of = choose_settings(settings, model), Options(**options)
     choose("modes", of.modes, MODES)
-    resolved = _checked([resolve_method(name, argument="methods", recipes=True) for name in methods], of.steps)
+    resolved = [resolve_method(name, argument="methods", recipes=True) for name in methods]
+    choose("methods", [method.label for method in resolved])
+    for method in resolved:
+        if not method.additions.predictable:
+            problem = f"{method.label!r} has a cache whose steps depend on the data; supported: taylorseer"
+            raise InputError("methods", problem)
+        try:
+            recipes.cache_config(method.additions, of.steps)
+            step_kinds(method, ["transformer"] * of.steps)
+        except ValueError as error:
+            raise InputError("methods", f"{method.label!r} cannot compute this video: {error}") from error
     for setting in chosen:
-        wan = read_model(setting.model)
-        wan.latents(setting.size, argument="settings")
-        if not of.transformer_only:
-            wan.check_parts(argument="model")
-    pairs = [
-        (method, mode) for method in resolved for mode in of.modes if mode == "compiled" or not method.stack.compile
-    ]
-    rows = {f"{method.label} {mode}": (method, mode) for method, mode in pairs}
+        read_model(setting.model).latents(setting.size, argument="settings")
+    rows = {
+        f"{m.label} {mode}": (m, mode)
+        for m in resolved
+        for mode in of.modes
+        if mode == "compiled" or not m.additions.compile
+    }
     return Bench(
         name="e2e",
         methods=tuple(rows),
@@ -408,11 +389,7 @@ def bench(
             "batch": 1,
             **asdict(of),
             "guidance": GUIDANCE if of.guidance else None,
-            "attention": "diffusers' standard backend in eager rows, cuDNN's in compiled ones",
-            "compiled": "compile_repeated_blocks(fullgraph=True, dynamic=False)",
-            "timing": "device events around whole steps, rows in turns",
-            "memory": "peak_bytes: the most that is allocated during steps, weights of all transformers and residuals"
-            " counted, VAE and text encoder not",
+            **HOW,
         },
         describe=partial(describe, of),
         finish=partial(finish, of),
@@ -448,19 +425,15 @@ def document(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
             key = case.get("setting", case.get("case", "")), row["method"], row["mode"]
             if row["status"] == "ok" or key not in newest:
                 newest[key] = row, case
-    whole = lambda row: row.get("video_s") or row["denoise_s"]
-    lines = []
+    whole, lines = lambda row: row.get("video_s") or row["denoise_s"], []
     for (setting, method, mode), (row, case) in newest.items():
-        name = [setting, f"{method}, {mode}"]
-        if "step_s" not in row:
-            lines.append([*name, row["status"], *["–"] * 5])
-            continue
-        stock = {r["mode"]: r for r in case["rows"] if r["method"] == "full" and "step_s" in r and r is not row}
-        faster = [shown_number(whole(stock[m]) / whole(row) if m in stock else None, 2, "{}×") for m in MODES]
-        seconds = [shown_number(row["step_s"]["median"], 3), shown_number(row.get("video_s"))]
-        lines.append(
-            [*name, f"{case['tokens']:,}", *seconds, *faster, shown_number(row.get("peak_bytes"), factor=1e-9)]
-        )
+        cells = [row["status"], *["–"] * 5]
+        if "step_s" in row:
+            stock = {r["mode"]: r for r in case["rows"] if r["method"] == "full" and "step_s" in r and r is not row}
+            faster = [shown_number(whole(stock[m]) / whole(row) if m in stock else None, 2, "{}×") for m in MODES]
+            seconds = [shown_number(row["step_s"]["median"], 3), shown_number(row.get("video_s"))]
+            cells = [f"{case['tokens']:,}", *seconds, *faster, shown_number(row.get("peak_bytes"), factor=1e-9)]
+        lines.append([setting, f"{method}, {mode}", *cells])
     head = ["setting", "method", "tokens", "step s", "video s", *(f"× full, {mode}" for mode in MODES), "GB"]
     return {
         "format": FORMAT,

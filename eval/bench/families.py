@@ -8,7 +8,7 @@ that of the fastest kernels. `exact` is therefore there too: exact attention wit
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import diffusers
@@ -20,7 +20,7 @@ from vmonarch.attend import Exact, Result
 from vmonarch.base import FullAttentionProcessor, Layer
 from vmonarch.call import Call
 from vmonarch.configs.methods import resolve_method
-from vmonarch.eval.bench.runner import Bench, Case, Way, Ways, bytes_of
+from vmonarch.eval.bench.runner import Bench, Case, Way, Ways
 from vmonarch.eval.wan_models import random_model, share_weights
 from vmonarch.families import known_family
 from vmonarch.grid import LatentGrid
@@ -38,28 +38,16 @@ FORMULAE = {
 Inputs = dict[str, Any]
 
 
-def case_of(
-    name: str, model: str, config: Inputs, grid: LatentGrid, of: int, inputs: Callable[[LatentGrid, Any], Inputs]
-) -> Case:
-    """A model at a size.
-
-    Args:
-        model: class in diffusers. config: what differs from its defaults, with few blocks.
-        grid: of the video. of: how many blocks the real model has.
-        inputs: (grid, noise) -> what forward is called with; `noise` makes tensors of the model's dtype.
-    """
-    label = f"{name} {'x'.join(map(str, grid))}"
-    return Case(label=label, model=model, config=config, grid=grid, of=of, inputs=inputs)
-
-
+# `config` is what differs from the defaults of the class in diffusers, with few of the `of` blocks of the real model;
+# `inputs` makes what forward is called with, by a function that makes tensors of the model's dtype.
 CASES = (
-    case_of(
-        "HunyuanVideo 720p",
-        "HunyuanVideoTransformer3DModel",
-        {"num_layers": 1, "num_single_layers": 1},
-        LatentGrid(33, 45, 80),
-        60,
-        lambda grid, noise: {
+    Case(
+        label="HunyuanVideo 720p 33x45x80",
+        model="HunyuanVideoTransformer3DModel",
+        config={"num_layers": 1, "num_single_layers": 1},
+        grid=LatentGrid(33, 45, 80),
+        of=60,
+        inputs=lambda grid, noise: {
             "hidden_states": noise(1, 16, grid.frames, 2 * grid.height, 2 * grid.width),
             "timestep": torch.tensor([500]),
             "encoder_hidden_states": noise(1, 256, 4096),
@@ -68,13 +56,13 @@ CASES = (
             "guidance": torch.tensor([6000.0]),
         },
     ),
-    case_of(
-        "HunyuanVideo-1.5 720p",
-        "HunyuanVideo15Transformer3DModel",
-        {"num_layers": 2, "task_type": "t2v"},
-        LatentGrid(31, 45, 80),
-        54,
-        lambda grid, noise: {
+    Case(
+        label="HunyuanVideo-1.5 720p 31x45x80",
+        model="HunyuanVideo15Transformer3DModel",
+        config={"num_layers": 2, "task_type": "t2v"},
+        grid=LatentGrid(31, 45, 80),
+        of=54,
+        inputs=lambda grid, noise: {
             "hidden_states": noise(1, 65, *grid),
             # In the dtype of the weights, as the pipeline gives it.
             "timestep": 500 + 0 * noise(1),
@@ -86,13 +74,13 @@ CASES = (
             "image_embeds": 0 * noise(1, 729, 1152),
         },
     ),
-    case_of(
-        "LTX-2 1088p",
-        "LTX2VideoTransformer3DModel",
-        {"num_layers": 4},
-        LatentGrid(16, 34, 60),
-        48,
-        lambda grid, noise: {
+    Case(
+        label="LTX-2 1088p 16x34x60",
+        model="LTX2VideoTransformer3DModel",
+        config={"num_layers": 4},
+        grid=LatentGrid(16, 34, 60),
+        of=48,
+        inputs=lambda grid, noise: {
             "hidden_states": noise(1, grid.tokens, 128),
             "audio_hidden_states": noise(1, 126, 128),
             "encoder_hidden_states": noise(1, 1024, 3840),
@@ -105,13 +93,13 @@ CASES = (
             "audio_num_frames": 126,
         },
     ),
-    case_of(
-        "Kandinsky 5 Lite 10 s",
-        "Kandinsky5Transformer3DModel",
-        {"model_dim": 1792, "ff_dim": 7168, "num_visual_blocks": 2},
-        LatentGrid(61, 32, 48),
-        32,
-        lambda grid, noise: {
+    Case(
+        label="Kandinsky 5 Lite 10 s 61x32x48",
+        model="Kandinsky5Transformer3DModel",
+        config={"model_dim": 1792, "ff_dim": 7168, "num_visual_blocks": 2},
+        grid=LatentGrid(61, 32, 48),
+        of=32,
+        inputs=lambda grid, noise: {
             "hidden_states": noise(1, grid.frames, 2 * grid.height, 2 * grid.width, 4),
             "encoder_hidden_states": noise(1, 256, 3584),
             "timestep": torch.tensor([500.0]),
@@ -120,13 +108,13 @@ CASES = (
             "text_rope_pos": torch.arange(256),
         },
     ),
-    case_of(
-        "Cosmos 2.5 2B 704p",
-        "CosmosTransformer3DModel",
-        {"num_attention_heads": 16, "num_layers": 4, "extra_pos_embed_type": None, "concat_padding_mask": False},
-        LatentGrid(24, 44, 80),
-        28,
-        lambda grid, noise: {
+    Case(
+        label="Cosmos 2.5 2B 704p 24x44x80",
+        model="CosmosTransformer3DModel",
+        config={"num_attention_heads": 16, "num_layers": 4, "extra_pos_embed_type": None, "concat_padding_mask": False},
+        grid=LatentGrid(24, 44, 80),
+        of=28,
+        inputs=lambda grid, noise: {
             "hidden_states": noise(1, 16, grid.frames, 2 * grid.height, 2 * grid.width),
             "timestep": torch.tensor([500]),
             "encoder_hidden_states": noise(1, 512, 1024),
@@ -203,7 +191,7 @@ def ways(case: Case, device: torch.device, dtype: torch.dtype) -> Ways:
                 raise RuntimeError("the output is not finite")
             return {"out": all_exact() if method in PRESETS else results[0]}
 
-        of = bytes_of(x for x in inputs.values() if isinstance(x, torch.Tensor))
+        of = sum(x.nbytes for x in inputs.values() if isinstance(x, torch.Tensor))
         return Way(run, found, expected, input_bytes=of)
 
     expected = functools.cache(lambda: {"out": forward(stock).float()})

@@ -15,8 +15,8 @@ import torch
 
 from vmonarch import flops
 from vmonarch.configs import InputError
-from vmonarch.eval.bench.attention import attention_way, case_of, exact, randn
-from vmonarch.eval.bench.runner import ATTENTION, Bench, Case, Way, Ways, choose, profiled, sdpa
+from vmonarch.eval.bench.attention import ATTENTION, attention_way, case_of, exact, randn, sdpa
+from vmonarch.eval.bench.runner import Bench, Case, Way, Ways, choose, profiled
 from vmonarch.flops import full_attention_work, two_resolution_work, vmonarch_work
 from vmonarch.grid import LatentGrid
 from vmonarch.kernels.monarch.api import vmonarch_attention
@@ -29,7 +29,6 @@ FIGURE_8 = "32x32x64"
 PROFILED = ("vmonarch", "vmonarch-lite")
 # In order of priority: where the budget ends, the rest is left out.
 SHAPES = ("43x28x52", "16x28x52", "16x45x80", "81x28x52", "24x44x80:40", "36x28x52", "24x28x52", FIGURE_8)
-QUICK_SHAPES = SHAPES[:3]
 # Exact attention by a backend of SDPA.
 EXACT = {"cudnn": "cudnn", "fa2": "flash"}
 # Options of `vmonarch_attention`.
@@ -43,7 +42,6 @@ VMONARCH: Mapping[str, Mapping[str, Any]] = {
 }
 OURS = (*VMONARCH, "two-resolution")
 METHODS = ("cudnn", *OURS, "fa2", "vmonarch-torch")
-QUICK_METHODS = ("cudnn", "vmonarch", "vmonarch-coarse2")
 
 
 def parse_shape(text: str) -> tuple[LatentGrid, int]:
@@ -111,12 +109,6 @@ def ways(case: Case, device: torch.device, dtype: torch.dtype) -> Ways:
     return {method: partial(way, method) for method in METHODS if measures(case, method)}
 
 
-def compiled(case: Case, method: str) -> Any:
-    """The shape, and all options of the method."""
-    known = method in OURS and measures(case, method)
-    return (method, case.grid, case.head_dim, case.training) if known else None
-
-
 def read_head_dims(words: Sequence[str]) -> tuple[int, ...]:
     """Head dimensions from 1 to 256.
 
@@ -130,24 +122,20 @@ def read_head_dims(words: Sequence[str]) -> tuple[int, ...]:
 
 
 def bench(
-    shapes: Sequence[str] | None = None,
-    head_dims: Sequence[str] | None = None,
+    shapes: Sequence[str] = SHAPES,
+    head_dims: Sequence[str] = ("128", "64"),
     passes: Sequence[str] = ("forward", "backward"),
-    methods: Sequence[str] | None = None,
-    quick: bool = False,
+    methods: Sequence[str] = METHODS,
 ) -> Bench:
     """The benchmark of what is selected; forward before backward, head dimension 128 before 64.
 
     Args:
         passes: "forward", "backward" (both together).
-        quick: three shapes, four methods and head dimension 128 where nothing else is asked for.
 
     Raises:
         InputError: a shape or a pass that there is not; no method is measured on any of the shapes.
     """
-    dims = read_head_dims(head_dims if head_dims is not None else ("128",) if quick else ("128", "64"))
-    methods = methods if methods is not None else QUICK_METHODS if quick else METHODS
-    shapes = shapes if shapes is not None else QUICK_SHAPES if quick else SHAPES
+    dims = read_head_dims(head_dims)
     choose("passes", passes, ("forward", "backward"))
     choose("methods", methods, METHODS)
     choose("shapes", [shape_case(shape, 0, False).shape for shape in shapes])
@@ -164,7 +152,9 @@ def bench(
         cases=cases,
         ways=ways,
         base="cudnn",
-        compiled=compiled,
+        compiled=lambda case, method: (
+            (method, case.grid, case.head_dim, case.training) if method in OURS and measures(case, method) else None
+        ),
         formulae=flops.__doc__,
         settings={**ATTENTION, "batch": 1, "exact": "first_frame"},
         way_seconds=5.0,

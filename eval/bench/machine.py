@@ -7,8 +7,8 @@ import math
 import multiprocessing
 import os
 import platform
+import re
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -20,7 +20,7 @@ import torch
 
 from vmonarch.configs import InputError
 from vmonarch.kernels.common.launch import interpreted
-from vmonarch.pipelines.environment import device_name, git_commit, package_versions
+from vmonarch.pipelines.environment import device_name, environment, git_commit, package_versions, shown_command
 
 # Rounds that every way gets, however long its calls take.
 MIN_ROUNDS = 3
@@ -34,20 +34,16 @@ def check_device(name: str) -> torch.device:
     Raises:
         InputError: there is no such device, or the kernels cannot run there.
     """
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        device = None
-    if device is None or device.type not in ("cuda", "cpu"):
+    if not re.fullmatch(r"cpu|cuda(:\d+)?", name):
         raise InputError("device", f"must be cuda, cuda:N, or cpu with TRITON_INTERPRET=1; got {name!r}")
-    if device.type == "cpu":
+    if name == "cpu":
         if not interpreted():
             raise InputError("device", "cpu needs TRITON_INTERPRET=1 and tells nothing of speed; supported: cuda")
-        return device
+        return torch.device(name)
     if not torch.cuda.is_available():
         problem = f"{name!r} cannot be used: there is no CUDA device here, and speed is measured on one"
         raise InputError("device", problem)
-    index = torch.cuda.current_device() if device.index is None else device.index
+    index = int(name.partition(":")[2] or torch.cuda.current_device())
     if index >= torch.cuda.device_count():
         raise InputError("device", f"must be up to cuda:{torch.cuda.device_count() - 1}, got {name!r}")
     if interpreted():
@@ -165,31 +161,18 @@ def measure_rates(device: torch.device) -> dict[str, float | str] | None:
     """FLOP/s of an 8192³ bf16 matmul and bytes/s (read + written) of a 2 GB copy; None in the interpreter."""
     if device.type != "cuda":
         return None
-    a, b = (torch.randn(8192, 8192, device=device, dtype=torch.bfloat16) for _ in range(2))
-    source = torch.empty(2**31, dtype=torch.int8, device=device)
-    target, product = torch.empty_like(source), torch.empty_like(a)
-    runs: dict[str, Callable[[], Any]] = {
-        "matmul": lambda: torch.mm(a, b, out=product),
-        "copy": lambda: target.copy_(source),
-    }
+    a, b, product = (torch.randn(8192, 8192, device=device, dtype=torch.bfloat16) for _ in range(3))
+    source, target = (torch.empty(2**31, dtype=torch.int8, device=device) for _ in range(2))
+    runs = {"matmul": lambda: torch.mm(a, b, out=product), "copy": lambda: target.copy_(source)}
     for run in runs.values():
         run()
     times = measure(runs, dict.fromkeys(runs, 15), Clock(device), math.inf)
-    matmul, copy = (statistics.median(times[name]) / 1e3 for name in ("matmul", "copy"))
+    matmul, copy = (statistics.median(times[name]) / 1e3 for name in runs)
     return {
         "matmul_flops_per_second": 2 * 8192**3 / matmul,
         "copy_bytes_per_second": 2 * 2**31 / copy,
         "how": "median of 15: bf16 8192x8192x8192 matmul; copy of 2 GiB, bytes read + written",
     }
-
-
-def _driver() -> str | None:
-    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    try:
-        run = subprocess.run(query, capture_output=True, text=True, timeout=10, stdin=subprocess.DEVNULL)
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return run.stdout.partition("\n")[0].strip() or None if run.returncode == 0 else None
 
 
 def provenance(device: torch.device, command: str) -> dict[str, Any]:
@@ -209,9 +192,23 @@ def provenance(device: torch.device, command: str) -> dict[str, Any]:
             "torch_build": torch.__version__,
             "cuda": torch.version.cuda,
             "cudnn": str(torch.backends.cudnn.version()) if real else None,
-            "driver": _driver() if real else None,
         },
         "command": command,
+    }
+
+
+def script_record(name: str, arguments: Sequence[str] | None, device: Any) -> dict[str, Any]:
+    """What the JSON of a script begins with: when and where it runs, with what, and how it was called.
+
+    Args:
+        arguments: None for those of this process.
+    """
+    about = environment(device)
+    return {
+        "date": datetime.now(UTC).date().isoformat(),
+        "hardware": f"{about['device_name']}, {about['cpu_count']} cores",
+        "environment": about,
+        "command": shown_command(("python", "-m", f"vmonarch.eval.{name}"), arguments),
     }
 
 

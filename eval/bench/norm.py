@@ -14,10 +14,9 @@ from functools import partial
 
 import torch
 
-from vmonarch.eval.bench.attention import BOTH, case_of, randn
+from vmonarch.eval.bench.attention import BOTH, bytes_of, case_of, randn, with_gradients
 from vmonarch.eval.bench.e2e import SETTINGS
-from vmonarch.eval.bench.gate import compare
-from vmonarch.eval.bench.runner import Bench, Case, Way, Ways, bytes_of, with_gradients
+from vmonarch.eval.bench.runner import Bench, Case, Way, Ways, compare
 from vmonarch.eval.wan_models import read_model_config
 from vmonarch.kernels.norm_rotary.api import norm_rotary
 from vmonarch.kernels.norm_rotary.reference import norm_rotary_reference
@@ -28,7 +27,6 @@ METHODS = ("vmonarch", "diffusers", "compiled")
 ERROR_FACTOR = 2.0
 LEAST_ERROR = 1e-7
 NAMES = ("out", "dx", "dweight")
-MODEL_SIZES = {"heads": "num_attention_heads", "head_dim": "attention_head_dim"}
 EPS = 1e-6
 FORMULAE = (
     "bytes that must be moved, s those of an element: forward 2·S·C·s + 2·S·D·4 + C·s (x, out; cosines and sines in"
@@ -94,7 +92,7 @@ def bench() -> Bench:
     cases = []
     for training, setting in itertools.product(BOTH, SETTINGS):
         model = read_model_config(setting.model)
-        sizes = {name: model.transformer[of] for name, of in MODEL_SIZES.items()}
+        sizes = {"heads": model.transformer["num_attention_heads"], "head_dim": model.transformer["attention_head_dim"]}
         cases.append(case_of(setting.label, training, grid=model.grid(setting.size, argument="settings"), **sizes))
     return Bench(
         name="norm",

@@ -14,7 +14,7 @@ from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -41,18 +41,6 @@ FORMULAE = {
     "bytes": "counted: what the process that sends most sends to others in the self-attention of a forward call",
     "error": "‖x − x₀‖ / ‖x₀‖, x₀ by the same method, eager, in one process",
 }
-
-
-class Job(NamedTuple):
-    """What every process is told.
-
-    Args:
-        ranks: numbers of processes, of which the first is 1; None for 1, 2, 4 … GPUs.
-        options: of `e2e.bench`.
-    """
-
-    ranks: Sequence[int] | None
-    options: dict[str, Any]
 
 
 class SharedClock(Clock):
@@ -97,10 +85,11 @@ def describe(ranks: int, setting: e2e.Setting, clock: Clock) -> dict[str, Any]:
     return {"grid": grid, "tokens": tokens, "sent_bytes": shape["num_layers"] * sent}
 
 
-def run_rank(rank: int, ranks: int, job: Job, folder: Path, told: dict[str, Any]) -> None:
+def run_rank(rank: int, ranks: int, options: dict[str, Any], folder: Path, told: dict[str, Any]) -> None:
     """What one process does; the first writes what was measured after every case.
 
     Args:
+        options: of `e2e.bench`.
         folder: for results and for what the processes share; of one machine.
         told: to `run_bench`.
     """
@@ -116,7 +105,7 @@ def run_rank(rank: int, ranks: int, job: Job, folder: Path, told: dict[str, Any]
         timeout=TIMEOUT,
         device_id=device if on_gpu else None,
     )
-    of = e2e.bench(**job.options, ranks=ranks)
+    of = e2e.bench(**options, ranks=ranks)
     of = replace(
         of,
         name="parallel",
@@ -135,31 +124,34 @@ def run_rank(rank: int, ranks: int, job: Job, folder: Path, told: dict[str, Any]
 
 
 def bench(
-    ranks: Sequence[int] | None = None,
-    cases: Sequence[str] = (),
-    models: Sequence[str] = MODELS,
-    modes: Sequence[str] = e2e.MODES,
-) -> Job:
-    """The models that are asked for.
+    ranks: Sequence[int] | None = None, models: Sequence[str] = MODELS, modes: Sequence[str] = e2e.MODES
+) -> tuple[Sequence[int] | None, dict[str, Any]]:
+    """(numbers of processes, options of `e2e.bench`).
 
     Args:
-        ranks: see `Job`. models: settings of `vmonarch bench e2e`. modes: of the models.
-        cases: of attention alone, which is no longer timed: none.
+        ranks: None for 1, 2, 4 … GPUs. models: settings of `vmonarch bench e2e`. modes: of the models.
 
     Raises:
         InputError: an argument cannot be used.
     """
-    if cases:
-        raise InputError("cases", "must be left out: whole models are timed, and no longer attention alone")
-    job = Job(ranks, {"settings": models, "modes": modes, "guidance": False, "transformer_only": True})
-    e2e.bench(**job.options)
-    return job
+    options: dict[str, Any] = {"settings": models, "modes": modes, "guidance": False, "transformer_only": True}
+    e2e.bench(**options)
+    return ranks, options
 
 
 def measure(
-    job: Job, *, device: str, budget: float, output: Path, say: Callable[[str], None], **told: Any
+    job: tuple[Sequence[int] | None, dict[str, Any]],
+    *,
+    device: str,
+    budget: float,
+    output: Path,
+    say: Callable[[str], None],
+    **told: Any,
 ) -> dict[str, Any]:
     """Measure with several numbers of processes, which share the seconds of the budget, and write the JSON after each.
+
+    Args:
+        job: of `bench`.
 
     Returns:
         what was written: as of `runner.run_bench`, with "ranks" and "sent_bytes" in cases, "efficiency" in rows, and
@@ -172,7 +164,8 @@ def measure(
     check_device(device)
     check_output(output)
     most = torch.cuda.device_count() if device != "cpu" else None
-    numbers = [2**n for n in range((most or 1).bit_length())] if job.ranks is None else sorted(job.ranks)
+    asked, options = job
+    numbers = [2**n for n in range((most or 1).bit_length())] if asked is None else sorted(asked)
     if numbers[0] != 1 or len(set(numbers)) < len(numbers):
         raise InputError("ranks", f"must be different numbers, 1 among them, got {numbers}")
     if most is not None and numbers[-1] > most:
@@ -184,7 +177,7 @@ def measure(
         share = (budget - (time.monotonic() - started)) / (len(numbers) - n)
         say(f"{ranks} processes, {share:.0f} s for them")
         with tempfile.TemporaryDirectory() as folder:
-            given = (ranks, job, Path(folder), {**told, "device": device, "budget": share})
+            given = (ranks, options, Path(folder), {**told, "device": device, "budget": share})
             try:
                 torch.multiprocessing.spawn(run_rank, given, nprocs=ranks)
             except ProcessException as error:
@@ -194,12 +187,10 @@ def measure(
             run = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"cases": []}
         cases = [{"case": case["case"], "ranks": ranks, **case} for case in run["cases"]]
         results = run | results | {"cases": results["cases"] + cases}
-        results["seconds"] = round(time.monotonic() - started, 1)
-        if "hardware" in results:
-            results |= summary(results, numbers[: n + 1])
-            write_json(output, results)
-    if "hardware" not in results:
-        raise RuntimeError(f"no process could begin: {results['failed']}")
+        if "hardware" not in results:
+            raise RuntimeError(f"no process could begin: {results['failed']}")
+        results |= summary(results, numbers[: n + 1]) | {"seconds": round(time.monotonic() - started, 1)}
+        write_json(output, results)
     return results
 
 

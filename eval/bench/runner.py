@@ -5,7 +5,6 @@ A benchmark is one record (`Bench`): its cases, and how each can be computed. A 
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import os
 import re
@@ -19,7 +18,6 @@ from typing import Any
 import torch
 
 from vmonarch.configs import InputError, suggest
-from vmonarch.eval.bench.gate import BOUNDS, ROW_FACTOR, compare, failure
 from vmonarch.eval.bench.machine import (
     MIN_ROUNDS,
     Clock,
@@ -40,14 +38,19 @@ FORMAT = "vmonarch-bench-1"
 # Of the budget, for compiling beforehand; and the bytes that must be free before a process compiles.
 COMPILE_SHARE = 0.5
 COMPILE_BYTES = 24e9
-Tensors = Mapping[str, torch.Tensor]
-# Settings of the benchmarks of attention.
-ATTENTION = {
-    "layout": "[B, S, H, D]; SDPA and FlexAttention get transposed views of it",
-    "inputs": "standard normal",
-    "reference": "float32 plain torch, all rows of the first and the last head; gradients of the first head, or of all"
-    " where they share factors",
+# Relative errors (Frobenius norm) that a dtype may have against the float32 reference; of any single row, 10 × as much.
+BOUNDS = {
+    torch.bfloat16: {"out": 2e-2, "gradient": 5e-2},
+    torch.float16: {"out": 4e-3, "gradient": 1e-2},
+    torch.float32: {"out": 1e-4, "gradient": 1e-3},
 }
+ROW_FACTOR = 10
+NAMES = ("out", "dq", "dk", "dv")
+Tensors = Mapping[str, torch.Tensor]
+
+
+class WrongResultError(RuntimeError):
+    """A kernel gave a result outside the stated bounds, or failed: the run measured something else than attention."""
 
 
 class Case(SimpleNamespace):
@@ -62,7 +65,7 @@ class Way:
         run: the call; gives (out,) or (out, dq, dk, dv, …).
         found: the parts of what `run` gave that are compared, by name; names of gradients begin with a d.
         expected: the same parts in float32, and maybe others.
-        bounds: see `gate.compare`.
+        bounds: see `compare`.
         flops, bytes: its work; 0 if they are not counted.
         input_bytes: of all tensors that must exist before the call.
         before: bytes that are not the call's; None for those that are allocated when it begins.
@@ -121,74 +124,46 @@ class Bench:
     flushes: int = 16
 
 
-@dataclass(frozen=True)
-class Limits:
-    """How much is measured.
+def compare(
+    found: Tensors, expected: Tensors, dtype: torch.dtype, bounds: Mapping[str, float] | None = None
+) -> tuple[dict[str, dict[str, float]], str]:
+    """(errors by name, what is wrong with them; empty if nothing).
+
+    Errors are relative, in the Frobenius norm: of all, and the largest of any row [..., D] (no row counts as small).
 
     Args:
-        rounds: measurements of each way, at most. deadline: `time.monotonic()` after which nothing is begun.
+        bounds: relative errors that are allowed, in place of those of the dtype, where names of gradients begin with a
+            d; an error without one is only told.
     """
-
-    rounds: int
-    budget: float
-    deadline: float
-
-    def over(self, clock: Clock, seconds: float = 0.0) -> dict[str, str] | None:
-        """What a row says that is left out because these seconds more do not fit; None if they fit."""
-        if not max(clock.everywhere(time.monotonic() + seconds > self.deadline)):
-            return None
-        what = f"a round of {seconds:.0f} s did not fit the budget" if seconds else "the budget"
-        return {"status": "left out", "problem": f"{what} of {self.budget:g} s{'' if seconds else ' was used up'}"}
-
-
-def with_gradients(
-    attend: Callable[[], torch.Tensor], leaves: Sequence[torch.Tensor], grad_out: torch.Tensor | None
-) -> Callable[[], Sequence[torch.Tensor]]:
-    """The call that gives (out,), or with `grad_out` (out, gradients of the leaves)."""
-
-    def run() -> Sequence[torch.Tensor]:
-        if grad_out is None:
-            with torch.no_grad():
-                return (attend(),)
-        out = attend()
-        return (out.detach(), *torch.autograd.grad(out, leaves, grad_out))
-
-    return run
+    errors, problems = {}, []
+    for name, x in found.items():
+        if name not in expected:
+            continue
+        difference = torch.linalg.vector_norm(x.float() - expected[name], dim=-1)
+        norms = torch.linalg.vector_norm(expected[name], dim=-1)
+        typical = norms.square().mean().sqrt().clamp_min(1e-30)
+        relative = (difference.square().mean().sqrt() / typical).item()
+        row = (difference / norms.clamp_min(typical)).max().item()
+        errors[name] = {"relative": relative, "row": row}
+        if bounds is not None and name not in bounds:
+            continue
+        most = BOUNDS[dtype]["gradient" if name.startswith("d") else "out"] if bounds is None else bounds[name]
+        # Written so that NaN is wrong too.
+        if not relative <= most:
+            problems.append(f"{name} is off by {relative:.2g} (at most {most:.2g})")
+        elif bounds is None and not row <= ROW_FACTOR * most:
+            problems.append(f"a row of {name} is off by {row:.2g} (at most {ROW_FACTOR * most:.2g})")
+    return errors, "; ".join(problems)
 
 
-def sdpa(
-    backend: str, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, causal: bool = False
-) -> torch.Tensor:
-    """Exact attention of [B, S, H, D] by torch, on transposed views as diffusers has them.
-
-    Args:
-        backend: "cudnn" or "flash"; or "sdpa", the one that torch chooses.
-    """
-    from torch.nn.attention import SDPBackend, sdpa_kernel
-
-    backends = {"cudnn": [SDPBackend.CUDNN_ATTENTION], "flash": [SDPBackend.FLASH_ATTENTION]}
-    with sdpa_kernel(backends[backend]) if backend in backends else contextlib.nullcontext():
-        q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-        return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal).transpose(1, 2)
-
-
-def flex(*tensors: torch.Tensor, **options: Any) -> Callable[..., torch.Tensor]:
-    """FlexAttention of [B, S, H, D], compiled for these tensors, whatever it is called with.
-
-    Args:
-        options: its score_mod, block_mask and scale.
-    """
-    from torch.nn.attention.flex_attention import flex_attention
-
-    # After a few functions torch would stop compiling new ones and write all scores to memory instead.
-    torch.compiler.reset()
-    compiled: Callable[..., torch.Tensor] = torch.compile(flex_attention, dynamic=False)
-    return lambda *_: compiled(*(x.transpose(1, 2) for x in tensors), **options).transpose(1, 2)
-
-
-def bytes_of(tensors: Iterable[torch.Tensor | None]) -> int:
-    """Of all that are there."""
-    return sum(x.numel() * x.element_size() for x in tensors if x is not None)
+def failure(error: Exception) -> dict[str, str]:
+    """The status and the problem of a way that failed; an error that lost the device is raised again."""
+    out_of_memory = isinstance(error, torch.OutOfMemoryError)
+    # Nothing that is measured later would be right.
+    if "CUDA error" in str(error) and not out_of_memory:
+        raise error
+    problem = f"{type(error).__name__}: {' '.join(str(error).split())[:300] or type(error).__name__}"
+    return {"status": "out of memory" if out_of_memory else "failed", "problem": problem}
 
 
 def recorded(run: Callable[[], Any]) -> Callable[[], Any]:
@@ -231,20 +206,18 @@ def profiled(run: Callable[[], Any], clock: Clock, most: int = 24) -> list[dict[
     return [{"kernel": e.key[:90], "ms": e.device_time_total / 1e3, "calls": e.count} for e in events]
 
 
-def compile_task(task: tuple[Callable[..., Ways], Case, str, str]) -> bool:
+def compile_task(task: tuple[Callable[..., Ways], Case, str, str]) -> None:
     """In a process of its own: compute a case in one way, so that its code is in the caches on disk."""
     ways, case, method, device_text = task
     # There is a process for every core already.
     os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
     device = torch.device(device_text)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-        started = time.monotonic()
-        while torch.cuda.mem_get_info(device)[0] < COMPILE_BYTES and time.monotonic() < started + 60:
-            time.sleep(0.5)
+    torch.cuda.set_device(device)
+    started = time.monotonic()
+    while torch.cuda.mem_get_info(device)[0] < COMPILE_BYTES and time.monotonic() < started + 60:
+        time.sleep(0.5)
     ways(case, device, measured_dtype(device))[method]().run()
     release_memory(device)
-    return True
 
 
 def compile_tasks(bench: Bench, device: str) -> list[Any]:
@@ -255,112 +228,142 @@ def compile_tasks(bench: Bench, device: str) -> list[Any]:
     tasks: dict[Hashable, Any] = {}
     for case in bench.cases:
         for method in bench.methods:
-            code = bench.compiled(case, method)
-            if code is None:
+            if (code := bench.compiled(case, method)) is None:
                 continue
-            few = case
-            if method in bench.ours:
-                few = Case(**{**vars(case), "heads": 1 if case.heads == 1 else 2 if case.heads % 16 else 16})
-            tasks.setdefault(code, (bench.ways, few, method, device))
+            few = 1 if case.heads == 1 else 2 if case.heads % 16 else 16
+            shared = Case(**{**vars(case), "heads": few}) if method in bench.ours else case
+            tasks.setdefault(code, (bench.ways, shared, method, device))
     return sorted(tasks.values(), key=lambda task: not task[1].training)
 
 
-def _compile(bench: Bench, device: torch.device, seconds: float, say: Callable[[str], None]) -> None:
-    """Let processes compute the tasks of a benchmark, as far as they come."""
-    torch.cuda.set_device(device)
-    tasks = compile_tasks(bench, str(device))
-    done = count_done(compile_task, tasks, seconds)
-    say(f"{done} tasks compiled, {len(tasks) - done} left for later")
-
-
-def _prepare(make: Callable[[], Way], clock: Clock, dtype: torch.dtype, row: dict[str, Any]) -> Way:
-    """Check a way and fill its row, by two calls; the second says how long one takes and the memory it needs."""
-    way = make()
-    began = time.perf_counter()
-    results = way.run()
-    clock.wait()
-    row["first_call_s"] = round(time.perf_counter() - began, 2)
-    row["errors"], problem = compare(way.found(results), way.expected(), dtype, way.bounds)
-    row.update({"status": "wrong", "problem": problem} if problem else {"status": "ok"})
-    del results
-    if problem:
-        return way
-    release_memory(clock.device)
-    before = allocated(clock.device) if way.before is None else way.before
-    if clock.device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(clock.device)
-        if way.graph:
-            way.run()
-            row["peak_bytes"] = torch.cuda.max_memory_allocated(clock.device) - before
-            way = dataclasses.replace(way, run=recorded(way.run))
-    row["call_s"] = clock.time(way.run) / 1e3
-    if clock.device.type == "cuda":
-        row.setdefault("peak_bytes", torch.cuda.max_memory_allocated(clock.device) - before)
-        row["input_bytes"] = way.input_bytes
-    return way
-
-
-def _agree(row: dict[str, Any], clock: Clock) -> None:
-    """Give a row what is worst of any process that measures with this one."""
-    rows = clock.everywhere(row)
-    row.update(next(({k: r[k] for k in ("status", "problem")} for r in rows if r["status"] != "ok"), {}))
-    for key in ("peak_bytes", "call_s"):
-        if key in row:
-            row[key] = max(r.get(key, 0) for r in rows)
-    for name, error in row.get("errors", {}).items():
-        error.update({of: max(r["errors"][name][of] for r in rows if name in r.get("errors", {})) for of in error})
-
-
-def measure_ways(
-    ways: Ways, clock: Clock, dtype: torch.dtype, limits: Limits, bench: Bench, rates: dict[str, Any] | None = None
-) -> list[dict[str, Any]]:
-    """Check and time all ways of a case.
+@dataclass
+class Run:
+    """A benchmark being measured, and its budget.
 
     Args:
+        rounds: measurements of each way, at most.
+        budget: seconds from the start after which nothing is begun.
         rates: of `measure_rates`; None where times tell nothing of speed.
-
-    Returns:
-        a row for every way: its status, "ok", "wrong", "out of memory", "failed" or "left out"; errors; if ok its
-        milliseconds, and with rates TFLOP/s and the times that FLOPs and bytes alone would take.
     """
-    rows: dict[str, dict[str, Any]] = {}
-    good: dict[str, Way] = {}
-    for name, make in ways.items():
-        row = rows[name] = {"method": name, **(limits.over(clock) or {})}
-        if "status" in row:
-            continue
+
+    bench: Bench
+    clock: Clock
+    rounds: int
+    budget: float
+    rates: dict[str, Any] | None = None
+    say: Callable[[str], None] = lambda text: None
+    started: float = field(default_factory=lambda: time.monotonic())
+
+    def over(self, seconds: float = 0.0) -> dict[str, str] | None:
+        """What a row says that is left out because these seconds more do not fit; None if they fit."""
+        if not max(self.clock.everywhere(time.monotonic() + seconds > self.started + self.budget)):
+            return None
+        what = f"a round of {seconds:.0f} s did not fit the budget" if seconds else "the budget"
+        return {"status": "left out", "problem": f"{what} of {self.budget:g} s{'' if seconds else ' was used up'}"}
+
+    def case(self, case: Any) -> dict[str, Any]:
+        """What the JSON says of a case."""
+        bench, names = self.bench, self.bench.methods
+        if late := self.over():
+            about = {"case": case.label, "rows": [{"method": name, **late} for name in names]}
+            self.say(f"left out: {case.label} ({late['problem']})")
+            bench.finish(about)
+            return about
+        about = {"case": case.label, **bench.describe(case, self.clock)}
         try:
-            good[name] = _prepare(make, clock, dtype, row)
+            # What the ways have in common may fail, too.
+            made = bench.ways(case, self.clock.device, measured_dtype(self.clock.device))
+            about["rows"] = self.rows({name: way for name, way in made.items() if name in names})
+            del made
         except Exception as error:
-            row.update(failure(error))
-        _agree(row, clock)
-        if row["status"] != "ok":
-            good.pop(name, None)
-        release_memory(clock.device)
-    late = limits.over(clock, sum(rows[name]["call_s"] for name in good))
-    if late is not None:
-        for name in good:
-            rows[name].update(late)
+            about["rows"] = [{"method": name, **failure(error)} for name in names]
+        # Inputs of several gigabytes hung on its ways.
+        release_memory(self.clock.device)
+        bench.finish(about)
+        for row in about["rows"]:
+            ms = f"{row['ms']['median']:9.3f} ms" if "ms" in row else f"{row['status']} {row.get('problem', '')}"
+            self.say(f"{case.label:48s} {row['method']:14s} {row.get('mode', '')} {ms}")
+        return about
+
+    def rows(self, ways: Ways) -> list[dict[str, Any]]:
+        """Check and time all ways of a case.
+
+        Returns:
+            a row for every way: its status, "ok", "wrong", "out of memory", "failed" or "left out"; errors; if ok its
+            milliseconds, and with rates TFLOP/s and the times that FLOPs and bytes alone would take.
+        """
+        rows: dict[str, dict[str, Any]] = {}
+        good: dict[str, Way] = {}
+        clock = self.clock
+        for name, make in ways.items():
+            row = rows[name] = {"method": name, **(self.over() or {})}
+            if "status" in row:
+                continue
+            try:
+                good[name] = self._prepare(make, row)
+            except Exception as error:
+                row.update(failure(error))
+            self._agree(row)
+            if row["status"] != "ok":
+                good.pop(name, None)
+            release_memory(clock.device)
+        late = self.over(sum(rows[name]["call_s"] for name in good))
+        if late is not None:
+            for name in good:
+                rows[name].update(late)
+            return list(rows.values())
+        most = {name: max(MIN_ROUNDS, int(self.bench.way_seconds / max(rows[name]["call_s"], 1e-6))) for name in good}
+        counts, runs = {n: min(self.rounds, most[n]) for n in good}, {n: way.run for n, way in good.items()}
+        times = measure(runs, counts, clock, self.started + self.budget, self.bench.flushes)
+        for name, way in good.items():
+            row, ms = rows[name], [max(of) for of in zip(*clock.everywhere(times[name]), strict=True)]
+            row.update(ms=summary(ms), rounds=len(ms), rounds_left_out=counts[name] - len(ms))
+            row.update(flops=way.flops, bytes=way.bytes)
+            for what, rate in (("flop", "matmul_flops_per_second"), ("byte", "copy_bytes_per_second")):
+                if row[f"{what}s"] and self.rates is not None:
+                    row[f"{what}_floor_ms"] = 1e3 * row[f"{what}s"] / self.rates[rate]
+            try:
+                way.more(clock, row)
+            except Exception as error:
+                # The times of the whole still stand.
+                row["more_problem"] = failure(error)["problem"]
         return list(rows.values())
-    most = {name: max(MIN_ROUNDS, int(bench.way_seconds / max(rows[name]["call_s"], 1e-6))) for name in good}
-    counts = {name: min(limits.rounds, most[name]) for name in good}
-    times = measure({n: way.run for n, way in good.items()}, counts, clock, limits.deadline, bench.flushes)
-    for name, way in good.items():
-        row, ms = rows[name], [max(of) for of in zip(*clock.everywhere(times[name]), strict=True)]
-        row.update(ms=summary(ms), rounds=len(ms))
-        row.update(rounds_left_out=counts[name] - len(ms), flops=way.flops, bytes=way.bytes)
-        for what, work, rate in (
-            ("flop", way.flops, "matmul_flops_per_second"),
-            ("byte", way.bytes, "copy_bytes_per_second"),
-        ):
-            if work and rates is not None:
-                row[f"{what}_floor_ms"] = 1e3 * work / rates[rate]
-        try:
-            way.more(clock, row)
-        except Exception as error:
-            # The times of the whole still stand.
-            row["more_problem"] = failure(error)["problem"]
-    return list(rows.values())
+
+    def _prepare(self, make: Callable[[], Way], row: dict[str, Any]) -> Way:
+        """Check a way and fill its row, by two calls; the second says how long one takes and the memory it needs."""
+        way, clock = make(), self.clock
+        began = time.perf_counter()
+        results = way.run()
+        clock.wait()
+        row["first_call_s"] = round(time.perf_counter() - began, 2)
+        row["errors"], problem = compare(way.found(results), way.expected(), measured_dtype(clock.device), way.bounds)
+        row.update({"status": "wrong", "problem": problem} if problem else {"status": "ok"})
+        del results
+        if problem:
+            return way
+        release_memory(clock.device)
+        before, on_gpu = allocated(clock.device) if way.before is None else way.before, clock.device.type == "cuda"
+        if on_gpu:
+            torch.cuda.reset_peak_memory_stats(clock.device)
+            if way.graph:
+                way.run()
+                row["peak_bytes"] = torch.cuda.max_memory_allocated(clock.device) - before
+                way = dataclasses.replace(way, run=recorded(way.run))
+        row["call_s"] = clock.time(way.run) / 1e3
+        if on_gpu:
+            row.setdefault("peak_bytes", torch.cuda.max_memory_allocated(clock.device) - before)
+            row["input_bytes"] = way.input_bytes
+        return way
+
+    def _agree(self, row: dict[str, Any]) -> None:
+        """Give a row what is worst of any process that measures with this one."""
+        rows = self.clock.everywhere(row)
+        row.update(next(({k: r[k] for k in ("status", "problem")} for r in rows if r["status"] != "ok"), {}))
+        for key in ("peak_bytes", "call_s"):
+            if key in row:
+                row[key] = max(r.get(key, 0) for r in rows)
+        for name, error in row.get("errors", {}).items():
+            error.update({of: max(r["errors"][name][of] for r in rows if name in r.get("errors", {})) for of in error})
 
 
 def choose(argument: str, names: Sequence[str], known: Iterable[str] | None = None) -> tuple[str, ...]:
@@ -433,38 +436,37 @@ def run_bench(
     Raises:
         InputError: an argument cannot be used.
     """
-    limits = Limits(rounds, budget, time.monotonic() + budget)
-    bench = _chosen(bench, methods, cases)
-    on = check_device(device)
+    started = time.monotonic()
+    bench, on = _chosen(bench, methods, cases), check_device(device)
     if output is not None:
         check_output(output)
     if on.type == "cuda":
-        _compile(bench, on, COMPILE_SHARE * budget, say)
-    results = _about(bench, limits, on, command)
-    clock = Clock(on) if clock is None else clock
+        torch.cuda.set_device(on)
+        tasks = compile_tasks(bench, str(on))
+        done = count_done(compile_task, tasks, COMPILE_SHARE * budget)
+        say(f"{done} tasks compiled, {len(tasks) - done} left for later")
+    run = Run(bench, Clock(on) if clock is None else clock, rounds, budget, measure_rates(on), say, started)
+    about = _about(run, command)
     found: list[dict[str, Any]] = []
 
     def write(complete: bool = False) -> dict[str, Any]:
-        missing, seconds = left_out(found), round(time.monotonic() - limits.deadline + budget, 1)
-        run = {**results, "cases": found, "left_out": missing, "complete": complete and not missing}
-        document = bench.document(run | {"wrong": wrong_rows(found, bench.ours), "seconds": seconds}, bench.base)
+        missing, seconds = left_out(found), round(time.monotonic() - started, 1)
+        results = about | {"cases": found, "left_out": missing, "complete": complete and not missing}
+        results |= {"wrong": wrong_rows(found, bench.ours), "seconds": seconds}
+        document = bench.document(results, bench.base)
         if output is not None:
             write_json(output, document)
         return document
 
     write()
     for case in bench.cases:
-        found.append(_measured(bench, case, clock, limits, results["rates"], say))
+        found.append(run.case(case))
         write()
     return write(complete=True)
 
 
 def _chosen(bench: Bench, methods: Sequence[str] | None, cases: str) -> Bench:
-    """The benchmark with these methods and cases alone.
-
-    Raises:
-        InputError: there is no such method or case.
-    """
+    """The benchmark with these methods and cases alone, as `run_bench` is asked for them."""
     names = bench.methods if methods is None else choose("methods", methods, bench.methods)
     try:
         chosen = [case for case in bench.cases if re.search(cases, case.label)]
@@ -475,53 +477,24 @@ def _chosen(bench: Bench, methods: Sequence[str] | None, cases: str) -> Bench:
     return dataclasses.replace(bench, methods=names, cases=chosen)
 
 
-def _measured(
-    bench: Bench, case: Case, clock: Clock, limits: Limits, rates: dict[str, Any] | None, say: Callable[[str], None]
-) -> dict[str, Any]:
-    """What the JSON says of a case."""
-    if late := limits.over(clock):
-        about = {"case": case.label, "rows": [{"method": name, **late} for name in bench.methods]}
-        bench.finish(about)
-        say(f"left out: {case.label} ({late['problem']})")
-        return about
-    about = {"case": case.label, **bench.describe(case, clock)}
-    about["rows"] = _rows(bench, case, clock, limits, rates)
-    # Inputs of several gigabytes hung on its ways.
-    release_memory(clock.device)
-    bench.finish(about)
-    for row in about["rows"]:
-        ms = f"{row['ms']['median']:9.3f} ms" if "ms" in row else f"{row['status']} {row.get('problem', '')}"
-        say(f"{case.label:48s} {row['method']:14s} {row.get('mode', '')} {ms}")
-    return about
-
-
-def _rows(bench: Bench, case: Case, clock: Clock, limits: Limits, rates: dict[str, Any] | None) -> list[dict[str, Any]]:
-    """`measure_ways` of the benchmark's methods; what they have in common may fail, too."""
-    dtype = measured_dtype(clock.device)
-    try:
-        ways = bench.ways(case, clock.device, dtype).items()
-        return measure_ways({n: way for n, way in ways if n in bench.methods}, clock, dtype, limits, bench, rates)
-    except Exception as error:
-        return [{"method": name, **failure(error)} for name in bench.methods]
-
-
-def _about(bench: Bench, limits: Limits, device: torch.device, command: str) -> dict[str, Any]:
+def _about(run: Run, command: str) -> dict[str, Any]:
     """What the JSON of a run begins with."""
-    dtype, flushed = measured_dtype(device), "" if bench.flushes == 1 else f"{bench.flushes} times "
+    bench, dtype = run.bench, measured_dtype(run.clock.device)
+    flushed = "" if bench.flushes == 1 else f"{bench.flushes} times "
     return {
         "format": FORMAT,
         "benchmark": bench.name,
-        **provenance(device, command),
+        **provenance(run.clock.device, command),
         "settings": {
             "dtype": str(dtype).removeprefix("torch."),
             "timing": f"CUDA events, L2 overwritten {flushed}before each call, methods in turns",
-            "rounds": limits.rounds,
-            "budget_s": limits.budget,
+            "rounds": run.rounds,
+            "budget_s": run.budget,
             "bounds": {**BOUNDS[dtype], "row_factor": ROW_FACTOR},
             "memory": "peak_bytes: the most that was allocated during a call beyond what was before it, results"
             " counted; input_bytes: tensors that must exist before it, a written-out bias counted",
             **bench.settings,
         },
-        "rates": measure_rates(device),
+        "rates": run.rates,
         "formulae": bench.formulae,
     }

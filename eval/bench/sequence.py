@@ -16,8 +16,8 @@ import torch
 
 from vmonarch.attend import Beside, Exact, Op
 from vmonarch.call import Call
-from vmonarch.eval.bench.attention import BOTH, attention_way, case_of, exact, randn
-from vmonarch.eval.bench.runner import ATTENTION, Bench, Case, Way, Ways, sdpa
+from vmonarch.eval.bench.attention import ATTENTION, BOTH, attention_way, case_of, exact, randn, sdpa
+from vmonarch.eval.bench.runner import Bench, Case, Way, Ways
 from vmonarch.grid import LatentGrid
 from vmonarch.kernels.monarch.api import vmonarch_attention
 from vmonarch.options import VMonarchOptions

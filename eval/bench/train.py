@@ -22,7 +22,7 @@ from vmonarch.eval.bench.machine import Clock
 from vmonarch.eval.bench.runner import Bench, Case, Way, Ways, choose, profiled
 from vmonarch.eval.wan_models import read_model_config
 from vmonarch.finetune.config import OptimizerConfig
-from vmonarch.finetune.objective import NoiseLevels, Objective, experts_of
+from vmonarch.finetune.objective import Objective
 from vmonarch.finetune.trainer import make_optimizer
 
 
@@ -42,7 +42,7 @@ def training_step(config: dict[str, Any], size: Sequence[int], device: torch.dev
     transformer.set_attention_backend("_native_cudnn" if on_gpu else "native")
     parameters = list(transformer.parameters())
     optimizer = make_optimizer(parameters, OptimizerConfig(), device)
-    objective = Objective(NoiseLevels(), experts_of(["transformer"], None), seed=0)
+    objective = Objective()
     latents = torch.randn(1, config["in_channels"], *size, device=device)
     text = torch.randn(1, TEXT_TOKENS, config["text_dim"], device=device)
     numbers = itertools.count()

@@ -20,10 +20,10 @@ from typing import Any
 import torch
 
 from vmonarch.configs import InputError
-from vmonarch.eval.bench.attention import randn
+from vmonarch.eval.bench.attention import randn, with_gradients
 from vmonarch.eval.bench.kernels import parse_shape, read_head_dims
 from vmonarch.eval.bench.machine import check_device
-from vmonarch.eval.bench.runner import Bench, Case, Way, Ways, choose, run_bench, with_gradients
+from vmonarch.eval.bench.runner import Bench, Case, Way, Ways, choose, run_bench
 from vmonarch.files import AtomicFiles, check_output
 from vmonarch.kernels.common import launch
 from vmonarch.kernels.common.launch import block_dim, launch_options, launch_overrides
@@ -217,12 +217,6 @@ def write_table(path: Path, chip: str, kernel: str, head_dim: int, options: Opti
     launch._tabled_options.cache_clear()
 
 
-def _best(ms: Mapping[str, float]) -> str:
-    """The candidate that takes least, or what is in use where none gains enough."""
-    best = min(ms, key=ms.__getitem__)
-    return best if ms[best] <= (1 - LEAST_GAIN) * ms[IN_USE] else IN_USE
-
-
 def _cases(
     kernels: Sequence[str], head_dims: Sequence[str], dtype: str, shapes: Sequence[str], device: str
 ) -> list[Case]:
@@ -280,8 +274,7 @@ def run_tune(
         raise InputError("output", "is needed with --device cpu: the interpreter has nothing to tune")
     cases = _cases(kernels, head_dims, dtype, shapes, device)
     chip = device_name(on) if (on := check_device(device)).type == "cuda" else "interpreter"
-    path = output or table_path(chip)
-    check_output(path)
+    check_output(path := output or table_path(chip))
     names = dict.fromkeys(name for kernel in kernels for name in SWEEPS[kernel].candidates())
     winners: dict[tuple[str, int], Options] = {}
     rows: list[list[str]] = []
@@ -291,7 +284,8 @@ def run_tune(
         ms = {row["method"]: row["ms"]["median"] for row in case["rows"] if "ms" in row}
         if IN_USE not in ms:
             return
-        kernel, head_dim, used, best = case["kernel"], case["head_dim"], case["in_use"], _best(ms)
+        kernel, head_dim, used, best = case["kernel"], case["head_dim"], case["in_use"], min(ms, key=ms.__getitem__)
+        best = best if ms[best] <= (1 - LEAST_GAIN) * ms[IN_USE] else IN_USE
         options = {**used, **SWEEPS[kernel].candidates()[best]}
         winners[kernel, head_dim] = options
         write_table(path, chip, kernel, head_dim, options, DTYPES[dtype].itemsize)

@@ -32,7 +32,7 @@ import torch
 from vmonarch import apply, restore
 from vmonarch.attend import Result
 from vmonarch.base import Layer, VideoAttentionProcessor
-from vmonarch.call import Call, running
+from vmonarch.call import Call
 from vmonarch.configs import InputError
 from vmonarch.grid import LatentGrid
 from vmonarch.installation import find_transformers, self_attention_modules
@@ -174,8 +174,8 @@ def watched(recorder: Recorder, pipe: Any) -> Iterator[list[Rerun]]:
         recorder.watched = True
         yield calls
     for recorder.again in calls:
-        noise = torch.randn(recorder.again.velocity.shape, generator=recorder.noise)
-        differentiate(recorder.again, functools.partial(_inner, noise.to(recorder.again.velocity.device)))
+        noise = torch.randn(recorder.again.velocity.shape, generator=recorder.noise).to(recorder.again.velocity.device)
+        differentiate(recorder.again, lambda found: (found.float() * noise).sum())  # noqa: B023
     recorder.again, recorder.watched = None, False
     sizes = {name: len(self_attention_modules(module)) for name, module in find_transformers(pipe).items()}
     options = {recorder.reference: recorder.candidates[recorder.reference], FULL: None}
@@ -190,10 +190,6 @@ def watched(recorder: Recorder, pipe: Any) -> Iterator[list[Rerun]]:
                     changed = call.module(*call.args, **call.kwargs)[0].double() - call.velocity.double()
                 recorder.add(call.component, call.step, layer, {"change": changed.square().sum().item()})
     restore(pipe)
-
-
-def _inner(noise: torch.Tensor, found: torch.Tensor) -> torch.Tensor:
-    return (found.float() * noise).sum()
 
 
 def differentiate(call: Rerun, loss: Callable[[torch.Tensor], torch.Tensor]) -> float:
@@ -270,8 +266,7 @@ class Diagnosed:
 
             when_differentiated(out, self.inputs, self.layer.block, (query, key, value), record)
             return out, lse
-        at, instead = running.now["timestep"], "call vmonarch.restore"
-        step, *_ = denoising_step(self.layer.transformer, at, "a diagnosis", instead)
+        step, *_ = denoising_step(self.layer.transformer, None, "a diagnosis", "call vmonarch.restore")
         if step % recorder.every:
             return flash_entropy_attention(query, key, value)[:2]
         if recorder.grid not in (None, grid):
@@ -320,12 +315,9 @@ def document(recorder: Recorder, times: Mapping[str, float]) -> dict[str, Any]:
     if grid is None or not recorder.totals:
         raise ValueError("nothing was recorded: the pipeline has run no step with self-attention")
     full = method_flops(None, grid, recorder.inputs[0].shape[-1])
+    work = lambda options: method_flops(options, grid, recorder.inputs[0].shape[-1]) / full
     about = {
-        name: {
-            "options": method_dict(options),
-            "flops": method_flops(options, grid, recorder.inputs[0].shape[-1]) / full,
-            "ms": times.get(name),
-        }
+        name: {"options": method_dict(options), "flops": work(options), "ms": times.get(name)}
         for name, options in recorder.candidates.items()
     }
     return {

@@ -11,7 +11,6 @@ import torch
 
 from vmonarch.configs import InputError
 from vmonarch.eval.calibrate import MEASURES
-from vmonarch.eval.calibrate.diagnosis import FORMAT
 from vmonarch.flops import full_flops, vmonarch_flops
 from vmonarch.grid import LatentGrid
 from vmonarch.plan import FULL, AttentionPlan
@@ -42,13 +41,7 @@ class InPlace:
 
 
 def measures_of(diagnosis: Mapping[str, Any]) -> tuple[str, ...]:
-    """Those of MEASURES that a diagnosis has: without gradients there is no "output_error".
-
-    Raises:
-        InputError: it is no diagnosis.
-    """
-    if diagnosis.get("format") != FORMAT:
-        raise InputError("diagnosis", f"must have the format {FORMAT!r}, got {diagnosis.get('format')!r}")
+    """Those of MEASURES that a diagnosis has: without gradients there is no "output_error"."""
     have = [values for part in diagnosis["transformers"].values() for values in part["candidates"].values()]
     return tuple(name for name in MEASURES if all(name in values for values in have))
 
@@ -76,17 +69,21 @@ class _Choices:
     Attributes:
         names: of the methods, exact attention last.
         values: by measure: [heads, methods], over the recorded steps; 0 for exact attention.
+        costs: by "flops" and, where it was measured, "time": [methods], relative to exact attention.
         shares: [heads, 1], of a head in the work of a whole sampling: transformers run for different numbers of steps.
         default: the method that is VMonarch with its defaults; None if that is no candidate.
-
-    Raises:
-        InputError: it is no diagnosis.
     """
 
     def __init__(self, diagnosis: Mapping[str, Any]) -> None:
         measures = measures_of(diagnosis)
-        self.diagnosis, self.candidates = diagnosis, diagnosis["candidates"]
-        self.parts, self.grid = diagnosis["transformers"], LatentGrid(*diagnosis["grid"])
+        self.candidates, self.parts = diagnosis["candidates"], diagnosis["transformers"]
+        self.grid = LatentGrid(*diagnosis["grid"])
+        full = {"flops": ("flops", 1.0), "time": ("ms", diagnosis.get("full_ms"))}
+        self.costs = {
+            cost: torch.tensor([*(entry[key] / of for entry in self.candidates.values()), 1.0], dtype=torch.float64)
+            for cost, (key, of) in full.items()
+            if of is not None
+        }
         self.names = (*self.candidates, FULL)
         plain = [name for name, entry in self.candidates.items() if not entry["options"]]
         self.default = self.names.index(plain[0]) if plain else None
@@ -102,29 +99,11 @@ class _Choices:
         parts = zip(ones, self.parts.values(), strict=True)
         self.shares = torch.cat([one / len(one) * len(part["steps"]) / steps for one, part in parts])
 
-    def costs(self, cost: str) -> torch.Tensor:
-        """Of all methods, relative to exact attention: [methods].
-
-        Raises:
-            InputError: the time was not measured.
-        """
-        full = 1.0 if cost == "flops" else self.diagnosis.get("full_ms")
-        if full is None:
-            raise InputError("time", "was not measured: the diagnosis was made without a GPU; use flops")
-        key = "flops" if cost == "flops" else "ms"
-        return torch.tensor([*(entry[key] / full for entry in self.candidates.values()), 1.0], dtype=torch.float64)
-
     def of(self, measure: str) -> torch.Tensor:
         """Values of a measure, [heads, methods], whose sum over heads means something."""
         if measure not in self.values:
             raise InputError("measure", f"must be one of {', '.join(self.values)}, got {measure!r}")
         return self.values[measure].square() if measure == "error" else self.values[measure]
-
-    def known_default(self, argument: str) -> int:
-        """`default`, which an argument is relative to."""
-        if self.default is None:
-            raise InputError(argument, "is relative to VMonarch with its defaults, which is not among the candidates")
-        return self.default
 
     def plan(self, chosen: torch.Tensor, measure: str, asked: dict[str, Any]) -> AttentionPlan:
         """The plan with a method [heads] for every head, and what it is to lose and to cost."""
@@ -133,9 +112,8 @@ class _Choices:
         layers, left = {}, [self.names[i] for i in chosen.tolist()]
         for component, part in self.parts.items():
             layers[component] = [[left.pop(0) for _ in range(part["heads"])] for _ in range(part["layers"])]
-        predicted = {}
-        for cost in ("flops", "time")[: 2 if self.diagnosis.get("full_ms") is not None else 1]:
-            predicted[f"{cost}_of_full"] = (self.costs(cost)[chosen] * self.shares[:, 0]).sum().item()
+        of_full = lambda costs: (costs[chosen] * self.shares[:, 0]).sum().item()
+        predicted = {f"{cost}_of_full": of_full(costs) for cost, costs in self.costs.items()}
         predicted["flops_of_vmonarch"] = predicted["flops_of_full"] / default_flops(self.grid)
         for name, values in self.values.items():
             predicted[f"mean_{name}"] = values[torch.arange(len(chosen)), chosen].mean().item()
@@ -164,7 +142,7 @@ def plan(diagnosis: Mapping[str, Any], budget: Budget, found: Sequence[InPlace] 
         found: plans of this diagnosis that were measured in place: their heads' shares correct the measure.
 
     Raises:
-        InputError: no diagnosis, a measure that it has not got, less work than the cheapest methods need, a time that
+        InputError: a measure that it has not got, less work than the cheapest methods need, a time that
             was not measured or where VMonarch with its defaults is no candidate; or no plan was found in two minutes.
     """
     choices = _Choices(diagnosis)
@@ -172,8 +150,12 @@ def plan(diagnosis: Mapping[str, Any], budget: Budget, found: Sequence[InPlace] 
     work = 1.0 if work is None else work
     sensitive = "output_error" in choices.values
     measure = budget.measure or ("output_error" if sensitive else "layer_error")
-    values, costs = choices.of(measure), choices.costs(cost)
-    unit = default_flops(choices.grid) if cost == "flops" else costs[choices.known_default(cost)].item()
+    if cost not in choices.costs:
+        raise InputError("time", "was not measured: the diagnosis was made without a GPU; use flops")
+    values, costs = choices.of(measure), choices.costs[cost]
+    if cost == "time" and choices.default is None:
+        raise InputError(cost, "is relative to VMonarch with its defaults, which is not among the candidates")
+    unit = default_flops(choices.grid) if cost == "flops" else costs[choices.default].item()
     check_work(work, costs.min().item() / unit, cost)
     asked: dict[str, Any] = {cost: work}
     if budget.measure is None and sensitive and choices.default is not None:

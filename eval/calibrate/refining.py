@@ -11,7 +11,6 @@ The shares correct what the next plan goes by (`planning.plan`), and the best pl
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -64,11 +63,6 @@ class SharesProcessor(VMonarchProcessor):
         return None if attend is None else Shares(attend, of_layer, layer.block, self._inputs)
 
 
-def _change(velocity: torch.Tensor, found: torch.Tensor) -> torch.Tensor:
-    """‖v' - v‖²/‖v‖² of v, and of v' in `found`."""
-    return (found.float() - velocity).square().sum() / velocity.square().sum()
-
-
 def measure_plan(pipe: Any, plan: AttentionPlan, calls: Sequence[Rerun]) -> InPlace:
     """What a plan changes in the output of recorded calls, on average, and the shares of its heads.
 
@@ -84,7 +78,9 @@ def measure_plan(pipe: Any, plan: AttentionPlan, calls: Sequence[Rerun]) -> InPl
         for call in calls:
             # Where all heads are exact, nothing changes.
             if any(plan.methods[name] is not None for row in plan.layers[call.component] for name in row):
-                error += differentiate(call, functools.partial(_change, call.velocity.float()))
+                v = call.velocity.float()
+                change = lambda found: (found.float() - v).square().sum() / v.square().sum()  # noqa: B023
+                error += differentiate(call, change)
     finally:
         restore(pipe)
     return InPlace(plan, error / len(calls), {name: found / len(calls) for name, found in shares.items()})

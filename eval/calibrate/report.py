@@ -31,12 +31,15 @@ def report(diagnosis: Mapping[str, Any], plan: AttentionPlan) -> str:
         plan: made from it.
     """
     shown = {name: title for name, title in _TITLES.items() if name in measures_of(diagnosis)}
+    heads = sum(len(row) for rows in plan.layers.values() for row in rows) / len(plan.layers)
+    # Predicted, and relative; None where it was not measured.
+    mean = plan.about["predicted"].get("mean_output_error")
     return page(
         "calibration.html.j2",
         diagnosis=diagnosis,
         plan=plan,
         means={name: _means(diagnosis, name, shown) for name in diagnosis["candidates"]},
-        output_change=_output_change(plan),
+        output_change=None if mean is None else (heads * mean) ** 0.5,
         full_ms=diagnosis.get("full_ms"),
         work=list(_work(diagnosis, plan)),
         transformers=[
@@ -59,13 +62,6 @@ def _means(diagnosis: Mapping[str, Any], candidate: str, shown: Mapping[str, str
         return [mean("error"), mean("kl"), None]
     changes = torch.cat([torch.tensor(part["output_error"]).sum((1, 2)) for part in parts])
     return [mean("error"), mean("kl"), changes.mean().sqrt().item()]
-
-
-def _output_change(plan: AttentionPlan) -> float | None:
-    """The predicted change of the model's output, relative; None where it was not measured."""
-    mean = plan.about["predicted"].get("mean_output_error")
-    heads = sum(len(row) for rows in plan.layers.values() for row in rows) / len(plan.layers)
-    return None if mean is None else (heads * mean) ** 0.5
 
 
 def _cells(of: str, values: torch.Tensor, title: str, top: float | None = None) -> Captioned:

@@ -5,7 +5,6 @@ A page is one file that needs no network: nothing in it is fetched.
 
 from __future__ import annotations
 
-import base64
 import io
 import json
 import re
@@ -154,8 +153,3 @@ def heat_map(values: ArrayLike, label: str, top: float) -> Markup:
     for panel in (axes, bar_axes):
         panel.tick_params(labelsize=_TEXT, length=2, color="#999999")
     return svg(figure, label, titles)
-
-
-def data_uri(media_type: str, data: bytes) -> str:
-    """A file of a media type as an address, so that the page holds it."""
-    return f"data:{media_type};base64,{base64.b64encode(data).decode()}"

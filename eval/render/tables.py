@@ -13,7 +13,7 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -50,22 +50,16 @@ def percent(share: float | None) -> str:
     return shown_number(share, 1, "{} %", factor=100)
 
 
-def commits(results: Any) -> Iterator[str]:
+def commits(results: dict[str, Any]) -> set[str]:
     """Of the trees that results were made with: the field `commit` at their top, else what every run has recorded."""
-    if isinstance(results, dict):
-        own = results.get("commit", results.get("git_commit"))
-        for part in [own] if isinstance(own, str) else results.values():
-            yield from commits(part)
-    elif isinstance(results, list):
-        for part in results:
-            yield from commits(part)
-    elif isinstance(results, str) and re.fullmatch(r"[0-9a-f]{40}(-dirty)?|unknown", results):
-        yield results
+    if own := results.get("commit"):
+        return {own}
+    return set(re.findall(r'"([0-9a-f]{40}(?:-dirty)?|unknown)"', json.dumps(results)))
 
 
 def mark(results: dict[str, Any]) -> str:
     """What a caption says of results that no commit alone can repeat; empty for all others."""
-    found = set(commits(results))
+    found = commits(results)
     if not found or "unknown" in found:
         return " The commit is unknown."
     dirty = sorted(commit[:7] for commit in found if commit.endswith("-dirty"))

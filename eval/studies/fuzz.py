@@ -34,7 +34,7 @@ from torch.utils._pytree import tree_map
 
 import vmonarch
 from vmonarch import ExactBlocks, taylor_attention, vmonarch_attention
-from vmonarch.eval.record import script_record
+from vmonarch.eval.bench.machine import script_record
 from vmonarch.files import write_json
 from vmonarch.kernels.common.launch import interpreted
 

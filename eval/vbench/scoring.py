@@ -182,18 +182,10 @@ def score_videos(
         if not path.exists():
             score, per_video = _compute(judged, name, timeout, device, environment, weights)
             write_json(path, {**identity, "score": score, "per_video": per_video})
-        scores[name] = _read(path, judged)
+        record = json.loads(path.read_text(encoding="utf-8"))
+        scores[name] = VBenchScore(record["score"], judged, tuple(record["per_video"]))
         report(f"{name:<24} {scores[name].score:.4f}  {len(judged)} videos")
     return scores
-
-
-def _read(path: Path, videos: tuple[PromptedVideo, ...]) -> VBenchScore:
-    """The score of videos in a file that `score_videos` wrote."""
-    try:
-        record = json.loads(path.read_text(encoding="utf-8"))
-        return VBenchScore(record["score"], videos, tuple(record["per_video"]))
-    except (ValueError, KeyError, TypeError) as error:
-        raise VBenchError(f"{path} cannot be read as scores; delete it to compute them again") from error
 
 
 def _check_lengths(videos: Sequence[PromptedVideo], dimension: str) -> None:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import csv
 import io
-import itertools
 import json
 import unicodedata
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from vmonarch.configs import InputError
+from vmonarch.finetune.config import require
 
 # The first of these that a row has is taken.
 FILE_KEYS = ("file_name", "video", "path")
@@ -41,11 +41,9 @@ def read_captions(videos: Path, path: str | None) -> dict[str, str]:
     captions: dict[str, str] = {}
     for name, caption in _beside(videos, files) if path is None else _in_file(path):
         file = files.get(unicodedata.normalize("NFC", name), name)
-        if file in captions:
-            raise InputError("captions", f"must name each video once; {file!r} is there twice")
+        require(file not in captions, "captions", f"must name each video once; {file!r} is there twice")
         captions[file] = caption
-    if not captions:
-        raise InputError("captions", f"must be of at least one video; {path or str(videos)!r} has none")
+    require(captions, "captions", f"must be of at least one video; {path or str(videos)!r} has none")
     return captions
 
 
@@ -62,17 +60,14 @@ def _beside(videos: Path, files: Mapping[str, str]) -> Iterator[tuple[str, str]]
 
 
 def _in_file(path: str) -> Iterator[tuple[str, str]]:
-    number = 0
+    done = 0
     try:
         text = Path(path).read_bytes().decode("utf-8-sig")
-        table = csv.DictReader(io.StringIO(text, newline=""), strict=True)
-        # Not splitlines: JSON may hold separators that it takes for ends of lines.
-        lines = (line for line in text.split("\n") if line.strip())
-        rows: Iterator[Any] = table if Path(path).suffix.lower() == ".csv" else lines
-        for number in itertools.count(1):  # noqa: B007
-            if (row := next(rows, None)) is None:
-                return
-            row = json.loads(row) if isinstance(row, str) else row
+        rows: Iterable[Any] = csv.DictReader(io.StringIO(text, newline=""), strict=True)
+        if Path(path).suffix.lower() != ".csv":
+            # Not splitlines: JSON may hold separators that it takes for ends of lines.
+            rows = map(json.loads, filter(str.strip, text.split("\n")))
+        for row in rows:
             pair = [[row[key] for key in keys if row.get(key) is not None][:1] for keys in (FILE_KEYS, TEXT_KEYS)]
             # Half a pair of UTF-16 cannot be stored. CSV has what is beyond its header under None.
             texts = [text.encode().decode() for one in pair for text in one if isinstance(text, str)]
@@ -80,5 +75,6 @@ def _in_file(path: str) -> Iterator[tuple[str, str]]:
             if file.is_absolute() or ".." in file.parts:
                 raise ValueError(f"it has {row!r}")
             yield str(file), texts[1]
+            done += 1
     except (OSError, ValueError, AttributeError, RecursionError, csv.Error) as error:
-        raise InputError("captions", f"{_FORM}; {path!r} is not, in row {number}: {error}") from error
+        raise InputError("captions", f"{_FORM}; {path!r} is not, in row {done + 1}: {error}") from error

@@ -14,11 +14,9 @@ global random state. A row that cannot be used is replaced by the next row of it
 from __future__ import annotations
 
 import itertools
-import json
 import warnings
 from collections.abc import Generator, Mapping
 from dataclasses import KW_ONLY, dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -26,15 +24,14 @@ import torch
 import torch.nn.functional as F
 from torch.utils.data import DataLoader, Dataset
 
-from vmonarch.files import AtomicFiles
 from vmonarch.finetune.data.parquet import EMPTY_CAPTION, BadRow, DataError, ParquetFolder, Sample
 
 __all__ = ["Batch", "DataError", "LatentLoader"]
 
 # Half of what a process keeps of row groups (`parquet.CACHE_BYTES`): batches made ahead reach into the next window.
 WINDOW_BYTES = 1 << 29
-# Bad rows by their numbers: where each is, and the reason.
-Failures = dict[int, dict[str, Any]]
+# Where each bad row is and why it is one, by its number.
+BadRows = dict[int, str]
 
 
 @dataclass(frozen=True)
@@ -57,10 +54,11 @@ class Batch:
 
 
 @dataclass(eq=False)
-class LatentLoader(Dataset[tuple[Batch | Exception, Failures]]):
+class LatentLoader(Dataset[tuple[Batch | Exception, BadRows]]):
     """Batches of one rank, endless over epochs, from a position that is saved and restored exactly.
 
     As a data set, whose copies worker processes get, it holds the batches by their number from the run's first.
+    A row that cannot be used is told once, in a warning.
 
     Args:
         folder: the rows.
@@ -74,8 +72,6 @@ class LatentLoader(Dataset[tuple[Batch | Exception, Failures]]):
         caption_dropout: share of slots whose caption is dropped; their text is the folder's encoding of "", or zeros.
         shuffle: False keeps the folder's order.
         bad_fraction: of the folder's rows, the largest share that a rank may find unusable.
-        quarantine: JSON lines file that gets every bad row once: `id` (or null), `file`, `row_group`, `row`, `reason`.
-            With more than one rank each has its own, `NAME-rank-00001.jsonl`. It is added to.
 
     Raises:
         DataError: the folder's empty caption has another dimension than `text_dim`; (from iteration) too many rows are
@@ -83,7 +79,6 @@ class LatentLoader(Dataset[tuple[Batch | Exception, Failures]]):
 
     Attributes:
         batches_per_epoch: the same on all ranks.
-        quarantine: the file of this rank, or None.
     """
 
     folder: ParquetFolder
@@ -100,14 +95,10 @@ class LatentLoader(Dataset[tuple[Batch | Exception, Failures]]):
     caption_dropout: float = 0.0
     shuffle: bool = True
     bad_fraction: float = 0.05
-    quarantine: Path | None = None
 
     def __post_init__(self) -> None:
-        empty = self.folder.empty_caption
-        if empty is not None:
-            self._check_text(empty, f"{self.folder.root / EMPTY_CAPTION}")
-        if self.quarantine is not None and self.world_size > 1:
-            self.quarantine = self.quarantine.with_stem(f"{self.quarantine.stem}-rank-{self.rank:05d}")
+        if self.folder.empty_caption is not None:
+            self._check_text(self.folder.empty_caption, f"{self.folder.root / EMPTY_CAPTION}")
         numbers = {shape: number for number, shape in enumerate(dict.fromkeys(self.folder.shapes))}
         self._buckets = np.array([numbers[shape] for shape in self.folder.shapes])
         self._unit = self.batch_size * self.world_size
@@ -115,9 +106,8 @@ class LatentLoader(Dataset[tuple[Batch | Exception, Failures]]):
         names = ("seed", "batch_size", "world_size", "shuffle")
         # What a saved position means nothing without.
         self._run = {"fingerprint": self.folder.fingerprint(), **{name: getattr(self, name) for name in names}}
-        self._next = 0
-        self._epoch = -1
-        self._bad: Failures = {}
+        self._next, self._epoch = 0, -1
+        self._bad: BadRows = {}
 
     def _check_text(self, text: torch.Tensor, place: str) -> None:
         if text.shape[1] != self.text_dim:
@@ -131,8 +121,7 @@ class LatentLoader(Dataset[tuple[Batch | Exception, Failures]]):
             (bucket, first slot over all ranks) of each batch; rows of each bucket; for each bucket and slot, whether
             its caption is dropped.
         """
-        rows = len(self.folder)
-        order = epoch_order(self.folder, self.seed, epoch) if self.shuffle else np.arange(rows)
+        order = epoch_order(self.folder, self.seed, epoch) if self.shuffle else np.arange(len(self.folder))
         place = np.argsort(order)
         orders = [order[self._buckets[order] == number] for number in range(self._buckets.max() + 1)]
         padded = [-(-len(rows) // self._unit) * self._unit for rows in orders]
@@ -143,7 +132,7 @@ class LatentLoader(Dataset[tuple[Batch | Exception, Failures]]):
         batches.sort(key=lambda batch: place[orders[batch[0]][batch[1]]])
         return batches, orders, dropped
 
-    def __getitem__(self, number: int) -> tuple[Batch | Exception, Failures]:
+    def __getitem__(self, number: int) -> tuple[Batch | Exception, BadRows]:
         """Batch `number`, counted from the run's first, and the rows that could not be used for it.
 
         An error that ends the run is returned: raised in a worker, it would be wrapped in that one's traceback.
@@ -153,11 +142,11 @@ class LatentLoader(Dataset[tuple[Batch | Exception, Failures]]):
             (self._batches, self._orders, self._dropped), self._epoch = self.schedule(epoch), epoch
         bucket, first = self._batches[place]
         start = first + self.rank * self.batch_size
-        failures: Failures = {}
+        bad: BadRows = {}
         try:
-            samples = [self._sample(bucket, slot, failures) for slot in range(start, start + self.batch_size)]
+            samples = [self._sample(bucket, slot, bad) for slot in range(start, start + self.batch_size)]
         except (DataError, OSError) as error:
-            return error, failures
+            return error, bad
         batch = Batch(
             latents=torch.stack([sample.latents for sample in samples]),
             text=torch.stack([F.pad(s.text, (0, 0, 0, self.text_length - len(s.text))) for s in samples]),
@@ -165,10 +154,10 @@ class LatentLoader(Dataset[tuple[Batch | Exception, Failures]]):
             captions=tuple(sample.caption for sample in samples),
             extras={name: torch.stack([s.extras[name] for s in samples]) for name in samples[0].extras},
         )
-        return batch, failures
+        return batch, bad
 
-    def _sample(self, bucket: int, slot: int, failures: Failures) -> Sample:
-        """The clip of a slot: latents normalised, text cut and not padded; notes in `failures` what was tried."""
+    def _sample(self, bucket: int, slot: int, bad: BadRows) -> Sample:
+        """The clip of a slot: latents normalised, text cut and not padded; notes in `bad` what was tried."""
         order = self._orders[bucket]
         for step in range(len(order)):
             index = int(order[(slot + step) % len(order)])
@@ -178,14 +167,12 @@ class LatentLoader(Dataset[tuple[Batch | Exception, Failures]]):
                     shape, channels = list(sample.latents.shape), len(self.mean)
                     raise BadRow(f"has latents of {shape}, the model's have {channels} channels")
             except BadRow as error:
-                failures[index] = {**self.folder.describe(index), "reason": str(error)}
-                self._stop_if_too_bad(failures)
+                bad[index] = f"{self.folder.place(index)}: {error}"
+                self._stop_if_too_bad(bad)
                 continue
             text, empty = sample.text, self.folder.empty_caption
             if len(text):
-                at = self.folder.describe(index)
-                place = f"row {at['row']} of row group {at['row_group']} of {self.folder.root / at['file']}"
-                self._check_text(text, place)
+                self._check_text(text, self.folder.place(index))
             # Extra tensors are stored as the transformer gets them.
             mean, std = (x.view(-1, 1, 1, 1) for x in (self.mean, self.std))
             latents, text = (sample.latents - mean) / std, text[: self.text_length].view(-1, self.text_dim)
@@ -193,14 +180,14 @@ class LatentLoader(Dataset[tuple[Batch | Exception, Failures]]):
                 return Sample(sample.id, latents, text, sample.caption, extras=sample.extras)
             text = text[:0] if empty is None else empty[: self.text_length]
             return Sample(sample.id, latents, text, "", extras=sample.extras)
-        raise DataError(f"no row of one shape in {self.folder.path} can be used: {failures[index]}; take them out")
+        raise DataError(f"no row of one shape in {self.folder.path} can be used: {bad[index]}; take them out")
 
-    def _stop_if_too_bad(self, failures: Failures) -> None:
+    def _stop_if_too_bad(self, bad: BadRows) -> None:
         rows = len(self.folder)
         # Divided, not multiplied: 29 of 100 are a share of 0.29, but 0.29 * 100 is less than 29.
-        if len(failures) / rows > self.bad_fraction:
-            reasons = "; ".join(dict.fromkeys(failure["reason"] for failure in list(failures.values())[:3]))
-            problem = f"{len(failures)} of {rows} rows in {self.folder.path} or more cannot be used, at most"
+        if len(bad) / rows > self.bad_fraction:
+            problem = f"{len(bad)} of {rows} rows in {self.folder.path} or more cannot be used, at most"
+            reasons = "; ".join(list(bad.values())[:3])
             raise DataError(f"{problem} {self.bad_fraction:.1%} may (bad_fraction): {reasons}")
 
     def state_dict(self) -> dict[str, Any]:
@@ -220,7 +207,7 @@ class LatentLoader(Dataset[tuple[Batch | Exception, Failures]]):
         self._next = int(state["batches"])
 
     def __iter__(self) -> Generator[Batch]:
-        loader: DataLoader[tuple[Batch | Exception, Failures]] = DataLoader(
+        loader: DataLoader[tuple[Batch | Exception, BadRows]] = DataLoader(
             self,
             batch_size=None,
             sampler=itertools.count(self._next),
@@ -228,28 +215,15 @@ class LatentLoader(Dataset[tuple[Batch | Exception, Failures]]):
             # Its seed for workers, which use none, would be drawn from the global state.
             generator=torch.Generator().manual_seed(0),
         )
-        for batch, failures in loader:
-            self._record({index: failure for index, failure in failures.items() if index not in self._bad})
+        for batch, bad in loader:
+            for index in bad.keys() - self._bad.keys():
+                warnings.warn(f"a clip cannot be used and is replaced: {bad[index]}", stacklevel=2)
+            self._bad |= bad
             if isinstance(batch, Exception):
                 raise batch
             self._stop_if_too_bad(self._bad)
             self._next += 1
             yield batch
-
-    def _record(self, failures: Failures) -> None:
-        """Note new bad rows, and add to the quarantine file those that it does not list yet."""
-        path = self.quarantine
-        if failures and not self._bad:
-            where = "" if path is None else f"; {path} lists all"
-            warnings.warn(
-                f"rows cannot be used and are replaced, such as {[*failures.values()][0]}{where}", stacklevel=3
-            )
-        self._bad |= failures
-        if failures and path is not None:
-            before = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []
-            lines = dict.fromkeys([*before, *map(json.dumps, failures.values())])
-            with AtomicFiles(overwrite=True) as files:
-                files.stage(path).write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
 
 
 def _random_bits(count: int, seed: int, epoch: int, purpose: int) -> np.ndarray:

@@ -13,7 +13,6 @@ Source: https://github.com/hao-ai-lab/FastVideo (`pyarrow_schema_t2v`, `pyarrow_
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import hashlib
 import json
@@ -28,6 +27,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 
 from vmonarch.files import AtomicFiles
 
@@ -146,12 +147,11 @@ def write_shard(path: Path, samples: Iterable[Sample], rows_per_group: int = 16)
 
     Args:
         path: of the file; its folder is made.
-        samples: clips; the extras of the first are those of the file. None makes a file without rows.
+        samples: clips, which all have the extras of the first. None makes a file without rows.
         rows_per_group: rows that are read together.
 
     Raises:
         FileExistsError: there is a file of that name.
-        ValueError: a clip has other extras than the first, or could not be read back.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     samples = iter(samples)
@@ -163,15 +163,8 @@ def write_shard(path: Path, samples: Iterable[Sample], rows_per_group: int = 16)
     )
     with AtomicFiles() as files, pq.ParquetWriter(files.stage(path), schema, **options) as writer:
         while chunk:
-            rows = [encode_row(sample) for sample in chunk]
-            for row in rows:
-                if differing := sorted(row.keys() ^ set(schema.names)):
-                    raise ValueError(f"sample {row['id']!r} has other extras than the first: {', '.join(differing)}")
-                try:
-                    decode_row(row)
-                except BadRow as error:
-                    raise ValueError(f"sample {row['id']!r} cannot be written: {error}") from error
-            writer.write_table(pa.Table.from_pylist(rows, schema=schema), row_group_size=rows_per_group)
+            table = pa.Table.from_pylist([encode_row(sample) for sample in chunk], schema=schema)
+            writer.write_table(table, row_group_size=rows_per_group)
             chunk = list(islice(samples, rows_per_group))
 
 
@@ -212,20 +205,13 @@ class ParquetFolder:
         self.group_bytes = np.array([size for _, _, _, size in self._groups], np.int64)
         if not len(self):
             raise DataError(f"no rows in {self.path}: {len(self.files)} parquet file(s) are all empty")
-        self._cache: OrderedDict[int, pa.Table | str] = OrderedDict()
-        self.empty_caption = self._read_empty_caption()
-
-    def _read_empty_caption(self) -> torch.Tensor | None:
-        from safetensors import SafetensorError
-        from safetensors.torch import load_file
-
-        path = self.root / EMPTY_CAPTION
-        if not path.exists():
-            return None
-        try:
-            return load_file(path)["text_embedding"].float()
-        except (SafetensorError, KeyError) as error:
-            raise DataError(f"{path} cannot be read: {error}") from error
+        self._cache: OrderedDict[int, pa.Table] = OrderedDict()
+        self.empty_caption: torch.Tensor | None = None
+        if (empty := self.root / EMPTY_CAPTION).exists():
+            try:
+                self.empty_caption = load_file(empty)["text_embedding"].float()
+            except (SafetensorError, KeyError) as error:
+                raise DataError(f"{empty} cannot be read: {error}") from error
 
     def _read_footer(self, name: str) -> None:
         """Note the row groups of a file and the shapes of its rows."""
@@ -271,14 +257,11 @@ class ParquetFolder:
         group = int(np.searchsorted(self.group_starts, index, side="right")) - 1
         return group, int(index - self.group_starts[group])
 
-    def describe(self, index: int) -> dict[str, Any]:
-        """Where row `index` is, and its id, None where it cannot be read."""
+    def place(self, index: int) -> str:
+        """Where row `index` is, in words."""
         group, row = self._find(index)
         file, number, *_ = self._groups[group]
-        table, name = self._cache.get(group), None
-        with contextlib.suppress(ValueError):
-            name = table["id"][row].as_py() if isinstance(table, pa.Table) else None
-        return {"id": name, "file": file, "row_group": number, "row": row}
+        return f"row {row} of row group {number} of {self.root / file}"
 
     def read(self, index: int) -> Sample:
         """The clip in row `index`.
@@ -291,20 +274,17 @@ class ParquetFolder:
         if group not in self._cache:
             self._cache[group] = self._read_group(group)
         self._cache.move_to_end(group)
-        while len(self._cache) > 1 and sum(getattr(x, "nbytes", 0) for x in self._cache.values()) > CACHE_BYTES:
+        while len(self._cache) > 1 and sum(table.nbytes for table in self._cache.values()) > CACHE_BYTES:
             self._cache.popitem(last=False)
         table = self._cache[group]
-        if isinstance(table, str):
-            raise BadRow(table)
         try:
             columns = {name: table[name][row].as_py() for name in table.column_names}
         except ValueError as error:
             raise BadRow(f"a column has a value of the wrong kind: {error}") from error
         return decode_row(columns)
 
-    def _read_group(self, group: int) -> pa.Table | str:
-        """The rows of a group, or why they cannot be read."""
-        name, number, rows, _ = self._groups[group]
+    def _read_group(self, group: int) -> pa.Table:
+        name, number, *_ = self._groups[group]
         path = self.root / name
         if path.stat().st_size != self._sizes[self.files.index(name)]:
             raise DataError(f"{path} has changed since its footer was read")
@@ -312,10 +292,9 @@ class ParquetFolder:
         try:
             # No threads of Arrow: worker processes are forked.
             with pq.ParquetFile(path, pre_buffer=False, page_checksum_verification=True) as file:
-                table = file.read_row_group(number, columns=columns, use_threads=False)
+                return file.read_row_group(number, columns=columns, use_threads=False)
         except _UNREADABLE as error:
             # Arrow's errors have no number. What the system refuses ends the run, but for a block that a disk has lost.
             if getattr(error, "errno", None) not in (None, errno.EIO):
                 raise
-            return f"the row group cannot be read: {error}"
-        return table if len(table) == rows else f"the row group has {len(table)} rows, but its footer says {rows}"
+            raise BadRow(f"the row group cannot be read: {error}") from error

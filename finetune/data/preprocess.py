@@ -24,12 +24,13 @@ import random
 import re
 import threading
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import closing, contextmanager
+from contextlib import closing
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from itertools import chain, islice
+from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -43,12 +44,14 @@ from vmonarch.configs import InputError, build, file_sha256
 from vmonarch.configs.methods import options_now
 from vmonarch.files import AtomicFiles, write_json
 from vmonarch.finetune.checkpoints import hold
-from vmonarch.finetune.config import check_values, choice, number
+from vmonarch.finetune.config import check_values, choice, number, require
 from vmonarch.finetune.data.captions import read_captions
 from vmonarch.finetune.data.decode import BadVideo, Clip, ClipShape, decode_clips
 from vmonarch.finetune.data.parquet import EMPTY_CAPTION, TEXT_LENGTH, Sample, write_shard
-from vmonarch.pipelines.environment import DTYPES, choose_device, choose_dtype
+from vmonarch.pipelines.environment import DTYPES, choose_device, choose_dtype, environment, package_versions
 from vmonarch.pipelines.model_folder import ModelFolder, find_wan_model
+from vmonarch.pipelines.outputs import prepare_output_dir
+from vmonarch.pipelines.sampling import deterministic_convolutions
 from vmonarch.pipelines.traits import IMAGE_TO_VIDEO
 
 FORMAT = "vmonarch-preprocess-1"
@@ -86,7 +89,7 @@ class PreprocessConfig:
         dtype: auto, float32, bfloat16 or float16, of the text and image encoders; the VAE runs in float32.
         store_dtype: float32, which FastVideo reads, or float16, of all tensors but the text.
         device: auto, cpu, cuda or cuda:N.
-        rows_per_shard: clips in a file, and those that the last video has beyond.
+        rows_per_shard: clips of a file, which are in memory until it is written; the last video may bring more.
         workers: videos decoded at a time, ahead of the encoders, each by one thread.
         seed: of the procedural clips.
         timeout: seconds that decoding one video may take.
@@ -120,16 +123,16 @@ class PreprocessConfig:
 
     def __post_init__(self) -> None:
         check_values(self)
-        if (self.procedural is None) == (self.videos is None):
-            raise InputError("videos", "must be given, or procedural=N for clips without videos; not both")
-        if self.procedural is not None and self.captions is not None:
-            raise InputError("captions", "must be given with videos only")
-        if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device):
-            raise InputError("device", f"must be auto, cpu, cuda or cuda:N, got {self.device!r}")
-        if self.buckets and (self.procedural or self.height or self.width or self.num_frames):
-            raise InputError("buckets", "is for videos, and in place of height, width and num_frames")
-        if bad := [bucket for bucket in self.buckets if not re.fullmatch(r"[1-9]\d{0,3}(x[1-9]\d{0,3}){2}", bucket)]:
-            raise InputError("buckets", f"must be written as 480x832x81 (height, width, frames), got {bad[0]!r}")
+        source = "must be given, or procedural=N for clips without videos; not both"
+        require((self.procedural is None) != (self.videos is None), "videos", source)
+        require(self.videos or self.captions is None, "captions", "must be given with videos only")
+        device = f"must be auto, cpu, cuda or cuda:N, got {self.device!r}"
+        require(re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device), "device", device)
+        sizes = self.procedural or self.height or self.width or self.num_frames
+        require(not (self.buckets and sizes), "buckets", "is for videos, and in place of height, width and num_frames")
+        for bucket in self.buckets:
+            form = f"must be written as 480x832x81 (height, width, frames), got {bucket!r}"
+            require(re.fullmatch(r"[1-9]\d{0,3}(x[1-9]\d{0,3}){2}", bucket), "buckets", form)
 
     @property
     def shapes(self) -> list[ClipShape]:
@@ -146,8 +149,7 @@ def preprocess_config(*layers: Mapping[str, Any]) -> PreprocessConfig:
         InputError: no output, an unknown key, or a value of another type or out of range; the error names the key.
     """
     values = {key: value for layer in layers for key, value in options_now(layer).items()}
-    if values.get("output") is None:
-        raise InputError("output", "is missing: name a folder")
+    require(values.get("output") is not None, "output", "is missing: name a folder")
     return build(PreprocessConfig, values)
 
 
@@ -171,18 +173,9 @@ def complete(config: PreprocessConfig, model: ModelFolder) -> PreprocessConfig:
     if config.procedural is not None:
         own = dict(height=HEIGHT, width=WIDTH, num_frames=NUM_FRAMES, fps=None, start="begin", clips_per_video=1)
         for name, only in own.items():
-            if getattr(config, name) != only:
-                raise InputError(name, f"must be {only} for procedural clips, got {getattr(config, name)}")
+            problem = f"must be {only} for procedural clips, got {getattr(config, name)}"
+            require(getattr(config, name) == only, name, problem)
     return config
-
-
-@contextmanager
-def _exact() -> Iterator[None]:
-    """No gradients, and the same bits each time."""
-    from vmonarch.pipelines.sampling import deterministic_convolutions
-
-    with torch.no_grad(), deterministic_convolutions():
-        yield
 
 
 class PipelineEncoders:
@@ -200,7 +193,7 @@ class PipelineEncoders:
 
         return self.pipe.tokenizer(prompt_clean(caption), **options)
 
-    @_exact()
+    @torch.no_grad()
     def text(self, caption: str) -> torch.Tensor:
         """Float32 [L, D]: the tokens that the attention mask marks; zeros after them give the pipeline's own rows."""
         embeds, _ = self.pipe.encode_prompt(
@@ -209,13 +202,13 @@ class PipelineEncoders:
         tokens = self._tokens(caption, max_length=self._length, truncation=True, return_attention_mask=True)
         return embeds[0, : sum(tokens.attention_mask)].float().cpu()
 
-    @_exact()
+    @torch.no_grad()
     def latents(self, video: torch.Tensor) -> torch.Tensor:
         """The VAE's means [C, T, y, x] as they are."""
         vae = self.pipe.vae
         return vae.encode(video[None].to(self._device, vae.dtype)).latent_dist.mode()[0].float().cpu()
 
-    @_exact()
+    @torch.no_grad()
     def image(self, video: torch.Tensor) -> dict[str, torch.Tensor]:
         """`first_frame_latent` [C, T, y, x], and `clip_feature` [tokens, D] if the pipeline has an image encoder.
 
@@ -323,12 +316,10 @@ class _Output:
         try:
             if shards or path.exists() or listed.exists():
                 before = json.loads(path.read_text(encoding="utf-8"))
-                # Before 2026-11-28 there were no buckets.
-                old, now = {"buckets": [], **_made_of(before)}, _made_of(self.manifest)
+                old, now = _made_of(before), _made_of(self.manifest)
                 changed = [f"{key} was {old.get(key)!r}, is {now[key]!r}" for key in now if old.get(key) != now[key]]
-                if changed:
-                    problem = f"holds other work: {'; '.join(changed)}; choose another folder"
-                    raise InputError("output", f"{str(folder)!r} {problem}")
+                problem = f"{str(folder)!r} holds other work: {'; '.join(changed)}; choose another folder"
+                require(not changed, "output", problem)
                 self.manifest |= {key: before[key] for key in ("complete", "counts", "environment", "updated")}
             for path in shards:
                 self._add(path)
@@ -396,19 +387,14 @@ def preprocess(
         ModelError: the model folder is missing something, damaged or unsupported.
         PreprocessError: no clip could be made.
     """
-    from vmonarch.pipelines.environment import environment, package_versions
-    from vmonarch.pipelines.outputs import prepare_output_dir
-
     captions: dict[str, str] = {}
     if config.videos is not None:
         videos = Path(config.videos).expanduser()
-        if not videos.is_dir():
-            raise InputError("videos", f"must be a folder; there is none at {config.videos!r}")
+        require(videos.is_dir(), "videos", f"must be a folder; there is none at {config.videos!r}")
         captions = read_captions(videos, config.captions)
     folder = find_wan_model(config.model, config.revision)
     config = complete(config, folder)
-    device = choose_device(config.device)
-    choose_dtype(config.dtype, device)
+    choose_dtype(config.dtype, choose_device(config.device))
     pairs = hashlib.sha256(json.dumps(list(captions.items())).encode()).hexdigest() if captions else None
     about = {
         "format": FORMAT,
@@ -425,95 +411,96 @@ def preprocess(
         output = _Output(path, about)
         todo = [name for name in names if name not in output.done and name not in output.bad]
         if todo:
-            encoders = encoders or load_encoders(config, folder)
-            cut = sum(map(encoders.cut, captions.values()))
-            versions = environment(device) | {"decoder": package_versions(("imageio-ffmpeg", "pyarrow"))}
-            output.manifest["counts"] = {"videos": len(names), "captions_cut": cut}
-            output.write_manifest(complete=False, environment=versions)
-            if not (path / EMPTY_CAPTION).exists():
-                with AtomicFiles() as files:
-                    save_file({"text_embedding": encoders.text("")}, files.stage(path / EMPTY_CAPTION))
             bar = tqdm(total=len(names), initial=len(names) - len(todo), disable=not progress, unit="video")
-            with bar, closing(_videos(config, captions, todo, output, encoders, bar)) as made:
-                for first in made:
-                    output.write_shard(_up_to(config.rows_per_shard, chain([first], made)))
+            with bar, deterministic_convolutions():
+                _fill(output, config, captions, todo, encoders or load_encoders(config, folder), bar)
         if not output.manifest["complete"]:
             output.write_manifest(complete=True)
-        if not output.done:
-            file, reason = next(iter(output.bad.items()))
-            why = f"{path / 'quarantine.jsonl'} says why, and first: {file} {reason}"
-            raise PreprocessError(f"no clip could be made of {len(names)} videos; {why}")
-        counts: dict[str, int] = output.manifest["counts"]
-        return counts
+    if not output.done:
+        file, reason = next(iter(output.bad.items()))
+        why = f"{path / 'quarantine.jsonl'} says why, and first: {file} {reason}"
+        raise PreprocessError(f"no clip could be made of {len(names)} videos; {why}")
+    counts: dict[str, int] = output.manifest["counts"]
+    return counts
 
 
-def _up_to(rows: int, videos: Iterable[list[Sample]]) -> Iterator[Sample]:
-    """The rows of whole videos, until there are so many."""
-    for samples in videos:
-        yield from samples
-        rows -= len(samples)
-        if rows <= 0:
-            return
-
-
-def _videos(
+def _fill(
+    output: _Output,
     config: PreprocessConfig,
     captions: Mapping[str, str],
-    todo: Iterable[str],
-    output: _Output,
+    todo: Sequence[str],
     encoders: PipelineEncoders,
     bar: Any,
-) -> Generator[list[Sample]]:
-    """The rows of each video in `todo`, in order; bad ones go to quarantine on the way."""
-
-    def make(name: str, stop: threading.Event) -> Made:
-        if not captions:
-            caption, clip = procedural_clip(config.seed, int(name.rpartition("-")[2]))
-            return caption, [clip]
-        try:
-            path = Path(str(config.videos), name)
-            return captions[name], decode_clips(path, config.shapes, timeout=config.timeout, stop=stop)
-        except OSError:
-            # The video is not to blame when ffmpeg cannot be started.
-            raise
-        except Exception as error:
-            raise BadVideo(str(error) or repr(error)) from error
-
-    cropped, cut, store = 0, output.manifest["counts"]["captions_cut"], getattr(torch, config.store_dtype)
-    with closing(_ahead(todo, make, config.workers)) as ahead:
+) -> None:
+    """Write the shards of the videos in `todo`, in order; bad ones go to quarantine on the way."""
+    versions = environment(choose_device(config.device)) | {"decoder": package_versions(("imageio-ffmpeg", "pyarrow"))}
+    cropped, cut = 0, sum(map(encoders.cut, captions.values()))
+    output.manifest["counts"] = {"videos": bar.total, "captions_cut": cut}
+    output.write_manifest(complete=False, environment=versions)
+    if not (empty := output.folder / EMPTY_CAPTION).exists():
+        with AtomicFiles() as files:
+            save_file({"text_embedding": encoders.text("")}, files.stage(empty))
+    rows: list[Sample] = []
+    with closing(_ahead(todo, partial(_clips, config, captions), config.workers)) as ahead:
         for name, future in ahead:
-            samples: list[Sample] = []
             try:
                 caption, clips = future.result()
-                text = encoders.text(caption)
-                for k, clip in enumerate(clips):
-                    video = clip.frames if clip.frames.is_floating_point() else clip.frames.float() / 127.5 - 1
-                    frames, height, width = video.shape[1:]
-                    tensors = {"latents": encoders.latents(video)}
-                    tensors |= encoders.image(video) if config.image_to_video else {}
-                    if not all(x.isfinite().all() for x in (text, *tensors.values())):
-                        raise BadVideo("has encodings that are not finite")
-                    tensors = {key: tensor.to(store) for key, tensor in tensors.items()}
-                    samples.append(
-                        Sample(
-                            id=f"{name}-{k}" if captions else name,
-                            latents=tensors.pop("latents"),
-                            text=text,
-                            caption=caption,
-                            file_name=name,
-                            width=width,
-                            height=height,
-                            fps=clip.fps,
-                            duration=frames / clip.fps if clip.fps else 0.0,
-                            extras=tensors,
-                        )
-                    )
+                rows += _rows(name, caption, clips, encoders, config)
                 # Sizes are whole pixels: no more than that is lost of a picture that has the shape of the clips.
                 cropped += clips[0].kept < 0.98
             except BadVideo as error:
                 output.quarantine(name, str(error))
-                samples.clear()
             bar.update()
             bar.set_postfix(bad=len(output.bad), cropped=cropped, captions_cut=cut, refresh=False)
-            if samples:
-                yield samples
+            if len(rows) >= config.rows_per_shard:
+                output.write_shard(rows)
+                rows = []
+    if rows:
+        output.write_shard(rows)
+
+
+def _clips(config: PreprocessConfig, captions: Mapping[str, str], name: str, stop: threading.Event) -> Made:
+    """Caption and clips of a video.
+
+    Raises:
+        BadVideo: it is to blame, whatever the error.
+    """
+    if config.procedural:
+        caption, clip = procedural_clip(config.seed, int(name.rpartition("-")[2]))
+        return caption, [clip]
+    try:
+        path = Path(str(config.videos), name)
+        return captions[name], decode_clips(path, config.shapes, timeout=config.timeout, stop=stop)
+    except OSError:
+        # The video is not to blame when ffmpeg cannot be started.
+        raise
+    except Exception as error:
+        raise BadVideo(str(error) or repr(error)) from error
+
+
+def _rows(
+    name: str, caption: str, clips: Sequence[Clip], encoders: PipelineEncoders, config: PreprocessConfig
+) -> list[Sample]:
+    """The clips of a video, encoded."""
+    samples, text, store = [], encoders.text(caption), getattr(torch, config.store_dtype)
+    for k, clip in enumerate(clips):
+        video = clip.frames if clip.frames.is_floating_point() else clip.frames.float() / 127.5 - 1
+        frames, height, width = video.shape[1:]
+        tensors = {"latents": encoders.latents(video), **(encoders.image(video) if config.image_to_video else {})}
+        if not all(x.isfinite().all() for x in (text, *tensors.values())):
+            raise BadVideo("has encodings that are not finite")
+        tensors = {key: tensor.to(store) for key, tensor in tensors.items()}
+        sample = Sample(
+            id=name if config.procedural else f"{name}-{k}",
+            latents=tensors.pop("latents"),
+            text=text,
+            caption=caption,
+            file_name=name,
+            width=width,
+            height=height,
+            fps=clip.fps,
+            duration=frames / clip.fps if clip.fps else 0.0,
+            extras=tensors,
+        )
+        samples.append(sample)
+    return samples

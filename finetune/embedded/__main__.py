@@ -2,9 +2,8 @@
 
     python -m vmonarch.finetune.embedded --output my-model
 
-The VAE comes first, then captions and tokenizer, latents of all clips, text encoder and transformer together: on one
-H200 within half an hour, on a GPU with bfloat16 products and compiled. The sizes of layers are those in the shipped
-model's configs.
+The VAE comes first, then captions and tokenizer, latents of all clips, text encoder and transformer together, on a GPU
+with bfloat16 products and these two compiled. The sizes of layers are those in the shipped model's configs.
 
 `--proxy` trains a larger transformer on the same scenes drawn twice as large: 240 tokens a frame and 36 M parameters,
 where the embedded model has 60 tokens. VAE, tokenizer and, to begin with, text encoder are the embedded model's. Its
@@ -35,8 +34,7 @@ from torch import nn
 from transformers import AutoTokenizer, UMT5Config, UMT5EncoderModel
 
 from vmonarch.files import write_json
-from vmonarch.finetune.embedded.text_to_video import TextToVideo, attribute_targets
-from vmonarch.finetune.embedded.vae import Reconstruction, encode_means
+from vmonarch.finetune.embedded.models import Reconstruction, TextToVideo, attribute_targets
 from vmonarch.finetune.models import compile_options
 from vmonarch.finetune.scenes import SceneBatch, render, sample_scenes, write_captions
 from vmonarch.pipelines.embedded import EMBEDDED_SETTINGS, embedded_model_path
@@ -103,14 +101,7 @@ def fit(
     Raises:
         FloatingPointError: the loss is not finite.
     """
-    matrices: list[nn.Parameter] = []
-    others: list[nn.Parameter] = []
-    for name, parameter in model.to(device).train().named_parameters():
-        (matrices if is_matrix(name, parameter) else others).append(parameter)
-    # Muon takes matrices alone; these share the kernels' memory.
-    views = [nn.Parameter(parameter.detach().view(len(parameter), -1)) for parameter in matrices]
-    muon = torch.optim.Muon(views, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw")
-    adam = torch.optim.AdamW(others, betas=(0.9, beta2), weight_decay=0.0)
+    update = _updates(model.to(device).train(), is_matrix, beta2, weight_decay)
     average = EMAModel(model.parameters(), decay=decay, foreach=True)
     log: list[dict[str, float]] = []
     recent: list[dict[str, torch.Tensor]] = []
@@ -120,15 +111,7 @@ def fit(
         with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
             found = model(*inputs(step))
         found["loss"].backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        for view, parameter in zip(views, matrices, strict=True):
-            assert parameter.grad is not None
-            view.grad = parameter.grad.flatten(1)
-        for optimizer in (muon, adam):
-            for group in optimizer.param_groups:
-                group["lr"] = rate(step / steps)
-            optimizer.step()
-        model.zero_grad(set_to_none=True)
+        update(rate(step / steps))
         average.step(model.parameters())
         recent.append({name: value.detach() for name, value in found.items()})
         if (step + 1) % 100 == 0 or step + 1 == steps:
@@ -142,6 +125,33 @@ def fit(
     return log
 
 
+def _updates(
+    model: nn.Module, is_matrix: Callable[[str, nn.Parameter], bool], beta2: float, weight_decay: float
+) -> Callable[[float], None]:
+    """What updates the weights at a learning rate, with the clipped gradients, and clears these."""
+    matrices: list[nn.Parameter] = []
+    others: list[nn.Parameter] = []
+    for name, parameter in model.named_parameters():
+        (matrices if is_matrix(name, parameter) else others).append(parameter)
+    # Muon takes matrices alone; these share the kernels' memory.
+    views = [nn.Parameter(parameter.detach().view(len(parameter), -1)) for parameter in matrices]
+    muon = torch.optim.Muon(views, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw")
+    adam = torch.optim.AdamW(others, betas=(0.9, beta2), weight_decay=0.0)
+
+    def update(rate: float) -> None:
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        for view, parameter in zip(views, matrices, strict=True):
+            assert parameter.grad is not None
+            view.grad = parameter.grad.flatten(1)
+        for optimizer in (muon, adam):
+            for group in optimizer.param_groups:
+                group["lr"] = rate
+            optimizer.step()
+        model.zero_grad(set_to_none=True)
+
+    return update
+
+
 def train_vae(vae: AutoencoderKLWan, settings: Settings, device: torch.device) -> None:
     """Train the VAE on whole rendered clips, and set its `latents_mean` and `latents_std` to those of other clips."""
     seed, steps = settings.seed, settings.vae_steps
@@ -152,8 +162,7 @@ def train_vae(vae: AutoencoderKLWan, settings: Settings, device: torch.device) -
         return parameter.ndim >= 4 and parameter[0].numel() > 1 and not outer
 
     rate = lambda progress: 1e-3 * min(1, 50 * (progress + 1 / steps)) * (1 + math.cos(math.pi * progress))
-    reconstruction = Reconstruction(vae, compile=device.type == "cuda")
-    fit(reconstruction, clips, is_kernel, rate, device, steps=steps, seed=seed, decay=0.995)
+    fit(Reconstruction(vae), clips, is_kernel, rate, device, steps=steps, seed=seed, decay=0.995)
     z_dim = vae.config.z_dim
     vae.register_to_config(latents_mean=[0.0] * z_dim, latents_std=[1.0] * z_dim)
     latents = encode_clips(vae, sample_scenes(settings.statistics_clips, seed + 7_919), device)
@@ -169,27 +178,27 @@ def encode_clips(vae: AutoencoderKLWan, scenes: SceneBatch, device: torch.device
     parts = []
     for rows in torch.arange(len(scenes)).split(64 // scale**2):
         video = render(scenes.map(operator.itemgetter(rows)), device, scale=scale)
-        parts.append(((encode_means(vae, video) - mean) / std).half())
+        with torch.no_grad(), torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
+            means = vae.encode(video).latent_dist.mode().float()
+        parts.append(((means - mean) / std).half())
     return torch.cat(parts)
 
 
-def run(settings: Settings, output: Path, continue_from: Path | None, proxy: bool, command: str) -> None:
-    """Train and save; see the module's docstring."""
-    torch.backends.cudnn.benchmark = True
-    device = choose_device("auto")
-    origin, anew = continue_from or embedded_model_path(), not (continue_from or proxy)
-    torch.manual_seed(settings.seed)
-    if anew:
-        vae = AutoencoderKLWan.from_config(AutoencoderKLWan.load_config(origin / "vae"))
-        train_vae(vae, settings, device)
-    else:
-        vae = AutoencoderKLWan.from_pretrained(origin / "vae")
-    vae.to(device).eval()
+def make_data(
+    vae: AutoencoderKLWan, origin: Path, settings: Settings, device: torch.device, learn_words: bool
+) -> tuple[str, Sequence[torch.Tensor]]:
+    """Latents [N, C, F, Y, X], tokens [N, K, L] and attributes [N, A] of the clips that are trained on.
 
+    Args:
+        origin: the pipeline whose tokenizer is taken, with `learn_words` for other words, those of the captions.
+
+    Returns:
+        (the tokenizer as JSON, the tensors).
+    """
     scenes = sample_scenes(settings.clips, settings.seed + 1)
     captions = write_captions(scenes, settings.seed + 2, CAPTIONS_PER_CLIP)
     words = (origin / "tokenizer" / "tokenizer.json").read_text(encoding="utf-8")
-    if anew:
+    if learn_words:
         untrained = AutoTokenizer.from_pretrained(origin / "tokenizer")
         learnt = untrained.train_new_from_iterator(captions[:200_000], VOCABULARY)
         words = learnt.backend_tokenizer.to_str(pretty=True)
@@ -198,22 +207,24 @@ def run(settings: Settings, output: Path, continue_from: Path | None, proxy: boo
     tokenizer.enable_padding(length=TRAIN_TOKENS)
     tokens = torch.tensor([encoding.ids for encoding in tokenizer.encode_batch_fast(captions)], device=device)
     latents = encode_clips(vae, scenes, device, settings.scale)
-    data = latents, tokens.unflatten(0, (len(scenes), CAPTIONS_PER_CLIP)), attribute_targets(scenes).to(device)
     print(f"latents {list(latents.shape)}, deviation {latents[:256].float().std():.3f}", flush=True)
+    return words, (latents, tokens.unflatten(0, (len(scenes), CAPTIONS_PER_CLIP)), attribute_targets(scenes).to(device))
 
+
+def train_transformer(
+    origin: Path, data: Sequence[torch.Tensor], settings: Settings, device: torch.device, proxy: bool
+) -> tuple[UMT5EncoderModel, WanTransformer3DModel, list[dict[str, float]]]:
+    """(text encoder, transformer, log); the first is new too, but for a proxy's."""
     torch.manual_seed(settings.seed)
-    if anew:
-        text_encoder = UMT5EncoderModel(UMT5Config.from_pretrained(origin / "text_encoder"))
-    else:
+    if proxy:
         text_encoder = UMT5EncoderModel.from_pretrained(origin / "text_encoder")
-    if continue_from:
-        transformer = WanTransformer3DModel.from_pretrained(origin / "transformer")
     else:
-        config = WanTransformer3DModel.load_config(origin / "transformer") | settings.transformer
-        transformer = WanTransformer3DModel.from_config(config)
-        # Zero output at the start: the first prediction is zero, not noise.
-        nn.init.zeros_(transformer.proj_out.weight)
-        nn.init.zeros_(transformer.proj_out.bias)
+        text_encoder = UMT5EncoderModel(UMT5Config.from_pretrained(origin / "text_encoder"))
+    config = WanTransformer3DModel.load_config(origin / "transformer") | settings.transformer
+    transformer = WanTransformer3DModel.from_config(config)
+    # Zero output at the start: the first prediction is zero, not noise.
+    nn.init.zeros_(transformer.proj_out.weight)
+    nn.init.zeros_(transformer.proj_out.bias)
     if device.type == "cuda":
         for part in (text_encoder, transformer):
             part.compile(dynamic=False, options=compile_options())
@@ -228,14 +239,28 @@ def run(settings: Settings, output: Path, continue_from: Path | None, proxy: boo
     model = TextToVideo(text_encoder, transformer, settings.flow_shift, settings.batch)
     how: dict[str, Any] = {"steps": settings.steps, "seed": settings.seed, "beta2": 0.98, "weight_decay": 0.02}
     log = fit(model, lambda step: data, is_matrix, rate, device, decay=0.999, **how)
+    return text_encoder, transformer, log
 
+
+def run(settings: Settings, output: Path, proxy: bool, command: str) -> None:
+    """Train and save; see the module's docstring."""
+    torch.backends.cudnn.benchmark = True
+    device, origin = choose_device("auto"), embedded_model_path()
+    torch.manual_seed(settings.seed)
+    if proxy:
+        vae = AutoencoderKLWan.from_pretrained(origin / "vae")
+    else:
+        vae = AutoencoderKLWan.from_config(AutoencoderKLWan.load_config(origin / "vae"))
+        train_vae(vae, settings, device)
+    words, data = make_data(vae.to(device).eval(), origin, settings, device, learn_words=not proxy)
+    text_encoder, transformer, log = train_transformer(origin, data, settings, device, proxy)
     output.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{output.name}.", dir=output.parent) as partial:
         folder = Path(partial) / output.name
         models = {"vae": vae, "text_encoder": text_encoder, "transformer": transformer}
         save_pipeline(folder, origin, words, models, settings.flow_shift)
         if proxy:
-            height, width = (8 * size for size in latents.shape[3:])
+            height, width = (8 * size for size in data[0].shape[3:])
             generation = {**vars(EMBEDDED_SETTINGS), "height": height, "width": width}
             record = {
                 "command": command,
@@ -273,7 +298,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--output", type=Path, required=True, help="folder of the pipeline to write; must not exist")
-    parser.add_argument("--continue-from", type=Path, help="folder of an embedded model to train on from")
     parser.add_argument("--proxy", action="store_true", help="train the larger model")
     sizes = ("clips", "steps", "batch", "learning_rate", "seed")
     for name in sizes:
@@ -288,11 +312,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             parser.error(f"--{name.replace('_', '-')} must be positive, got {value}")
     if options.output.exists():
         parser.error(f"--output: {options.output} exists; nothing is overwritten")
-    if options.continue_from and not (options.continue_from / "model_index.json").is_file():
-        parser.error(f"--continue-from must be the folder of a pipeline, got {options.continue_from}")
     settings = dataclasses.replace(PROXY if options.proxy else Settings(), **chosen)
     command = shown_command(("python", "-m", "vmonarch.finetune.embedded"), arguments)
-    run(settings, options.output, options.continue_from, options.proxy, command)
+    run(settings, options.output, options.proxy, command)
     return 0
 
 

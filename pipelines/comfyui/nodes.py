@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +12,14 @@ import folder_paths
 from comfy.patcher_extension import CallbacksMP, WrappersMP
 from comfy_api.latest import ComfyExtension, io, ui
 
-from vmonarch.configs import InputError
-from vmonarch.configs.methods import OLD_METHODS
+from vmonarch.configs import InputError, described
 from vmonarch.pipelines.comfyui.override import KEY, PRESETS, OverrideAttention
 from vmonarch.plan import plan_names
 from vmonarch.requirements import check_versions
 
 _CATEGORY = "model_patches/vmonarch"
+_CHOICES = {"preset": PRESETS, "plan_part": ("transformer", "transformer_2"), "residuals": ("int8", "bfloat16")}
+_ADVANCED = ("plan_part", "residuals", "offload_residuals")
 
 
 def _whole(plan: str) -> str:
@@ -24,9 +27,19 @@ def _whole(plan: str) -> str:
     return plan if not plan or plan in plan_names() else str(Path(folder_paths.get_input_directory()) / plan)
 
 
-def _percent(name: str, default: float, when: str) -> Any:
-    tooltip = f"Attention is exact {when} this part of the schedule."
-    return io.Float.Input(name, default=default, min=0.0, max=1.0, step=0.01, tooltip=tooltip)
+def _inputs() -> Iterator[Any]:
+    """An input for each setting of `OverrideAttention`, whose docstring is what the editor shows of it."""
+    about = described(OverrideAttention)
+    for field in dataclasses.fields(OverrideAttention):
+        name, default = field.name, field.default
+        told = {"default": default, "tooltip": about[name][0].upper() + about[name][1:] + "."}
+        told |= {"advanced": True} if name in _ADVANCED else {}
+        if name in _CHOICES:
+            yield io.Combo.Input(name, options=list(_CHOICES[name]), **told)
+        elif isinstance(default, float):
+            yield io.Float.Input(name, min=0.0, max=1.0, step=0.01, **told)
+        else:
+            yield (io.Boolean if isinstance(default, bool) else io.String).Input(name, **told)
 
 
 class VMonarch(io.ComfyNode):
@@ -34,62 +47,13 @@ class VMonarch(io.ComfyNode):
 
     @classmethod
     def define_schema(cls) -> Any:
-        """The inputs, whose names are those of `OverrideAttention`'s settings."""
         return io.Schema(
             node_id="VMonarch",
             display_name="VMonarch Attention",
             category=_CATEGORY,
             description="Makes the self-attention of Wan, HunyuanVideo and LTX-Video models cheaper on long videos.",
             search_aliases=["sparse attention", "monarch"],
-            inputs=[
-                io.Model.Input("model"),
-                io.Combo.Input(
-                    "preset",
-                    options=list(PRESETS),
-                    default=PRESETS[0],
-                    tooltip="near-lossless is the nearest to exact attention. Presets without refresh need no memory"
-                    " for residuals.",
-                ),
-                io.String.Input(
-                    "refresh",
-                    default="",
-                    tooltip="Steps with exact attention, which renews the residuals: a count (6), a fraction (0.28),"
-                    " indices (0, 1, 3, 7) or none. Empty: what the preset says.",
-                ),
-                _percent("start_percent", 0.0, "before"),
-                _percent("end_percent", 1.0, "after"),
-                io.String.Input(
-                    "dense_blocks",
-                    default="",
-                    tooltip="Transformer blocks whose attention stays exact, such as 0, 1, 38-39.",
-                ),
-                io.String.Input(
-                    "plan",
-                    default="",
-                    tooltip="A plan of vmonarch calibrate: the path of its JSON, or its name in ComfyUI's input folder."
-                    " It decides what every head computes; of the preset only the refresh remains.",
-                ),
-                io.Combo.Input(
-                    "plan_part",
-                    options=["transformer", "transformer_2"],
-                    default="transformer",
-                    tooltip="Which model of the plan this is. Wan 2.2 A14B has two: high noise, then low noise.",
-                    advanced=True,
-                ),
-                io.Combo.Input(
-                    "residuals",
-                    options=["int8", "bfloat16"],
-                    default="int8",
-                    tooltip="How residuals are kept between steps.",
-                    advanced=True,
-                ),
-                io.Boolean.Input(
-                    "offload_residuals",
-                    default=False,
-                    tooltip="Keep residuals in RAM instead of VRAM; they come back one layer ahead.",
-                    advanced=True,
-                ),
-            ],
+            inputs=[io.Model.Input("model"), *_inputs()],
             outputs=[io.Model.Output(display_name="model")],
         )
 
@@ -106,16 +70,6 @@ class VMonarch(io.ComfyNode):
             return float("nan")
         path = Path(_whole(plan))
         return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else None
-
-    @classmethod
-    def validate_inputs(cls, preset: str | None) -> bool | str:
-        """Whether there is such a preset, which ComfyUI then does not look up in the list, where old names are not.
-
-        Args:
-            preset: the input; None if it comes from another node.
-        """
-        known = preset is None or preset in (*PRESETS, *OLD_METHODS)
-        return known or f"preset must be one of {', '.join(PRESETS)}, got {preset!r}"
 
     @classmethod
     def execute(cls, model: Any, plan: str, **settings: Any) -> Any:

@@ -23,11 +23,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from vmonarch.attend import Attend, Beside, Exact, Result
+from vmonarch.attend import Attend, Beside, Exact
 from vmonarch.base import Layer
-from vmonarch.call import Call, TokenSequence
+from vmonarch.call import Call
 from vmonarch.configs import InputError
-from vmonarch.configs.methods import OLD_METHODS, resolve_method
+from vmonarch.configs.methods import resolve_method
 from vmonarch.grid import LatentGrid
 from vmonarch.residuals import Branch, Refresh, ResidualSharing
 
@@ -161,16 +161,14 @@ def parse_refresh(refresh: str, preset: str, *, dtype: str = "int8", offload: bo
             (*several,) = json.loads(f"[{text}]")
             steps = several[0] if len(several) == 1 else several
         return None if steps is None else Refresh(steps, dtype=dtype, offload=offload)
-    except (json.JSONDecodeError, RecursionError) as error:
+    except (TypeError, ValueError, RecursionError) as error:
         what = 'a count ("6"), a fraction ("0.28"), indices ("0, 1, 3, 7"), "none", or empty for the preset\'s own'
-        raise InputError("refresh", f"must be {what}, got {refresh!r}") from error
-    except (TypeError, ValueError) as error:
-        raise InputError("refresh", f"{refresh!r} cannot be used: {error}") from error
+        raise InputError("refresh", f"must be {what}, got {refresh!r}: {error}") from error
 
 
 @dataclasses.dataclass
-class Report:
-    """What happened to attention in one sampling run.
+class Run:
+    """One sampling run, and what happened to attention in it.
 
     Args:
         model: class of the model.
@@ -182,12 +180,17 @@ class Report:
         exact: those of them that `refresh` made exact.
         refreshed: the steps of the latter.
         untouched: other calls, by the reason.
+        sigma_start, sigma_end: the noise levels between which the preset is used.
+        sharing: of the residuals of a guidance branch; None for none.
         residual_bytes: memory of the residuals at the end.
-        branches: how many guidance branches had residuals.
+        branches: those that have residuals, or can.
     """
 
     model: str
     preset: str
+    sigma_start: float
+    sigma_end: float
+    sharing: ResidualSharing | None
     grids: set[LatentGrid] = dataclasses.field(default_factory=set)
     forwards: int = 0
     steps: int = 0
@@ -196,7 +199,7 @@ class Report:
     refreshed: set[int] = dataclasses.field(default_factory=set)
     untouched: Counter[str] = dataclasses.field(default_factory=Counter)
     residual_bytes: int = 0
-    branches: int = 0
+    branches: dict[Any, Branch] = dataclasses.field(default_factory=dict)
 
     def __str__(self) -> str:
         grids = ", ".join("×".join(map(str, grid)) for grid in sorted(self.grids)) or "unknown"
@@ -207,25 +210,14 @@ class Report:
         if self.exact:
             steps = ", ".join(map(str, sorted(self.refreshed)))
             parts.append(f"Exact, to renew residuals: {self.exact} (steps {steps}).")
-        if self.branches:
-            parts.append(f"Residuals: {self.residual_bytes / 2**30:.2f} GiB, guidance branches {self.branches}.")
+        if self.residual_bytes:
+            parts.append(f"Residuals: {self.residual_bytes / 2**30:.2f} GiB, guidance branches {len(self.branches)}.")
         if self.untouched:
             listed = "; ".join(f"{count} {reason}" for reason, count in self.untouched.most_common())
             parts.append(f"Untouched: {listed}.")
         if not (self.attended or self.untouched):
             parts.append("No call of attention came by: another node may have taken the seam.")
         return " ".join(parts)
-
-
-@dataclasses.dataclass
-class _Run:
-    """One sampling run: its report, between which noise levels the preset is used, and its residuals."""
-
-    report: Report
-    sigma_start: float
-    sigma_end: float
-    sharing: ResidualSharing | None
-    branches: dict[Any, Branch] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass
@@ -242,7 +234,7 @@ class _Call:
         seen: how many calls of self-attention of the video there were, by block.
     """
 
-    run: _Run
+    run: Run
     known: ComfyModel
     model: Any
     grid: LatentGrid | None
@@ -254,29 +246,23 @@ class _Call:
     seen: Counter[Any] = dataclasses.field(default_factory=Counter)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Theirs(Exact):
-    """Exact attention by ComfyUI's own, where the log-partition is not wanted."""
-
-    own: Any = None
-
-    def __call__(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Call) -> Result:
-        return super().__call__(query, key, value, call) if call.lse else (self.own(query, key, value), None)
-
-
 @dataclasses.dataclass(kw_only=True, eq=False)
 class OverrideAttention:
-    """VMonarch on one model: in every sampling run it begins anew. Its fields are the settings of the node.
+    """VMonarch on one model: in every sampling run it begins anew. Its fields are the inputs of the node.
 
     Args:
-        preset: one of `PRESETS`.
-        refresh: see `parse_refresh`.
-        start_percent, end_percent: of the schedule, within which the preset is used; exact attention outside.
-        dense_blocks: blocks that stay exact; see `parse_blocks`.
-        plan: empty, or the path of a plan's JSON, or the name of one that ships.
-        plan_part: which of the plan's transformers this model is.
-        residuals: "int8" or "bfloat16", as in `Refresh`.
-        offload_residuals: keep residuals in the host's memory, as in `Refresh`.
+        preset: what computes attention; near-lossless is the nearest to exact attention. Presets without refresh need
+            no memory for residuals.
+        refresh: steps with exact attention, which renews the residuals: a count (6), a fraction (0.28), indices
+            (0, 1, 3, 7) or none. Empty: what the preset says.
+        start_percent: attention is exact before this part of the schedule.
+        end_percent: attention is exact after this part of the schedule.
+        dense_blocks: transformer blocks whose attention stays exact, such as 0, 1, 38-39.
+        plan: a plan of vmonarch calibrate: the path of its JSON, or its name in ComfyUI's input folder. It decides what
+            every head computes; of the preset only the refresh remains.
+        plan_part: which model of the plan this is. Wan 2.2 A14B has two: high noise, then low noise.
+        residuals: how residuals are kept between steps.
+        offload_residuals: keep residuals in RAM instead of VRAM; they come back one layer ahead.
 
     Attributes:
         report: of the latest run; None before the first.
@@ -296,10 +282,6 @@ class OverrideAttention:
     offload_residuals: bool = False
 
     def __post_init__(self) -> None:
-        if self.preset in OLD_METHODS:
-            # A workflow that was saved before keeps the name.
-            _LOG.warning("The preset %s is called %s now: choose it", self.preset, OLD_METHODS[self.preset])
-            self.preset = OLD_METHODS[self.preset]
         if self.preset not in PRESETS:
             raise InputError("preset", f"must be one of {', '.join(PRESETS)}, got {self.preset!r}")
         if not 0 <= self.start_percent <= self.end_percent <= 1:
@@ -309,11 +291,11 @@ class OverrideAttention:
         name: dict[str, Any] = {"name": "vmonarch", "plan": self.plan} if self.plan else {"name": self.preset}
         # Residuals are shared here, not by the processor, which would look for a pipeline of diffusers.
         self.processor = resolve_method(name | {"refresh": None}).processor()
-        self.report: Report | None = None
+        self.report: Run | None = None
         self._dense = parse_blocks(self.dense_blocks)
         # By block, number of blocks and number of heads; None where the plan leaves all heads exact.
         self._layers: dict[tuple[int, int, int], Attend | None] = {}
-        self._run: _Run | None = None
+        self._run: Run | None = None
 
     def install(self, patcher: Any, callbacks: Any, wrappers: Any) -> None:
         """Put it on a model in place of the one that is there.
@@ -344,26 +326,24 @@ class OverrideAttention:
         to_sigma = patcher.get_model_object("model_sampling").percent_to_sigma
         # A sampler may add noise to the first level.
         start = float(to_sigma(self.start_percent)) if self.start_percent else math.inf
-        report = Report(type(_model_of(patcher)).__name__, f"plan {Path(self.plan).name}" if self.plan else self.preset)
+        preset = f"plan {Path(self.plan).name}" if self.plan else self.preset
         sharing = None if self.sharing is None else ResidualSharing(self.sharing)
-        self._run = _Run(report, start, float(to_sigma(self.end_percent)), sharing)
+        end = float(to_sigma(self.end_percent))
+        self._run = Run(type(_model_of(patcher)).__name__, preset, start, end, sharing)
 
     def end_run(self, patcher: Any) -> None:
         """A sampling run is over: free its residuals and say what happened."""
         if self._run is None:
             return
         run, self._run = self._run, None
-        report = run.report
         for branch in run.branches.values():
-            kept = [tensor for kept in branch.residuals.values() for tensor in kept.residual if tensor is not None]
-            report.residual_bytes += sum(tensor.nbytes for tensor in kept)
-            report.branches += bool(kept)
-            # A traceback may still hold the branch.
+            tensors = (tensor for kept in branch.residuals.values() for tensor in kept.residual if tensor is not None)
+            run.residual_bytes += sum(tensor.nbytes for tensor in tensors)
             branch.residuals.clear()
             branch.arriving.clear()
-        if report.forwards:
-            self.report = report
-            _LOG.log(logging.INFO if report.attended else logging.WARNING, "%s", report)
+        if run.forwards:
+            self.report = run
+            _LOG.log(logging.INFO if run.attended else logging.WARNING, "%s", run)
 
     # The model itself may be compiled.
     @torch.compiler.disable(recursive=False)
@@ -386,12 +366,12 @@ class OverrideAttention:
                 options.pop(OVERRIDE, None)
 
     @torch.compiler.disable
-    def _begin_call(self, run: _Run, model: Any, arguments: Arguments, options: Arguments) -> _Call:
+    def _begin_call(self, run: Run, model: Any, arguments: Arguments, options: Arguments) -> _Call:
         known, x, step, why = known_model(model), arguments["x"], None, ""
         sigma = float(options["sigmas"][0]) if options.get("sigmas") is not None else None
         if sigma is not None and options.get("sample_sigmas") is not None:
             schedule = options["sample_sigmas"].tolist()
-            run.report.steps = len(schedule) - 1
+            run.steps = len(schedule) - 1
             step = step_of(sigma, schedule)
         branch = None
         if run.sharing is not None and step is not None and options.get("uuids"):
@@ -401,12 +381,12 @@ class OverrideAttention:
             replaced = {kind: frozenset(blocks) for kind, blocks in options.get("patches_replace", {}).items()}
             key = (tuple(options["uuids"]), x.shape, x.dtype, x.device, tuple(window), frozenset(replaced.items()))
             branch = run.branches.setdefault(key, Branch(sharing=run.sharing, layers=known.layers(model)))
-            branch.enter(step, run.report.steps)
+            branch.enter(step, run.steps)
         if sigma is not None and not run.sigma_end <= sigma <= run.sigma_start:
             why = "outside of start_percent to end_percent"
         elif run.sharing is not None and branch is None:
             why = "with refresh, where the sampler tells no step or guidance branch"
-        run.report.forwards += 1
+        run.forwards += 1
         context, image = arguments.get("context"), arguments.get("clip_fea")
         prompts = frozenset(x.shape[n] for x, n in ((context, 1), (image, -2)) if isinstance(x, torch.Tensor))
         grid, before = known.grid(model, arguments), known.before(model, arguments)
@@ -430,37 +410,31 @@ class OverrideAttention:
     ) -> torch.Tensor:
         """The override: [B, S, H·D], or [B, H, S, D] with `skip_reshape` -> likewise, by `skip_output_reshape`."""
         theirs = func if previous is None else functools.partial(previous, func)
-        named, report = dict(attn_precision=attn_precision, **others), call.run.report
-
-        def exact() -> torch.Tensor:
-            shaped = dict(mask=mask, skip_reshape=skip_reshape, skip_output_reshape=skip_output_reshape)
-            return theirs(q, k, v, heads, **shaped, **named)
-
+        shaped = dict(mask=mask, skip_reshape=skip_reshape, skip_output_reshape=skip_output_reshape)
+        exact = functools.partial(theirs, q, k, v, heads, attn_precision=attn_precision, **shaped, **others)
+        run = call.run
         found = self._place(call, q, k, v, heads, mask, skip_reshape, others)
         if isinstance(found, str):
-            report.untouched[found] += 1
+            run.untouched[found] += 1
             return exact()
-        layer, attend, sequence = found
-        report.attended += 1
+        layer, attend, place = found
+        run.attended += 1
         query, key, value = (_by_heads(x, heads, skip_reshape) for x in (q, k, v))
         # Rotary embeddings may leave them in another dtype.
         query, key = query.to(value.dtype), key.to(value.dtype)
 
-        def own(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-            return _by_heads(theirs(query.flatten(2), key.flatten(2), value.flatten(2), heads, **named), heads, False)
-
         def approximate() -> torch.Tensor:
-            return Beside(attend, _Theirs(own=own))(query, key, value, Call(*sequence))[0]
+            return Beside(attend, Exact())(query, key, value, place)[0]
 
         def renewing() -> torch.Tensor:
-            report.exact += 1
-            report.refreshed.add(call.step)  # type: ignore[arg-type]
+            run.exact += 1
+            run.refreshed.add(call.step)  # type: ignore[arg-type]
             return _by_heads(exact(), heads, skip_output_reshape)
 
-        if call.run.sharing is None or call.branch is None:
+        if run.sharing is None or call.branch is None:
             out = approximate()
         else:
-            out = call.run.sharing.attend(call.branch, (layer, len(query)), renewing, approximate, "auto")
+            out = run.sharing.attend(call.branch, (layer, len(query)), renewing, approximate, "auto")
         return out.transpose(1, 2) if skip_output_reshape else out.flatten(2)
 
     def _place(
@@ -473,7 +447,7 @@ class OverrideAttention:
         mask: torch.Tensor | None,
         skip_reshape: bool,
         others: Arguments,
-    ) -> tuple[Any, Attend, TokenSequence] | str:
+    ) -> tuple[Any, Attend, Call] | str:
         """Layer, its attention of the video's tokens and where these are, or why a call is not for the preset."""
         if not q.shape == k.shape == v.shape or q.ndim != (4 if skip_reshape else 3):
             return "cross-attention"
@@ -490,7 +464,7 @@ class OverrideAttention:
         block = call.known.layer(call.model, options, call.seen.total())
         if isinstance(block, str):
             return block
-        call.run.report.grids.add(grid)
+        call.run.grids.add(grid)
         # VACE has a second block within some blocks.
         layer = block, call.seen[block]
         call.seen[block] += 1
@@ -513,7 +487,7 @@ class OverrideAttention:
         attend = self._layers[key]
         if attend is None:
             return "that the plan leaves exact"
-        return layer, attend, TokenSequence.of(grid, call.before, tokens)
+        return layer, attend, Call(grid, call.before).placed(tokens)
 
 
 def _model_of(patcher: Any) -> Any:

@@ -6,29 +6,13 @@ Any diffusers can load it: `diffusers.WanPipeline.from_pretrained(embedded_model
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
-
-@dataclass(frozen=True)
-class GenerationSettings:
-    """What the embedded model was trained and scored with.
-
-    `height` and `width` are pixels, `num_frames` is 1 + 4n, `fps` is for playback; the shipped scheduler already has
-    `flow_shift`.
-    """
-
-    height: int = 96
-    width: int = 160
-    num_frames: int = 61
-    num_inference_steps: int = 20
-    guidance_scale: float = 4.0
-    flow_shift: float = 3.0
-    fps: int = 15
-
-
-EMBEDDED_SETTINGS = GenerationSettings()
-"""The recommended settings; all but `flow_shift` and `fps` are arguments of the pipeline's call."""
+EMBEDDED_SETTINGS = SimpleNamespace(
+    height=96, width=160, num_frames=61, num_inference_steps=20, guidance_scale=4.0, flow_shift=3.0, fps=15
+)
+"""What the model was trained and scored with: arguments of the pipeline's call, the scheduler's `flow_shift`, `fps`."""
 
 
 def embedded_model_path() -> Path:

@@ -14,36 +14,24 @@ import torch
 SIZE = ["--height", "32", "--width", "48", "--num-frames", "9", "--steps", "2"]
 
 
-def build_pipeline(kind: str, folder: Path) -> Path:
-    """Save a tiny random pipeline of Wan into `folder`."""
-    import tiny_wan
+def _model(kind: str) -> Any:
+    """A fixture: the folder of a tiny random pipeline of Wan; not to be changed."""
 
-    tiny_wan.pipeline(kind).save_pretrained(folder)
+    @pytest.fixture(scope="session")
+    def folder(made_once: Any) -> Path:
+        import tiny_wan
+
+        return made_once(f"wan-{kind}", lambda path: tiny_wan.pipeline(kind).save_pretrained(path))
+
     return folder
 
 
-@pytest.fixture(scope="session")
-def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder of a text-to-video pipeline; not to be changed."""
-    return build_pipeline("t2v", tmp_path_factory.mktemp("tiny") / "model")
-
-
-@pytest.fixture(scope="session")
-def tiny_image_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder of an image-to-video pipeline; not to be changed."""
-    return build_pipeline("i2v-2.1", tmp_path_factory.mktemp("tiny-i2v") / "model")
-
-
-@pytest.fixture(scope="session")
-def tiny_two_stage_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder of a pipeline with a second transformer for the lower noise levels, as Wan 2.2 A14B."""
-    return build_pipeline("t2v-2.2", tmp_path_factory.mktemp("tiny-a14b") / "model")
-
-
-@pytest.fixture(scope="session")
-def tiny_token_timestep_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder of a pipeline with a timestep for each token, which takes text or image, as Wan 2.2 5B."""
-    return build_pipeline("t2v-5b", tmp_path_factory.mktemp("tiny-5b") / "model")
+tiny_model = _model("t2v")
+tiny_image_model = _model("i2v-2.1")
+# With a second transformer for the lower noise levels, as Wan 2.2 A14B.
+tiny_two_stage_model = _model("t2v-2.2")
+# With a timestep for each token, for text or image, as Wan 2.2 5B.
+tiny_token_timestep_model = _model("t2v-5b")
 
 
 @pytest.fixture
@@ -52,15 +40,17 @@ def broken_model(tiny_model: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(tiny_model, tmp_path / "model"))
 
 
-def build_adapter(model: Path, file: Path) -> Path:
-    """Save an adapter of Based, with LoRA layers, for the pipeline in `model`, as if it had learnt something."""
+@pytest.fixture(scope="session")
+def tiny_adapter(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An adapter of Based, with LoRA layers, for the tiny pipeline that has learnt something; not to be changed."""
     from diffusers import WanTransformer3DModel
     from peft import LoraConfig
 
     from vmonarch import BasedProcessor, apply, save_adapter
 
+    file = tmp_path_factory.mktemp("tiny-adapter") / "based.safetensors"
     torch.manual_seed(1)
-    transformer = WanTransformer3DModel.from_pretrained(model / "transformer")
+    transformer = WanTransformer3DModel.from_pretrained(tiny_model / "transformer")
     transformer.add_adapter(LoraConfig(r=2, target_modules=["to_q", "to_out.0"], init_lora_weights=False))
     apply(transformer, BasedProcessor(layers=["both", "linear"], feature_dim=8, window=(1, 3, 3)))
     with torch.no_grad():
@@ -69,12 +59,6 @@ def build_adapter(model: Path, file: Path) -> Path:
                 parameter += 0.3 * torch.randn_like(parameter)
     save_adapter(transformer, file)
     return file
-
-
-@pytest.fixture(scope="session")
-def tiny_adapter(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An adapter of Based for the tiny pipeline; not to be changed."""
-    return build_adapter(tiny_model, tmp_path_factory.mktemp("tiny-adapter") / "based.safetensors")
 
 
 @pytest.fixture

@@ -6,28 +6,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny_wan
 from PIL import Image
 
 from vmonarch import AttentionPlan, LatentGrid
 from vmonarch.configs.methods import resolve_method
 from vmonarch.eval.attention_flops import recorded_call, relative_flops, transformers_by_step
-from vmonarch.eval.settings import MethodsConfig
 from vmonarch.flops import full_flops, vmonarch_flops
 from vmonarch.pipelines import sampling
-from vmonarch.pipelines.config import complete
-from vmonarch.pipelines.loading import LoadedModel, load_model
-from vmonarch.pipelines.model_folder import find_model
+from vmonarch.pipelines.loading import LoadedModel
 
 
 def recorded(model: Path, steps: int, **values: Any) -> tuple[LoadedModel, Any]:
     """A loaded pipeline, and the last call of a transformer in a run of it."""
-    tiny = {"height": 32, "width": 48, "num_frames": 9, "steps": 2, "negative_prompt": "", "device": "cpu"}
-    told = {"prompts": ("a red circle",), **tiny, **values, "model": str(model), "output_dir": "unused"}
-    folder = find_model(str(model))
-    settings = complete(MethodsConfig(**told), folder)
-    loaded = load_model(settings, folder)
+    loaded = tiny_wan.load(model, **values)
     with recorded_call(loaded.pipe) as call:
-        sampling.denoise(loaded, settings, ["a red circle"], [0], steps=steps)
+        sampling.denoise(loaded, loaded.config, ["a red circle"], [0], steps=steps)
     return loaded, call
 
 

@@ -22,7 +22,7 @@ from vmonarch.eval.compare import compare
 from vmonarch.eval.evaluate import EvalConfig, Evaluation, Item, evaluate, prompt_score
 from vmonarch.eval.report import quality_plot, report
 from vmonarch.eval.settings import CompareConfig
-from vmonarch.eval.similarity import PerceptualDistance, similarity
+from vmonarch.eval.similarity import similarity
 from vmonarch.eval.summary import MEASURES, TIMES, differences, interval, statistics
 from vmonarch.pipelines import loading, outputs, sampling
 from vmonarch.pipelines.config import complete
@@ -100,7 +100,7 @@ def test_the_record_holds_what_the_definitions_give(whole: Evaluation, loaded: l
         if method.label == "full":
             assert all(row[key] is None for key in MEASURES if key not in TIMES)
             continue
-        for key, value in vars(similarity(frames[method.label], frames["full"])).items():
+        for key, value in similarity(frames[method.label], frames["full"]).items():
             assert row[key] == value
         assert row["lpips"] is None
     for label in METHODS[1:]:
@@ -153,7 +153,6 @@ def test_processes_and_calls_share_the_items_out(
     monkeypatch.setenv("RANK", "1")
     evaluation = evaluate(settings, model=loaded)
     assert evaluation.missing == 2 and evaluation.record is None
-    assert not (tmp_path / "eval" / "flops.json").exists(), "one process counts for all"
     monkeypatch.setenv("RANK", "0")
     # Another call makes the batch that is left.
     name = Item(1, PROMPTS[0], 1).name
@@ -165,11 +164,6 @@ def test_processes_and_calls_share_the_items_out(
     evaluation = evaluate(settings, model=loaded)
     assert evaluation.missing == 0 and not [name for name in files(tmp_path / "eval") if "/." in name]
     assert without_times(evaluation.record) == without_times(whole.record)
-    # Where the first process has nothing left to do, the second counts.
-    (tmp_path / "eval" / "flops.json").unlink()
-    shutil.rmtree(*(tmp_path / "eval" / "items").glob("0003-*"))
-    monkeypatch.setenv("RANK", "1")
-    assert without_times(evaluate(settings, model=loaded).record) == without_times(whole.record)
 
 
 def test_a_file_of_other_lora_layers_is_another_setting(loaded, copied: Path, monkeypatch) -> None:
@@ -181,13 +175,6 @@ def test_a_file_of_other_lora_layers_is_another_setting(loaded, copied: Path, mo
 
 def test_what_changes_no_number_may_change(loaded, whole: Evaluation, copied: Path, monkeypatch) -> None:
     monkeypatch.setattr(module, "sample", no_sampling)
-    # Nor does what older evaluations call it.
-    path = copied / "settings.json"
-    settings = json.loads(path.read_text()) | {"parallel_by": "heads"}
-    for method in (settings["reference"], *settings["methods"]):
-        method["kind"] = method.pop("processor")
-        method.pop("implementation", None)
-    path.write_text(json.dumps(settings))
     record = evaluate(config(loaded.folder.path, copied, baseline=METHODS[2], report_items=1), model=loaded).record
     there, back = whole.record["differences"][METHODS[2]], record["differences"]["vmonarch-plain"]
     assert back["psnr"]["mean"] == pytest.approx(-there["psnr"]["mean"]) != 0
@@ -247,7 +234,7 @@ def made_up(**measured: list[Any]) -> list[dict[str, Any]]:
     return [{"number": i, "results": results} for i, results in enumerate(rows, start=1)]
 
 
-def test_differences_are_paired_and_gaps_are_errors() -> None:
+def test_differences_are_paired() -> None:
     # The items differ by far more than the methods: unpaired, nothing could be told apart.
     records = made_up(a=[10.0, 20.0, 30.0, 40.0], b=[11.0, 21.1, 31.0, 41.1], c=["inf"] * 4, d=["inf"] * 4)
     found = differences(records, "abcd", "a")
@@ -255,11 +242,6 @@ def test_differences_are_paired_and_gaps_are_errors() -> None:
     assert found["c"]["psnr"]["mean"] == "inf" and found["b"]["ssim"] is None
     to_equal = differences(records, "abcd", "c")
     assert to_equal["d"]["psnr"]["mean"] == 0.0 and to_equal["a"]["psnr"]["mean"] == "-inf", "JSON has no -inf"
-    with pytest.raises(GenerationError, match="method a has psnr for 1 of 2 items"):
-        statistics(made_up(a=[10.0, None]), "a")
-    records[1]["results"] = []
-    with pytest.raises(GenerationError, match="method a has 3 results in 4 items"):
-        statistics(records, "a")
     # Prompts in words of their own have no score.
     some = made_up(a=[1.0, 2.0])
     some[0]["results"][0]["prompt_score"] = 0.5
@@ -302,7 +284,8 @@ def test_what_cannot_be_measured_is_refused_at_once(cli, monkeypatch: pytest.Mon
 
 
 def test_lpips_is_measured_where_it_is_asked_for(loaded, tmp_path: Path, monkeypatch) -> None:
-    distance = lambda a, b: PerceptualDistance(float((a - b).abs().mean()), float((a - b)[0].abs().mean()))
+    mean = lambda difference: float(difference.abs().mean())
+    distance = lambda a, b: {"lpips": mean(a - b), "first_frame_lpips": mean((a - b)[0])}
     monkeypatch.setattr("vmonarch.eval.similarity.lpips", distance)
     monkeypatch.setattr("vmonarch.eval.similarity.alexnet_weights", lambda: None)
     methods = ("full", "vmonarch-plain")

@@ -50,7 +50,7 @@ UNKNOWN: dict[str, str] = {
     "paint": "there is no command 'paint'; the commands are generate",
     "genrate": "did you mean generate?",
     "--paint": "COMMAND",
-    "bench": "a benchmark is missing; the benchmarks are kernels, e2e",
+    "bench": "a command is missing; the commands are kernels, e2e",
     "vbench scor": "did you mean score?",
 }
 

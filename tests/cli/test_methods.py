@@ -1,4 +1,4 @@
-"""The registry of attention methods: every name that ships works, and says what it does."""
+"""The registry of attention methods: every name that ships works, says what it does, and takes its adapter along."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny_wan
+from safetensors.torch import load_file, save_file
 
 from vmonarch import BasedProcessor, VMonarchProcessor
 from vmonarch.configs import FOLDER, InputError, read_yaml
@@ -18,15 +20,12 @@ from vmonarch.eval.evaluate import EvalConfig
 from vmonarch.eval.wan_models import read_model_config
 from vmonarch.finetune.config import finetune_config
 from vmonarch.finetune.data.preprocess import preprocess_config
-from vmonarch.pipelines.config import GenerateConfig, SamplingConfig, build_config, complete
-from vmonarch.pipelines.loading import load_model
-from vmonarch.pipelines.model_folder import find_model
+from vmonarch.pipelines.config import GenerateConfig, SamplingConfig, build_config
 
 
 @pytest.fixture(scope="module")
 def pipe(tiny_model: Path):
-    folder = find_model(str(tiny_model))
-    return load_model(complete(GenerateConfig(prompts=("a red circle",), model=str(tiny_model)), folder), folder).pipe
+    return tiny_wan.load(tiny_model).pipe
 
 
 @pytest.mark.parametrize("name", method_names())
@@ -72,13 +71,7 @@ OF_ALL = {"dense_steps": 0, "dense_layers": 0, "refresh": None}
 OF_VMONARCH = {"kind": "vmonarch", "reach": None, "plan": None, "plan_sha256": None, "parallel_by": "heads", **OF_ALL}
 OLD_ENTRIES: dict[str, tuple[dict[str, Any], str]] = {
     "vmonarch": ({"name": "vmonarch", **OF_VMONARCH}, "vmonarch"),
-    "bias": ({"name": "vmonarch", **OF_VMONARCH, "reach": (4.0, 8.0, 8.0)}, "vmonarch:bias.reach=[4.0,8.0,8.0]"),
-    "cubes": (
-        {"name": "block-topk", "kind": "block_topk", "sparsity": 0.7, "cube": (2, 2, 2), **OF_ALL},
-        "block-topk:share=0.3,tile=[2,2,2],query_tile=[2,2,2]",
-    ),
     "control": ({"name": "local", "kind": "local", "exact": {"band": 2}, **OF_ALL}, "local:exact.band=2"),
-    "in-a-word": ({"name": "flashbias", "reach": [4.0, 8.0, 8.0]}, "flashbias:bias.reach=[4.0,8.0,8.0]"),
 }
 
 
@@ -93,6 +86,10 @@ def test_options_that_are_gone_are_read_where_they_changed_nothing() -> None:
     assert resolve_method(method.to_dict() | {"parallel_by": "heads"}) == method
     with pytest.raises(InputError, match="^attention.parallel_by is gone, got 'frames': ranks always share heads"):
         resolve_method("vmonarch:parallel_by=frames")
+    with pytest.raises(InputError, match="^attention.reach is gone, got .*: write bias.reach"):
+        resolve_method({"name": "flashbias", "reach": [4.0, 8.0, 8.0]})
+    with pytest.raises(InputError, match="got 'vmonarch-refresh', which is called 'near-lossless' now"):
+        resolve_method("vmonarch-refresh")
     with pytest.raises(InputError, match="^recipe.batch_guidance is gone, got True: guidance takes two"):
         resolve_method("stack-fast:batch_guidance=true", argument="recipe", recipes=True)
 
@@ -141,3 +138,70 @@ def test_every_preset_is_read_names_a_model_that_there_is_and_says_what_it_is_fo
 def test_an_option_that_the_processor_refuses_is_named(options: str, problem: str) -> None:
     with pytest.raises(InputError, match=f"^attention.{problem}"):
         resolve_method(f"vmonarch:{options}")
+
+
+def test_an_adapter_at_home_is_recorded_by_a_path_that_is_right_in_every_folder(
+    tiny_adapter: Path, monkeypatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tiny_adapter.parent))
+    monkeypatch.chdir(tiny_adapter.parent)
+    for word in ("~/based.safetensors", "based.safetensors"):
+        method = resolve_method(f"based:adapter={word}")
+        assert method.to_dict()["adapter"] == str(tiny_adapter) and word in method.label
+
+
+def test_the_preset_trains_an_adapter_that_videos_are_made_with_until_it_changes(
+    cli, tmp_path: Path, monkeypatch
+) -> None:
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    size = ["height=96", "width=160", "num_frames=61"]
+    steps = ["steps=3", "transfer=2", "optimizer.warmup=0"]
+    short = [
+        "attention.feature_dim=8",
+        "batch_size=1",
+        "micro_batch=1",
+        "precision=fp32",
+        "data.workers=0",
+        "data.validation=null",
+        "trackers=[]",
+    ]
+    for line in (
+        ["preprocess", "--procedural", 1, "--model", cli.model, "--output", "clips", *size],
+        ["finetune", "--config", "embedded-based", f"model={cli.model}", "data.path=clips", *steps, *short],
+        ["export", "outputs/finetune-based", "--output", "based.safetensors", "--dtype", "float16"],
+    ):
+        code, _, err = cli(*line, tiny=False)
+        assert code == 0, err
+    code, _, err = cli("generate", "a red circle", "--attention", "based:adapter=based.safetensors")
+    assert code == 0, err
+    (record,), file = cli.records(), tmp_path / "based.safetensors"
+    assert record["config"]["attention"]["adapter"] == str(file)
+    save_file(load_file(file), file)
+    path = f"outputs/generate/{record['video'].replace('.mp4', '.json')}"
+    code, _, err = cli("generate", "--from-json", path, "--quiet", tiny=False)
+    assert code == 2 and "attention.adapter" in err and "is not the file that it was" in err
+
+
+def test_without_an_adapter_the_error_says_what_to_do(cli, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    import vmonarch.pipelines.embedded as embedded
+
+    monkeypatch.setattr(embedded, "__file__", str(tmp_path / "embedded" / "__init__.py"))
+    advice = "give adapter=FILE of vmonarch.save_adapter, or adapter=null"
+    code, _, err = cli("generate", "a red circle", "--attention", "based")
+    assert code == 2 and "vmonarch finetune --config embedded-based" in err and advice in err
+    code, _, err = cli("generate", "a red circle", "--attention", "based:adapter=nowhere.safetensors")
+    assert code == 2 and "'nowhere.safetensors' cannot be used: [Errno 2] No such file" in err and advice in err
+
+
+def test_options_go_with_the_adapter_or_are_refused(pipe, tiny_adapter: Path) -> None:
+    fitting = f"based:adapter={tiny_adapter},feature_dim=8,layers=[both, linear],window=[1, 3, 3],dense_steps=[0]"
+    resolve_method(fitting).install(pipe)
+    assert pipe.transformer.blocks[1].attn1.processor.spec.dense_steps == (0,)
+    for option, message in (
+        ("feature_dim=4", "feature_dim is 8 in .*, got 4"),
+        ("layers=both", "layers is .'both', 'linear'. in .*, got both"),
+        ("window=[1, 5, 3]", r"window is \[1, 3, 3\] in .*, got \[1, 5, 3\]"),
+        ("dense_layers=1", "dense_layers is 0 in .*, got 1"),
+    ):
+        with pytest.raises(InputError, match=message):
+            resolve_method(f"based:adapter={tiny_adapter},{option}").install(pipe)

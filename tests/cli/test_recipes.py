@@ -1,22 +1,21 @@
-"""Recipes: each part of a stack does what it says, alone and together, and goes without a trace."""
+"""Recipes: each part of them does what it says, alone and together, and goes without a trace."""
 
 from __future__ import annotations
 
 import functools
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny_wan
 import torch
 
 from vmonarch.configs import InputError
 from vmonarch.configs.methods import merge_attention, recipe_names, resolve_method
 from vmonarch.finetune.config import finetune_config
 from vmonarch.pipelines import recipes
-from vmonarch.pipelines.config import GenerateConfig, complete
-from vmonarch.pipelines.loading import LoadedModel, load_model
+from vmonarch.pipelines.loading import LoadedModel
 from vmonarch.pipelines.model_folder import find_model
 from vmonarch.pipelines.sampling import denoise
 
@@ -26,15 +25,9 @@ CACHE = {"kind": "taylorseer", "disable_cache_before_step": 2, "cache_interval":
 ALL = "stack-fast:linears=null,attention.refresh=[0,1,3],cache={kind: taylorseer, disable_cache_before_step: 2}"
 
 
-def config(model: Path, **values: Any) -> GenerateConfig:
-    tiny = {"height": 32, "width": 48, "num_frames": 9, "steps": STEPS, "device": "cpu", "guidance": 4.0}
-    return GenerateConfig(prompts=("a red circle moving right",), model=str(model), **tiny | values)
-
-
 @pytest.fixture
 def loaded(tiny_model: Path) -> LoadedModel:
-    folder = find_model(str(tiny_model))
-    return load_model(complete(config(tiny_model, attention="full"), folder), folder)
+    return tiny_wan.load(tiny_model, attention="full", steps=STEPS, guidance=4.0)
 
 
 @pytest.fixture
@@ -53,39 +46,22 @@ def told_steps(monkeypatch: pytest.MonkeyPatch) -> set[int | None]:
     """The numbers of steps that caches are told."""
     found: set[int | None] = set()
     make = recipes.cache_config
-    monkeypatch.setattr(recipes, "cache_config", lambda stack, steps: found.add(steps) or make(stack, steps))
+    monkeypatch.setattr(recipes, "cache_config", lambda additions, steps: found.add(steps) or make(additions, steps))
     return found
 
 
 @pytest.mark.parametrize("name", recipe_names())
 def test_every_recipe_is_written_and_read_back(name: str) -> None:
     recipe = resolve(name)
-    assert recipe.name == recipe.label == name and recipe.stack
+    assert recipe.name == recipe.label == name and recipe.additions
     assert resolve(recipe.to_dict()) == recipe
     plain = resolve(f"{name}:attention=full,cache=null")
-    assert (plain.processor_name, plain.stack.cache) == ("full", None)
-    assert resolve({"name": name, "cache": {"kind": "sea"}}).stack.cache == {"kind": "sea"}
-    # Who cannot switch on a stack refuses recipes.
+    assert (plain.processor_name, plain.additions.cache) == ("full", None)
+    assert resolve({"name": name, "cache": {"kind": "sea"}}).additions.cache == {"kind": "sea"}
+    # Who cannot switch on what they add refuses recipes.
     for use in (resolve_method, lambda recipe: finetune_config({"attention": recipe})):
         with pytest.raises(InputError, match=f"attention must be an attention method, got the recipe '{name}'"):
             use(name)
-
-
-def test_names_that_were_recipes_are_told_to_be_methods() -> None:
-    with pytest.raises(InputError, match="cache is for recipes, which are stack-fast, .*; 'fast' is a method"):
-        resolve("fast:cache=null")
-    with pytest.warns(FutureWarning, match="'fast' is an attention method; the recipe .* is 'stack-fast'"):
-        assert resolve_method("fast", argument="recipe", recipes=True).stack == resolve("full").stack
-    new = resolve("stack-fast:linears=null")
-    old = {**new.to_dict(), "name": "fast", "label": "fast:linears=null"}
-    with warnings.catch_warnings(action="error"):
-        assert resolve(old) == new, "as records have it"
-
-
-def test_the_option_of_recipes_does_not_take_what_is_a_method_now(cli: Callable[..., Any]) -> None:
-    for command in ("generate", "compare"):
-        code, _, err = cli(command, "a red circle", "--recipe", "fast:refresh=6")
-        assert code == 2 and "'fast' is an attention method; the recipe is 'stack-fast'" in err
 
 
 def test_a_recipe_with_overrides_is_labelled_with_them() -> None:
@@ -94,7 +70,7 @@ def test_a_recipe_with_overrides_is_labelled_with_them() -> None:
         merged, mapping = resolve(merge_attention("stack-fast", above)), resolve({"name": "stack-fast", **above})
         assert merged == mapping and merged.label not in ("stack-fast", resolve("stack-fast:cache=null").label)
     assert mapping.label == "stack-fast:cache={'kind': 'first_block', 'threshold': 0.1}"
-    assert mapping.stack.cache == {"kind": "first_block", "threshold": 0.1}
+    assert mapping.additions.cache == {"kind": "first_block", "threshold": 0.1}
     inner = resolve(merge_attention("stack-fast", {"attention": {"refresh": 12}}))
     assert (inner.label, inner.attention.label) == ("stack-fast:attention=fast:refresh=12", "fast:refresh=12")  # type: ignore[attr-defined]
 
@@ -179,6 +155,7 @@ def test_linear_layers_are_quantised_and_come_back_or_not(wide: torch.nn.Module)
         ("stack-fst", r"recipe must be one of .*stack-near-lossless.*did you mean stack-fast\?"),
         ("stack-fast:linears=int4", "recipe.linears must be null or one of float8, float8-weights"),
         ("stack-fast:linears=float8", "linears 'float8' needs a GPU of Ada, Hopper or newer"),
+        ("fast:cache=null", "recipe.cache is for recipes, which are stack-fast, .*; 'fast' is a method"),
         ("stack-fast:attention=stock", "recipe.attention must be an attention method, got the recipe 'stock'"),
         ("stock:cache=3", "recipe.cache must be null or a mapping with a kind of first_block, mag, sea, taylorseer"),
         ("stock:cache={kind: tea}", "recipe.cache.kind must be one of .*did you mean sea"),
@@ -210,7 +187,7 @@ def test_a_stack_is_checked_before_a_model_is_loaded(tiny_model: Path) -> None:
         ("stock:cache={kind: first_block, threshold: true}", "none", "cache.threshold must be a number, got True"),
     ):
         with pytest.raises(InputError, match=problem):
-            complete(config(tiny_model, attention=attention, offload=offload), find_model(str(tiny_model)))
+            tiny_wan.settings(find_model(str(tiny_model)), attention=attention, offload=offload)
 
 
 def test_the_cache_mag_knows_the_steps(sample: Callable[..., torch.Tensor], loaded: LoadedModel) -> None:

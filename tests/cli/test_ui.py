@@ -126,7 +126,7 @@ def test_a_request_gives_a_video_with_its_record_and_the_page_tells_what_is_done
     ("field", "value", "said"),
     [
         ("prompts", "", "Must not be empty"),
-        ("seeds", -1, "Must be from 0 to 9223372036854775807, got -1"),
+        ("seeds", -1, "Must be in [0, 9223372036854775807], got -1"),
         ("size", "100×32", "nearest: 96 or 112"),
         ("size", "wide", "Must be WIDTH×HEIGHT"),
         ("num_frames", 10, "nearest: 9 or 13"),
@@ -238,4 +238,4 @@ def test_without_the_extra_the_command_says_how_to_install_it(cli, monkeypatch):
     monkeypatch.delitem(sys.modules, "vmonarch.eval.ui")
     monkeypatch.setitem(sys.modules, "gradio", None)
     code, _, err = cli("ui", tiny=False)
-    assert code == 1 and "pip install 'vmonarch[ui]'" in err
+    assert code == 2 and "pip install 'vmonarch[ui]'" in err

@@ -10,9 +10,9 @@ import time
 import pytest
 import torch
 
-from vmonarch.eval.bench import gate, kernels, machine, runner
+from vmonarch.eval.bench import kernels, machine, runner
 from vmonarch.eval.bench.rows import tables
-from vmonarch.eval.bench.runner import Bench, Case, Limits, Way, measure_ways
+from vmonarch.eval.bench.runner import Bench, Case, Run, Way
 from vmonarch.kernels.common.launch import interpreted
 
 CPU = torch.device("cpu")
@@ -41,9 +41,8 @@ def bench_of(**ways):
 
 def measured(bench, seconds=100.0, rounds=5):
     (case,) = bench.cases
-    limits = Limits(rounds, seconds, time.monotonic() + seconds)
     ways = bench.ways(case, CPU, torch.float32)
-    return {row["method"]: row for row in measure_ways(ways, runner.Clock(CPU), torch.float32, limits, bench, RATES)}
+    return {row["method"]: row for row in Run(bench, runner.Clock(CPU), rounds, seconds, RATES).rows(ways)}
 
 
 @in_interpreter
@@ -67,24 +66,24 @@ def test_a_wrong_kernel_gets_no_speed_up(run_command, monkeypatch, capsys, pass_
 
 def test_small_errors_everywhere_and_larger_ones_anywhere_are_seen():
     generator = torch.Generator().manual_seed(0)
-    for name in gate.NAMES:
+    for name in runner.NAMES:
         right = torch.randn(50, 8, generator=generator)
         row = right.norm(dim=-1).argmax()
 
         def problem(everywhere=0.0, one_row=0.0, right=right, name=name, row=row):
             found = right * (1 + everywhere)
             found[row] *= 1 + one_row
-            return gate.compare({name: found}, {name: right}, torch.float32)[1]
+            return runner.compare({name: found}, {name: right}, torch.float32)[1]
 
-        bound = gate.BOUNDS[torch.float32]["out" if name == "out" else "gradient"]
+        bound = runner.BOUNDS[torch.float32]["out" if name == "out" else "gradient"]
         assert not problem() and not problem(everywhere=0.5 * bound) and not problem(one_row=2 * bound)
         assert problem(everywhere=3 * bound).startswith(f"{name} is off by")
         assert "is off by" in problem(one_row=30 * bound) and "off by nan" in problem(one_row=torch.nan)
     # Where bounds are given, other errors are only told.
     given = {"a": torch.ones(2, 2), "b": torch.zeros(2, 2)}, {"a": torch.ones(2, 2), "b": torch.ones(2, 2)}
-    errors, problem = gate.compare(*given, torch.float32, {"a": 1e-3})
+    errors, problem = runner.compare(*given, torch.float32, {"a": 1e-3})
     assert not problem and errors["b"]["relative"] == 1
-    assert "b is off by 1 (at most 0.5)" in gate.compare(*given, torch.float32, {"b": 0.5})[1]
+    assert "b is off by 1 (at most 0.5)" in runner.compare(*given, torch.float32, {"b": 0.5})[1]
 
 
 def test_rows_that_are_not_right_have_no_speed_nor_are_others_compared_with_them():
@@ -125,7 +124,7 @@ def test_what_fails_a_run():
     wrong = runner.wrong_rows([{"case": "c", "rows": rows}], ["ours"])
     assert wrong == ["ours at c: p", "ours at c: p", "peer at c: p"]
     with pytest.raises(RuntimeError, match="CUDA error"):
-        gate.failure(RuntimeError("CUDA error: an illegal memory access"))
+        runner.failure(RuntimeError("CUDA error: an illegal memory access"))
 
 
 def test_methods_take_turns_and_none_is_always_first():

@@ -234,7 +234,8 @@ def test_a_plan_for_a_time_spends_what_was_measured():
 
 @pytest.mark.gpu
 def test_the_time_of_a_head_is_that_of_all_heads_over_their_number():
-    grid = LatentGrid(8, 24, 40)
+    # Of smaller videos, the host may take longer than the GPU.
+    grid = LatentGrid(43, 28, 52)
     tensors = tuple(torch.randn(1, grid.tokens, 12, 128, device="cuda", dtype=torch.bfloat16) for _ in range(3))
     found = head_times(tensors, grid, {"default": VMonarchOptions(), "t3": VMonarchOptions(num_iterations=3)})
     half = head_times(tuple(x[:, :, :6] for x in tensors), grid, {"default": VMonarchOptions()})
@@ -266,8 +267,6 @@ def test_plans_weigh_the_error_of_layers_too():
 
 def test_budgets_that_cannot_be_used_are_named(monkeypatch):
     found = made_up()
-    with pytest.raises(InputError, match="diagnosis must have the format"):
-        plan_within_work({}, 1.0)
     monkeypatch.setattr("vmonarch.eval.calibrate.planning._SECONDS", 0)
     with pytest.raises(InputError, match="flops has no plan that was found: time ran out after 0 s"):
         plan_within_work(found, 1.0)

@@ -13,9 +13,8 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from vmonarch.eval.bench import attention, based, bias, kernels, norm, sequence
-from vmonarch.eval.bench.attention import case_of, exact
-from vmonarch.eval.bench.gate import compare
-from vmonarch.eval.bench.runner import sdpa
+from vmonarch.eval.bench.attention import case_of, exact, sdpa
+from vmonarch.eval.bench.runner import compare
 from vmonarch.flops import full_attention_work, vmonarch_work
 from vmonarch.grid import LatentGrid
 from vmonarch.kernels.common.launch import interpreted

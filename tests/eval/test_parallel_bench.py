@@ -17,7 +17,7 @@ ROWS = [f"{method}, {mode}" for method in ("full", "vmonarch") for mode in ("eag
 
 def job(tiny_yaml, ranks=(1, 2, 3), **options):
     alone = {"guidance": False, "transformer_only": True, "compile_backend": "eager"}
-    return parallel.Job(ranks, {"settings": ["5x32x64"], "model": tiny_yaml, **alone, **options})
+    return (ranks, {"settings": ["5x32x64"], "model": tiny_yaml, **alone, **options})
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +69,7 @@ def test_bytes_are_those_of_the_formulae_and_the_table_tells_all_of_it(results):
 
 def test_a_transformer_that_cannot_be_compiled_says_so(tiny_yaml, tmp_path):
     told = {"device": "cpu", "rounds": 1, "budget": 100.0, "command": ""}
-    of = job(tiny_yaml, modes=("compiled",), compile_backend="none-such")
+    _, of = job(tiny_yaml, modes=("compiled",), compile_backend="none-such")
     parallel.run_rank(0, 1, of, tmp_path, told)
     found = json.loads((tmp_path / "1.json").read_text())["cases"][0]
     assert all(row["status"] == "failed" and "InvalidBackend" in row["problem"] for row in found["rows"])

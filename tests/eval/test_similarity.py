@@ -14,7 +14,7 @@ import torch
 
 from vmonarch.configs import InputError
 from vmonarch.eval import similarity as module
-from vmonarch.eval.similarity import ALEXNET_WEIGHTS, PerceptualDistance, lpips, similarity
+from vmonarch.eval.similarity import ALEXNET_WEIGHTS, lpips, similarity
 
 SHAPES = {"square": (1, 3, 16, 16), "ragged": (3, 3, 13, 31), "more frames than a chunk": (11, 3, 12, 20)}
 
@@ -41,29 +41,28 @@ def test_psnr_and_ssim_are_those_of_torchmetrics(shape: tuple[int, ...], noise: 
         # It rounds ln(10) to float32.
         psnr = peak_signal_noise_ratio(x, y, data_range=1.0).item()
         ssim = structural_similarity_index_measure(x, y, data_range=1.0).item()
-        assert getattr(measured, f"{prefix}psnr") == pytest.approx(psnr, abs=1e-5)
-        assert getattr(measured, f"{prefix}ssim") == pytest.approx(ssim, abs=1e-12)
+        assert measured[f"{prefix}psnr"] == pytest.approx(psnr, abs=1e-5)
+        assert measured[f"{prefix}ssim"] == pytest.approx(ssim, abs=1e-12)
 
 
 GOOD = torch.rand(2, 3, 16, 16)
 BAD = {
-    "other frame count": (torch.rand(1, 3, 16, 16), ValueError, "shape of reference"),
-    "channels last": (torch.rand(2, 16, 16, 3), ValueError, r"\[F, 3, H, W\]"),
-    "no frames": (torch.rand(0, 3, 16, 16), ValueError, "not empty"),
-    "smaller than the window": (torch.rand(2, 3, 5, 16), ValueError, "6×6"),
-    "nan": (torch.where(GOOD == GOOD.max(), torch.nan, GOOD), ValueError, "video must have finite values"),
-    "values to 255": (255 * GOOD, ValueError, r"\[0, 1\]"),
-    "uint8": (GOOD.byte(), TypeError, "floating-point"),
-    "missing video": (None, TypeError, "video must be"),
+    "other frame count": (torch.rand(1, 3, 16, 16), "one shape"),
+    "channels last": (torch.rand(2, 16, 16, 3), r"\[F, 3, H, W\]"),
+    "nan": (torch.where(GOOD == GOOD.max(), torch.nan, GOOD), "video must have finite"),
+    "values to 255": (255 * GOOD, "video must have .*" + r"\[0, 1\]"),
+    "uint8": (GOOD.byte(), "video must have .*floating-point"),
 }
 
 
-@pytest.mark.parametrize(("video", "error", "message"), BAD.values(), ids=BAD)
-def test_refuses(video, error, message) -> None:
-    with pytest.raises(error, match=message):
+@pytest.mark.parametrize(("video", "message"), BAD.values(), ids=BAD)
+def test_refuses(video, message) -> None:
+    with pytest.raises(ValueError, match=message):
         similarity(video, GOOD)
-    with pytest.raises(error, match=message.replace("video", "reference")):
+    with pytest.raises(ValueError, match=message.replace("video", "reference")):
         similarity(GOOD, video)
+    with pytest.raises(ValueError, match="6×6"):
+        similarity(GOOD[..., :5], GOOD[..., :5])
 
 
 def alexnet_features() -> torch.nn.Sequential:
@@ -96,9 +95,9 @@ def alexnet(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> torch.nn.Sequent
     monkeypatch.setattr(torch.hub, "get_dir", lambda: str(tmp_path))
     (tmp_path / "checkpoints").mkdir()
     (tmp_path / "checkpoints" / ALEXNET_WEIGHTS).touch()
-    module._lpips_metric.cache_clear()
+    module._lpips_network.cache_clear()
     yield features
-    module._lpips_metric.cache_clear()
+    module._lpips_network.cache_clear()
 
 
 @pytest.mark.parametrize("frames", [1, 11])
@@ -109,8 +108,8 @@ def test_lpips_is_the_mean_of_that_of_the_frames(alexnet: torch.nn.Sequential, f
     pairs = zip(video.split(1), reference.split(1), strict=True)
     expected = [learned_perceptual_image_patch_similarity(x, y, "alex", normalize=True).item() for x, y in pairs]
     measured = lpips(video, reference)
-    assert measured.lpips == pytest.approx(np.mean(expected), rel=1e-4) and measured.lpips > 0
-    assert measured.first_frame_lpips == pytest.approx(expected[0], rel=1e-4)
+    assert 0 < measured["lpips"] == pytest.approx(np.mean(expected), rel=1e-4)
+    assert measured["first_frame_lpips"] == pytest.approx(expected[0], rel=1e-4)
     assert lpips(video.double(), reference.double()) == measured
 
     # And so it is in threads, which evaluations measure in.
@@ -118,7 +117,7 @@ def test_lpips_is_the_mean_of_that_of_the_frames(alexnet: torch.nn.Sequential, f
     with ThreadPoolExecutor(4) as pool:
         assert list(pool.map(lambda videos: lpips(*videos), pairs)) == [lpips(*videos) for videos in pairs]
     _, reference = pair((3, 3, 32, 32))
-    assert lpips(reference, reference.clone()) == PerceptualDistance(0.0, 0.0)
+    assert lpips(reference, reference.clone()) == {"lpips": 0.0, "first_frame_lpips": 0.0}
     with pytest.raises(ValueError, match="32×32"):
         lpips(*pair((2, 3, 31, 64)))
 

@@ -18,7 +18,7 @@ from vmonarch.finetune.data.loader import DataError, LatentLoader, epoch_order
 from vmonarch.finetune.data.parquet import BadRow, ParquetFolder, Sample, decode_row, encode_row, row_schema
 from vmonarch.finetune.data.parquet import write_shard as write
 
-pytestmark = pytest.mark.filterwarnings("ignore:rows cannot be used")
+pytestmark = pytest.mark.filterwarnings("ignore:a clip cannot be used")
 C, T, H, W, DIM = 3, 2, 2, 4, 5
 MEAN, STD = torch.tensor([0.5, -1.0, 2.0]), torch.tensor([2.0, 0.25, 1.5])
 CUT = {"vae_latent_bytes": b"cut"}
@@ -67,32 +67,13 @@ def epoch_ids(loader):
     return [name for batch in islice(loader, loader.batches_per_epoch) for name in batch.ids]
 
 
-def lines(path):
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
 # Shards
-
-
-@pytest.mark.parametrize(
-    "changes, message",
-    [
-        (dict(extras={"clip_feature": torch.ones(1, 2)}), "'clip-1' has other extras .* clip_feature_bytes"),
-        (dict(latents=torch.full((C, T, H, W), torch.inf)), "'clip-1' cannot be written: .* not finite"),
-    ],
-    ids=["extras", "infinite"],
-)
-def test_a_clip_that_does_not_fit_leaves_no_shard(tmp_path, changes, message):
-    with pytest.raises(ValueError, match=message):
-        write(tmp_path / "a.parquet", [sample(0), sample(1, **changes)], rows_per_group=1)
-    assert not list(tmp_path.iterdir())
 
 
 BROKEN = {
     "no-id": ({"id": None}, "id must be a string"),
     "no-bytes": ({"vae_latent_bytes": None}, "vae_latent is no tensor"),
     "cut": (CUT, "vae_latent is no tensor of dtype float32"),
-    "other-dtype": ({"vae_latent_dtype": "int7"}, "vae_latent is no tensor of dtype int7"),
     "other-kind": ({"vae_latent_dtype": "int32"}, "vae_latent must have 4 dimensions and a floating dtype"),
     "other-rank": ({"vae_latent_shape": [6, 8]}, "vae_latent must have 4 dimensions"),
     "unknown-size": ({"vae_latent_shape": [3, 2, 2, -1]}, "vae_latent must have 4 dimensions"),
@@ -104,11 +85,10 @@ BROKEN = {
 }
 
 
-@pytest.mark.parametrize("name", BROKEN)
-def test_a_broken_row_says_why(name):
-    changes, message = BROKEN[name]
-    with pytest.raises(BadRow, match=message):
-        decode_row({**encode_row(sample(0)), **changes})
+def test_a_broken_row_says_why():
+    for changes, message in BROKEN.values():
+        with pytest.raises(BadRow, match=message):
+            decode_row({**encode_row(sample(0)), **changes})
 
 
 def test_data_that_cannot_be_used_is_named(tmp_path):
@@ -173,13 +153,14 @@ def test_flipped_bytes_make_the_rows_of_their_group_bad(tmp_path, where, written
         if index // 3 == 1:
             with pytest.raises(BadRow, match="the row group cannot be read"):
                 folder.read(index)
-            assert folder.describe(index) == {"id": None, "file": "0.parquet", "row_group": 1, "row": index - 3}
+            assert folder.place(index) == f"row {index - 3} of row group 1 of {path}"
         else:
             assert folder.read(index).id == f"clip-{index}"
-    with pytest.warns(UserWarning, match="cannot be used and are replaced"):
-        batches = list(islice(make(folder, bad_fraction=0.4, quarantine=tmp_path / "bad.jsonl"), 5))
+    with pytest.warns(UserWarning, match="a clip cannot be used and is replaced: row . of row group 1") as told:
+        batches = list(islice(make(folder, bad_fraction=0.4), 10))
     assert {name for batch in batches for name in batch.ids} == {f"clip-{n}" for n in (0, 1, 2, 6, 7, 8)}
-    assert len(lines(tmp_path / "bad.jsonl")) == 3
+    # Each once, whatever the epoch.
+    assert len(told) == 3
 
 
 # Order
@@ -292,20 +273,20 @@ def test_more_bad_rows_than_allowed_are_an_error_that_counts_them(tmp_path, work
     folder = write_broken(tmp_path / "0.parquet", 100, range(29))
     settings = dict(batch_size=16, workers=workers)
     assert len(list(islice(make(folder, **settings, bad_fraction=0.29), 28))) == 28
-    message = r"^29 of 100 rows in .* or more cannot be used, at most 28.0% may \(bad_fraction\): vae_latent is no"
+    message = (
+        r"^29 of 100 rows in .* or more cannot be used, at most 28.0% may \(bad_fraction\): row \d+ .*: vae_latent"
+    )
     with pytest.raises(DataError, match=message):
-        list(islice(make(folder, **settings, bad_fraction=0.28, quarantine=tmp_path / "bad.jsonl"), 7))
-    assert 28 < len(lines(tmp_path / "bad.jsonl")) <= 29
+        list(islice(make(folder, **settings, bad_fraction=0.28), 7))
 
 
 def test_a_shape_of_which_no_row_can_be_used_ends_the_run(tmp_path):
     """As one whose channels are not the model's."""
     clips = [sample(n, latents=torch.zeros(C + (n == 1), T, H, W)) for n in range(5)]
     write(tmp_path / "0.parquet", clips)
-    loader = make(ParquetFolder(tmp_path), bad_fraction=0.4, quarantine=tmp_path / "bad.jsonl")
-    with pytest.raises(DataError, match="no row of one shape in .*clip-1.*latents of .4, 2, 2, 4., the model's have 3"):
+    loader = make(ParquetFolder(tmp_path), bad_fraction=0.4)
+    with pytest.raises(DataError, match="no row of one shape in .*row 1 .*latents of .4, 2, 2, 4., the model's have 3"):
         epoch_ids(loader)
-    assert [row["id"] for row in lines(tmp_path / "bad.jsonl")] == ["clip-1"]
 
 
 # Buckets

@@ -7,10 +7,9 @@ import diffusers
 import pytest
 import torch
 from diffusers import AutoencoderKLWan
-from safetensors.torch import load_file
 
 from vmonarch.finetune.embedded import __main__ as command
-from vmonarch.finetune.embedded import vae
+from vmonarch.finetune.embedded.models import Reconstruction
 from vmonarch.finetune.scenes import render, sample_scenes
 from vmonarch.pipelines import embedded
 from vmonarch.pipelines.config import recommended_settings
@@ -33,29 +32,15 @@ def tiny_vae() -> AutoencoderKLWan:
     return model
 
 
-@pytest.mark.parametrize("frames", [1, 17])
-@torch.no_grad()
-def test_the_vae_over_all_frames_equals_the_stock_one(frames):
-    model, video = tiny_vae(), torch.randn(2, 3, frames, 32, 48)
-    close = {"atol": 1e-5, "rtol": 1e-4}
-    moments = model.encode(video).latent_dist.parameters
-    torch.testing.assert_close(vae.encode_parallel(model, video), moments, **close)
-    torch.testing.assert_close(vae.encode_means(model, video), moments[:, :16], **close)
-    latents = torch.randn(2, 16, (frames + 3) // 4, 4, 6)
-    expected = model.decode(latents).sample
-    assert expected.abs().mean() > 1e-3
-    torch.testing.assert_close(vae.decode_parallel(model, latents).clamp(-1, 1), expected, **close)
-
-
 def test_the_vae_learns_and_gets_the_statistics_of_its_latents(monkeypatch):
     small = lambda scenes, device, scale=1: render(scenes, device, range(5))[..., :32, :32]
     monkeypatch.setattr(command, "render", small)
     model, scenes = tiny_vae(), sample_scenes(70, 5)
     video = small(scenes, "cpu")
-    before = vae.Reconstruction(model)(video)
-    settings = command.Settings(vae_steps=30, vae_batch=2, statistics_clips=70)
+    before = Reconstruction(model)(video)
+    settings = command.Settings(vae_steps=20, vae_batch=2, statistics_clips=70)
     command.train_vae(model, settings, torch.device("cpu"))
-    after = vae.Reconstruction(model)(video)
+    after = Reconstruction(model)(video)
     assert after["loss"] < 0.9 * before["loss"] and after["l1"] < before["l1"]
     latents = command.encode_clips(model, scenes, torch.device("cpu"))
     assert latents.shape == (70, 16, 2, 4, 4) and latents.mean().abs() < 0.2 and 0.8 < latents.float().std() < 1.2
@@ -65,7 +50,7 @@ def test_the_vae_learns_and_gets_the_statistics_of_its_latents(monkeypatch):
 
 
 QUICK = {
-    "clips": 2, "steps": 2, "batch": 2, "vae_steps": 2, "vae_batch": 1, "statistics_clips": 1, "scale": 1,
+    "clips": 2, "steps": 2, "batch": 2, "vae_steps": 1, "vae_batch": 1, "statistics_clips": 1, "scale": 1,
     "transformer": {"num_attention_heads": 1, "ffn_dim": 64, "num_layers": 1},
 }  # fmt: skip
 
@@ -103,15 +88,11 @@ def test_the_command_writes_a_stock_pipeline_and_how_it_was_made(proxy):
 
 
 @pytest.mark.deep
-def test_the_command_trains_from_scratch_and_goes_on_from_a_model(tmp_path):
+def test_the_command_trains_from_scratch(tmp_path):
     run(tmp_path)
     pipe = diffusers.WanPipeline.from_pretrained(tmp_path / "model")
     assert pipe.tokenizer("a red circle").input_ids[-1] == 1 and pipe.vae.config.latents_mean[0] != 0
     assert pipe.scheduler.config.flow_shift == 3.0
-    run(tmp_path / "next", "--continue-from", str(tmp_path / "model"), "--learning-rate", "1e-9")
-    file = "model/transformer/diffusion_pytorch_model.safetensors"
-    learnt, again = load_file(tmp_path / file), load_file(tmp_path / "next" / file)
-    assert again.keys() == learnt.keys() and all(torch.equal(again[name], learnt[name]) for name in again)
 
 
 @pytest.mark.parametrize(
@@ -119,7 +100,6 @@ def test_the_command_trains_from_scratch_and_goes_on_from_a_model(tmp_path):
     [
         (["--steps", "0"], "--steps must be positive, got 0"),
         (["--learning-rate", "-1"], "--learning-rate must be positive, got -1"),
-        (["--continue-from", "docs"], "--continue-from must be the folder of a pipeline, got docs"),
         (["--output", "docs"], "docs exists; nothing is overwritten"),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
@@ -149,7 +129,8 @@ def test_the_shipped_vae_reconstructs_and_its_statistics_fit(shipped):
     output = shipped.vae.decode(shipped.vae.encode(video).latent_dist.mode()).sample
     assert -10 * torch.log10((output - video).square().mean() / 4) >= 32
     mean, std = (torch.tensor(shipped.vae.config[name]).view(-1, 1, 1, 1) for name in ("latents_mean", "latents_std"))
-    latents = (vae.encode_means(shipped.vae, render(sample_scenes(6, 4343), frames=range(17))) - mean) / std
+    means = shipped.vae.encode(render(sample_scenes(6, 4343), frames=range(17))).latent_dist.mode()
+    latents = (means - mean) / std
     assert latents.mean().abs() < 0.2 and 0.7 < latents.std() < 1.3
 
 

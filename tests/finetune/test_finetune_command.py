@@ -19,8 +19,7 @@ from vmonarch.finetune.data.parquet import write_shard
 from vmonarch.finetune.trainer import Trainer
 from vmonarch.pipelines.environment import seconds
 
-SUPPORT = Path(__file__).parents[1] / "support"
-AS_WITH_A_GPU, AS_WITH_FSDP = str(SUPPORT / "as_with_a_gpu.py"), str(SUPPORT / "as_with_fsdp.py")
+AS_WITH_GPUS = str(Path(__file__).parents[1] / "support" / "as_with_gpus.py")
 SETTINGS = ["batch_size=4", "micro_batch=1", "precision=fp32", "trackers=[]", "log_every=1", "data.workers=0",
             "gradient_checkpointing=false", "optimizer.learning_rate=1e-3", "checkpoints.every=4"]  # fmt: skip
 
@@ -32,21 +31,20 @@ def place(tiny, tmp_path_factory):
     # Rows that two processes cannot share evenly.
     write_shard(folder / "clips.parquet", tiny.clips(0, 7))
     write_shard(folder / "held-out.parquet", tiny.clips(100, 3))
-    write_shard(folder / "huge.parquet", tiny.clips(0, 7, huge=3))
     return folder
 
 
-def words_for(place, output, clips="clips"):
-    return [f"model={place / 'model'}", f"data.path={place / clips}.parquet", f"output_dir={output}", *SETTINGS]
+def words_for(place, output):
+    return [f"model={place / 'model'}", f"data.path={place / 'clips.parquet'}", f"output_dir={output}", *SETTINGS]
 
 
 @pytest.fixture
 def launch(place, forks, tmp_path):
     """(exit code, output) of two processes."""
 
-    def launch(output, *overrides, clips="clips", program="vmonarch.finetune"):
-        words = words_for(place, output, clips)
-        return forks(tmp_path, program, *words, *overrides, processes=2, ACCELERATE_USE_CPU="true")
+    def launch(output, *overrides, program="vmonarch.finetune", **environment):
+        words = words_for(place, output)
+        return forks(tmp_path, program, *words, *overrides, processes=2, ACCELERATE_USE_CPU="true", **environment)
 
     return launch
 
@@ -90,7 +88,7 @@ def test_weights_that_are_spread_learn_what_copied_ones_learn_and_resume_exactly
     outputs = [tmp_path / name for name in ("whole", "parts", "parts")]
     first, *others = ([*words_for(place, output), *run] for output, run in zip(outputs, runs, strict=True))
     joined = [word for other in others for word in ("--then", *other)]
-    code, output = launch(tmp_path / "unused", *first, *joined, program=AS_WITH_FSDP)
+    code, output = launch(tmp_path / "unused", *first, *joined, program=AS_WITH_GPUS, FSDP="1")
     assert code == 0, output[-3000:]
     code, output = launch(tmp_path / "copied", *words)
     assert code == 0, output[-3000:]
@@ -197,7 +195,7 @@ def test_processes_that_share_clips_train_as_one_that_has_them(place, launch, tm
     words = ["steps=3", "anneal=2", f"data.validation={place / 'held-out'}.parquet", "validation.every=3"]
     assert main(["finetune", *words_for(place, tmp_path / "alone"), *words]) == 0
     words += ["sequence_parallel_size=2"]
-    code, output = launch(tmp_path / "shared", *words, program=AS_WITH_A_GPU)
+    code, output = launch(tmp_path / "shared", *words, program=AS_WITH_GPUS)
     assert code == 0, output[-3000:]
     wanted, learnt = log(tmp_path / "alone"), weights(tmp_path / "alone")
     lines = log(tmp_path / "shared")

@@ -3,14 +3,10 @@
 import pytest
 import torch
 
-from vmonarch.finetune.objective import Conditioning, Expert, NoiseLevels, Objective
+from vmonarch.finetune.config import ObjectiveConfig
+from vmonarch.finetune.objective import Objective
 
 SHAPE = (2, 16, 3, 4, 6)
-
-
-def objective(**changes):
-    values = dict(levels=NoiseLevels(), experts=(Expert("transformer"),), seed=0)
-    return Objective(**{**values, **changes})
 
 
 class Recorder:
@@ -29,7 +25,7 @@ class Recorder:
 @pytest.mark.parametrize("distribution", ["uniform", "logit_normal"])
 @pytest.mark.parametrize("shift", [1.0, 3.0, 5.0])
 def test_levels_have_the_distribution_that_is_asked_for(distribution, shift):
-    levels = NoiseLevels(distribution, mean=0.3, std=0.8, shift=shift)
+    levels = Objective(options=ObjectiveConfig(distribution, mean=0.3, std=0.8), shift=shift)
     sigma = levels.levels((torch.arange(200_000, dtype=torch.float64) + 0.5) / 200_000)
     generator = torch.Generator().manual_seed(0)
     plain = torch.rand(200_000, generator=generator)
@@ -43,7 +39,7 @@ def test_levels_have_the_distribution_that_is_asked_for(distribution, shift):
 
 def test_the_target_is_the_velocity():
     latents, text = torch.randn(SHAPE), torch.randn(2, 7, 8)
-    ours = objective()
+    ours = Objective()
     draw = ours.draw(latents, step=0)
     model = Recorder(0.5)
     losses = ours.losses(model, draw, latents, text, {})
@@ -55,7 +51,7 @@ def test_the_target_is_the_velocity():
 
 def test_channels_give_the_first_frame_as_the_stock_pipeline_does():
     latents, frame, clip = torch.randn(SHAPE), torch.randn(SHAPE), torch.randn(2, 5, 8)
-    ours = objective(conditioning=Conditioning("channels", takes_image=True))
+    ours = Objective(form="channels", takes_image=True)
     draw = ours.draw(latents, step=0)
     model = Recorder()
     ours.losses(model, draw, latents, torch.zeros(2, 1, 8), {"first_frame_latent": frame, "clip_feature": clip})
@@ -68,7 +64,7 @@ def test_channels_give_the_first_frame_as_the_stock_pipeline_does():
 
 def test_tokens_keep_the_first_frame_clean_with_timestep_0_and_without_loss():
     latents = torch.randn(64, 16, 3, 4, 6)
-    ours = objective(conditioning=Conditioning("tokens", share=0.5))
+    ours = Objective(form="tokens", options=ObjectiveConfig(image_share=0.5))
     draw = ours.draw(latents, step=0)
     assert 10 < draw.conditioned.sum() < 54
     model = Recorder(0.5)

@@ -30,7 +30,6 @@ from vmonarch.finetune.data import preprocess as module
 from vmonarch.finetune.data.captions import read_captions
 from vmonarch.finetune.data.parquet import ParquetFolder, decode_row
 from vmonarch.finetune.data.preprocess import PipelineEncoders, PreprocessConfig, load_encoders, preprocess
-from vmonarch.finetune.embedded.vae import encode_means
 from vmonarch.pipelines.embedded import embedded_model_path
 from vmonarch.pipelines.model_folder import find_model
 from vmonarch.pipelines.video_io import encode_video, read_video
@@ -162,7 +161,7 @@ def test_real_clips_through_the_command_line(tmp_path, capsys, embedded):
         video = torch.nn.functional.interpolate(video, size, mode="bicubic", antialias=True)
         top, left = (size[0] - 32) // 2, (size[1] - 48) // 2
         video = video[:, :, top : top + 32, left : left + 48].round().clamp(0, 255) / 127.5 - 1
-        means = encode_means(embedded.pipe.vae, video.permute(1, 0, 2, 3)[None])[0]
+        means = embedded.latents(video.permute(1, 0, 2, 3))
         assert sample.latents.shape == (16, 2, 4, 6) and sample.latents.dtype == torch.float32
         torch.testing.assert_close(sample.latents, means, rtol=1e-4, atol=1e-4)
         assert (row["width"], row["height"], sample.caption) == (48, 32, f"a red circle, {clip.stem}")
@@ -272,7 +271,7 @@ def test_captions_are_json_csv_or_beside_the_videos(tmp_path):
 GOOD = '{"file_name": "a.mp4", "caption": "a"}\n'
 FORM = r"must be UTF-8 JSON lines, or CSV .* is not, in row"
 BAD_CAPTIONS = {
-    "not UTF-8": (".jsonl", GOOD + '{"file_name": "é"}', f"{FORM} 0"),
+    "not UTF-8": (".jsonl", GOOD + '{"file_name": "é"}', f"{FORM} 1"),
     "not JSON": (".jsonl", GOOD + "\n{file_name", f"{FORM} 2"),
     "no object": (".jsonl", GOOD + "[1]", f"{FORM} 2"),
     "no caption": (".txt", GOOD + '{"file_name": "b.mp4"}', f"{FORM} 2"),

@@ -10,6 +10,7 @@ import pytest
 import torch
 from op_checks import (
     assert_bits,
+    by_implementation,
     call_of,
     in_interpreter,
     quiet,
@@ -19,13 +20,11 @@ from op_checks import (
 
 from vmonarch import flash_bias_attention
 from vmonarch.kernels.flash_bias.factors import in_dtype
-from vmonarch.kernels.flash_entropy import reference as flash_reference
 
 NAMES = ("out", "lse", "dq", "dk", "dv", "dφq", "dφk")
 CPU = torch.device("cpu")
 LOG2_E = 1 / math.log(2)
 pytestmark = quiet
-IMPLEMENTATIONS = ["torch", pytest.param("triton", marks=in_interpreter)]
 
 
 def inputs(Sq, Sk, D=16, E=None, R=3, *, batch=2, heads=3, shared=(True, True), dtype=torch.float32, factors=None,
@@ -133,43 +132,38 @@ CASES = {
     "factors-by-batch-entry": dict(Sq=20, Sk=7, R=1, shared=(False, True)),
     "high-rank": dict(Sq=18, Sk=19, D=72, R=100),
     "wide": dict(Sq=9, Sk=18, D=256, E=130, R=17, batch=1, heads=1),
-}
+    **{f"scale-{scale}": dict(Sq=17, Sk=23, options=dict(scale=scale)) for scale in (-0.4, 0.0, 2.0)},
+    # Causal attention ends with all keys.
+    **{
+        f"causal-{Sq}-{Sk}-{keys}": dict(Sq=Sq, Sk=Sk, heads=2, masked=keys == "some", options=dict(causal=True))
+        for Sq, Sk in ((1, 1), (16, 16), (33, 33), (17, 40), (1, 50), (40, 41)) for keys in ("all", "some")
+    },
+    "masked": dict(Sq=19, Sk=35, R=4, shared=(False, False), masked=True),
+}  # fmt: skip
+for name in ("ragged", "factors-of-their-own", "high-rank"):
+    for factors in (torch.float16, torch.float32):
+        case = dict(dtype=torch.float16, factors=factors, R=min(CASES[name]["R"], 85))
+        CASES[f"float16-{name}-{str(factors)[6:]}"] = {**CASES[name], **case}
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@by_implementation
 @pytest.mark.parametrize("name", CASES)
 def test_results_and_gradients_are_those_of_the_written_out_bias(name, implementation):
-    check(inputs(**CASES[name]), implementation=implementation)
+    case = dict(CASES[name])
+    options = {"key_mask": some_keys(2, case["Sk"]) if case.pop("masked", False) else None, **case.pop("options", {})}
+    check(inputs(**case), implementation=implementation, **options)
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-@pytest.mark.parametrize(("Sq", "Sk"), [(1, 1), (16, 16), (33, 33), (17, 40), (1, 50), (40, 41)], ids=str)
-@pytest.mark.parametrize("masked", [False, True], ids=["all-keys", "some-keys"])
-def test_causal_attention_ends_with_all_keys(Sq, Sk, masked, implementation):
-    key_mask = some_keys(2, Sk) if masked else None
-    check(inputs(Sq, Sk, heads=2), causal=True, key_mask=key_mask, implementation=implementation)
-
-
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@by_implementation
 def test_masked_keys_count_for_nothing(implementation):
-    tensors = inputs(19, 35, R=4, shared=(False, False))
-    mask = some_keys(2, 35)
-    check(tensors, key_mask=mask, implementation=implementation)
+    tensors, mask = inputs(19, 35, R=4, shared=(False, False)), some_keys(2, 35)
     poisoned = [x.clone() for x in tensors]
     for i in (1, 2, 4):
         poisoned[i][~mask] = 1e4
-    results = [
-        flash_bias_attention(*x, key_mask=mask, return_lse=True, implementation=implementation)
-        for x in (tensors, poisoned)
-    ]
-    assert_bits(*results)
-    assert (results[0][0][-1] == 0).all() and results[0][1][-1].isneginf().all()
-
-
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-@pytest.mark.parametrize("scale", [-0.4, 0.0, 2.0])
-def test_the_scale_is_that_of_q_and_k_alone(scale, implementation):
-    check(inputs(17, 23), scale=scale, implementation=implementation)
+    attend = lambda *x: flash_bias_attention(*x, key_mask=mask, return_lse=True, implementation=implementation)
+    out, lse = attend(*tensors)
+    assert_bits(attend(*poisoned), (out, lse))
+    assert (out[-1] == 0).all() and lse[-1].isneginf().all()
 
 
 @in_interpreter
@@ -178,20 +172,11 @@ def test_with_rank_0_the_kernels_are_those_without_a_bias(causal):
     from vmonarch.kernels.flash_bias.op import flash_bias_forward
 
     q, k, v, fq, fk = inputs(20, 33)
-    results = []
-    for factors in ((fq[..., :0], fk[..., :0]), (fq * 0, fk)):
-        leaves = [x.clone().requires_grad_() for x in (q, k, v)]
-        out, lse = flash_bias_forward(*leaves, *factors, None, 0.3, causal)
-        results.append([out, lse, *torch.autograd.grad(out.sin().sum() + lse.sum(), leaves)])
+    results = [
+        with_gradients(lambda *x, factors=factors: flash_bias_forward(*x, *factors, None, 0.3, causal), (q, k, v))
+        for factors in ((fq[..., :0], fk[..., :0]), (fq * 0, fk))
+    ]
     torch.testing.assert_close(*results)
-
-
-@in_interpreter
-@pytest.mark.parametrize("name", ["ragged", "factors-of-their-own", "high-rank"])
-@pytest.mark.parametrize("factors", [torch.float16, torch.float32], ids=str)
-def test_float16_keeps_the_precision_of_plain_torch(name, factors):
-    case = {**CASES[name], "R": min(CASES[name]["R"], 85)}
-    check(inputs(**case, dtype=torch.float16, factors=factors), implementation="triton")
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
@@ -201,25 +186,13 @@ def test_float32_factors_stay_exact_among_16_bit_tensors(dtype):
     fq = torch.stack([positions, ones], -1)[None, :, None] / 256
     fk = torch.stack([ones, -positions], -1)[None, :, None]
     fk[..., 1] /= 256
-    fk = fk * torch.tensor([1.0, 1.0])
-    product = (a.double().squeeze() for a in in_dtype(fq, fk, dtype))
-    left, right = product
+    left, right = (a.double().squeeze() for a in in_dtype(fq, fk, dtype))
     exact = fq.double().squeeze() @ fk.double().squeeze().T
     assert left.shape[1] == {torch.float16: 6, torch.bfloat16: 12}[dtype]
     assert (left @ right.T - exact).abs().max() < 2e-4
     # In 16 bit alone nothing is left of differences.
     rounded = fq.to(dtype).double().squeeze() @ fk.to(dtype).double().squeeze().T
     assert (rounded - exact).abs().max() > 0.02
-
-
-def test_long_inputs_go_in_chunks_and_give_the_same(monkeypatch):
-    tensors = inputs(23, 29, R=4, shared=(False, True))
-    options = {"causal": True, "key_mask": some_keys(2, 29), "return_lse": True, "implementation": "torch"}
-    grads = (torch.randn(2, 23, 3, 16), torch.randn(2, 3, 23))
-    run = lambda: with_gradients(lambda *x: flash_bias_attention(*x, **options), tensors, grads)
-    whole = run()
-    monkeypatch.setattr(flash_reference, "MAX_CHUNK_SCORES", 5 * 29)
-    torch.testing.assert_close(run(), whole)
 
 
 GPU_CASES = {

@@ -49,18 +49,19 @@ def tools(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "of_torch,chosen", [("13.0", "torch/bin/ptxas"), ("12.8", "nvidia/bin/ptxas-blackwell"), (None, "ptxas-blackwell")]
+    "versions,chosen",
+    [
+        ({"ptxas": "13.0"}, "torch/bin/ptxas"),
+        ({"ptxas": "12.8"}, "nvidia/bin/ptxas-blackwell"),
+        ({"ptxas": None}, "ptxas-blackwell"),
+        ({"of-triton": "12.9"}, None),
+    ],
+    ids=["of-torch", "of-triton", "without-torch", "sound"],
 )
-def test_a_later_assembler_takes_the_place_of_one_that_is_unsound(tools, of_torch, chosen):
-    tools["ptxas"] = of_torch
+def test_a_later_assembler_takes_the_place_of_one_that_is_unsound(tools, versions, chosen):
+    tools |= versions
     assert assembler.why_unsound() is None
-    assert vars(knobs.nvidia)["ptxas"].endswith(chosen)
-
-
-def test_a_sound_assembler_stays(tools):
-    tools["of-triton"] = "12.9"
-    assert assembler.why_unsound() is None
-    assert "ptxas" not in vars(knobs.nvidia)
+    assert vars(knobs.nvidia)["ptxas"].endswith(chosen) if chosen else "ptxas" not in vars(knobs.nvidia)
 
 
 def test_without_a_sound_assembler_hopper_gets_no_kernel(tools, monkeypatch):

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import time
 import tomllib
 import warnings
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -152,18 +149,6 @@ def test_a_tested_version_costs_nothing(monkeypatch):
     for op in OPS:
         assert launch._why_not_compiled(op, CPU, torch.float16, "auto") is None
         assert launch.hopper_fits(op, half)
-
-
-def test_threads_wait_for_one_check(monkeypatch, untested, checks):
-    def slow(kernels, check=trust.check):
-        time.sleep(0.05)
-        return check(kernels)
-
-    monkeypatch.setattr(trust, "check", slow)
-    ask = partial(trust.why_distrusted, "window", CPU, torch.float32, hopper=False, strict=False)
-    with ThreadPoolExecutor(8) as threads:
-        list(threads.map(lambda _: ask(), range(8)))
-    assert len(checks) == 1
 
 
 def test_want_of_memory_is_no_verdict(monkeypatch, untested):

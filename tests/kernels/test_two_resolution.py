@@ -10,9 +10,9 @@ import pytest
 import torch
 from op_checks import (
     assert_bits,
-    assert_precise,
     by_implementation,
     call_of,
+    check_kernels,
     in_interpreter,
     quiet,
     refuses,
@@ -178,43 +178,33 @@ def test_without_any_exact_tile_and_without_the_rest_nothing_is_attended(impleme
     assert lse.isneginf().all() and not any(x.any() for x in (out, *gradients))
 
 
-def check_kernels(inputs, **options):
-    exact = with_gradients(attend(implementation="torch", **options), [x.double() for x in inputs])
-    ours, plain = (with_gradients(attend(implementation=how, **options), inputs) for how in ("triton", "torch"))
-    assert_precise(("out", "lse", "dq", "dk", "dv"), ours, plain, exact, inputs[0].dtype)
-
-
+SMALL, PART, HALF = (3, 4, 3), dict(grid=(2, 2, 5), B=1, H=1), dict(dtype=torch.float16, D=72, E=80)
+# Of the inputs, and options.
 KERNEL_CASES = {
-    "cells": dict(cell=CELL),
-    "tiles": dict(),
-    "masked-cells": dict(cell=CELL, masked=True),
-    "without-rest": dict(rest=False),
-    "masked-without-rest": dict(rest=False, masked=True),
-    "negative-scale": dict(scale=-0.7),
-}
+    "cells": (dict(grid=SMALL), dict(cell=CELL, **BOXES, selection=choice(SMALL))),
+    "tiles": (dict(grid=SMALL), dict(**BOXES, selection=choice(SMALL))),
+    "masked-cells": (dict(grid=SMALL), dict(cell=CELL, **BOXES, selection=choice(SMALL), key_mask=some_keys(SMALL))),
+    "without-rest": (dict(grid=SMALL), dict(rest=False, **BOXES, selection=choice(SMALL))),
+    "masked-without-rest": (
+        dict(grid=SMALL), dict(rest=False, **BOXES, selection=choice(SMALL), key_mask=some_keys(SMALL))),
+    "negative-scale": (dict(grid=SMALL), dict(scale=-0.7, **BOXES, selection=choice(SMALL))),
+    "full-tiles": (
+        dict(grid=(4, 2, 4), D=16, E=16, B=1), dict(tile=(2, 2, 4), query_tile=(2, 2, 4), share=0.3)),
+    "parts-of-tiles": (
+        dict(grid=SMALL, B=1, H=1), dict(tile=(3, 3, 3), query_tile=(3, 4, 2), cell=(2, 2, 2), share=0.3)),
+    "split-unevenly": (
+        dict(grid=(1, 1, 5), B=2, H=1), dict(tile=(1, 1, 2), query_tile=(1, 1, 1), share=0.3)),
+    "float16": (PART | HALF, dict(tile=(1, 2, 3), local=0)),
+    "threshold": (PART, dict(tile=(2, 1, 2), share=None, beta=0.3, sink=True)),
+}  # fmt: skip
 
 
 @in_interpreter
 @pytest.mark.parametrize("name", KERNEL_CASES)
 def test_the_kernels_compute_the_same(name):
-    grid, options = (3, 4, 3), dict(KERNEL_CASES[name])
-    if options.pop("masked", False):
-        options["key_mask"] = some_keys(grid)
-    check_kernels(qkv(grid, dtype=torch.float32), grid=grid, **BOXES, selection=choice(grid), **options)
-
-
-@in_interpreter
-def test_the_kernels_compute_the_same_in_full_tiles_in_parts_of_tiles_and_in_float16():
-    full = dict(grid=(4, 2, 4), tile=(2, 2, 4), query_tile=(2, 2, 4), share=0.3)
-    check_kernels(qkv((4, 2, 4), 16, 16, B=1, dtype=torch.float32), **full)
-    parts = dict(grid=(3, 4, 3), tile=(3, 3, 3), query_tile=(3, 4, 2), cell=(2, 2, 2), share=0.3)
-    check_kernels(qkv((3, 4, 3), B=1, H=1, dtype=torch.float32), **parts)
-    check_kernels(qkv((2, 2, 5), 72, 80, B=1, H=1, dtype=torch.float16), grid=(2, 2, 5), tile=(1, 2, 3), local=0)
-    split_unevenly = dict(grid=(1, 1, 5), tile=(1, 1, 2), query_tile=(1, 1, 1), share=0.3)
-    check_kernels(qkv((1, 1, 5), B=2, H=1, dtype=torch.float32), **split_unevenly)
-    check_kernels(
-        qkv((2, 2, 5), B=1, H=1, dtype=torch.float32), grid=(2, 2, 5), tile=(2, 1, 2), share=None, beta=0.3, sink=True
-    )
+    sizes, options = KERNEL_CASES[name]
+    inputs = qkv(**{"dtype": torch.float32} | sizes)
+    check_kernels(lambda how: attend(grid=sizes["grid"], implementation=how, **options), inputs)
 
 
 @in_interpreter
@@ -267,7 +257,8 @@ def test_gpu_results_and_gradients_match_float64(D, E, name, dtype):
     tiling = tiling_of(LatentGrid(*grid), options)
     shape = (2, 2, tiling.of_queries.tiles, tiling.tiles)
     chosen = torch.rand(shape, generator=torch.Generator().manual_seed(0)) < 0.2
-    check_kernels(inputs, grid=grid, options=options, selection=chosen.cuda())
+    selected = dict(grid=grid, options=options, selection=chosen.cuda())
+    check_kernels(lambda how: attend(implementation=how, **selected), inputs)
     ours = two_resolution_attention(*inputs, grid=grid, options=options)
     plain = two_resolution_attention(*inputs, grid=grid, options=options, implementation="torch")
     assert (ours - plain).norm() <= 0.05 * plain.norm()
@@ -328,7 +319,7 @@ BAD = {
     "options": (bad(options={"share": 0.1}), TypeError, "options must be None or TwoResolutionOptions, got dict"),
     "both": (bad(options=TwoResolutionOptions(), share=0.2), TypeError, "share must not be given beside options"),
     "share-zero": (bad(share=0.0), ValueError, "share must be above 0"),
-    "share-word": (bad(share="all"), TypeError, "share must be a number or None"),
+    "share-word": (bad(share="all"), TypeError, "share must be a number"),
     "neither": (bad(share=None), ValueError, "share must be None where beta is given, and only there"),
     "beta-nan": (bad(share=None, beta=math.nan), ValueError, "beta must be finite"),
     "tile-of-two": (bad(tile=(2, 2)), ValueError, "tile must have three entries"),
@@ -337,7 +328,7 @@ BAD = {
     "rest": (bad(rest="pooled"), TypeError, "rest must be True or False"),
     "key-mask": (bad(key_mask=torch.ones(1, 12)), TypeError, "key_mask must be a boolean tensor"),
     "local-negative": (bad(local=-1), ValueError, "local must be at least 0"),
-    "local-fraction": (bad(local=0.5), TypeError, "local must be an integer or None"),
+    "local-fraction": (bad(local=0.5), TypeError, "local must be an integer"),
     "selection-of-numbers": (bad(selection=torch.ones(1, 1, 1, 1)), TypeError, "selection must be a boolean tensor"),
     "selection-shape": (
         bad(selection=torch.ones(1, 1, 2, 3, dtype=torch.bool), tile=(3, 2, 1)), ValueError,

@@ -8,7 +8,7 @@ import tiny_wan
 import torch
 
 import vmonarch
-from vmonarch import ExactBlocks, VMonarchProcessor, pipelines
+from vmonarch import ExactBlocks, VMonarchProcessor
 
 
 @pytest.mark.parametrize("kind", [*tiny_wan.KINDS, *tiny_wan.RELATIVES])
@@ -67,11 +67,6 @@ def test_what_is_no_processor_is_refused(tiny, processor):
         pipe.set_attn_processor(processor)
     with pytest.raises(TypeError, match=r"class VMonarchProcessor \(not an instance of it\)"):
         pipe.transformer.set_attn_processor(VMonarchProcessor)
-
-
-def test_names_of_diffusers_pipelines_that_are_gone_say_so():
-    with pytest.raises(AttributeError, match="vmonarch.pipelines.WanPipeline is gone: import it from diffusers"):
-        _ = pipelines.WanPipeline
 
 
 def test_bfloat16(tiny):

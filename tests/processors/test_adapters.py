@@ -269,6 +269,30 @@ def test_lora_that_changed_the_weights_below_it_is_refused(tiny, tmp_path):
         save_adapter(model, tmp_path / "x.safetensors")
 
 
+def test_lora_of_another_weight_or_disabled_is_refused(tiny, tmp_path):
+    """The file holds the layers alone."""
+    model, file = tiny.transformer(), tmp_path / "x.safetensors"
+    model.add_adapter(LoraConfig(r=4, target_modules=["to_k"], use_rslora=True), adapter_name="x")
+    vmonarch.apply(model, BasedProcessor(feature_dim=8))
+    model.set_adapters(["x"], [0.5])
+    with pytest.raises(ValueError, match="to_k has LoRA with another weight than 1, or disabled"):
+        save_adapter(model, file)
+    model.set_adapters(["x"], [1.0])
+    model.disable_lora()
+    with pytest.raises(ValueError, match="or disabled"):
+        save_adapter(model, file)
+    model.enable_lora()
+    save_adapter(model, file)
+
+
+def test_a_model_derived_from_one_of_diffusers_saves_what_that_loads(tiny, tmp_path):
+    model, file = tiny.transformer(), tmp_path / "x.safetensors"
+    model.__class__ = type("Derived", (type(model),), {})
+    vmonarch.apply(model, BasedProcessor(feature_dim=8))
+    save_adapter(model, file)
+    load_adapter(tiny.transformer(), file)
+
+
 def test_a_saved_folder_loads_in_the_way_that_the_error_tells(tiny, tmp_path):
     model = tiny.transformer()
     vmonarch.apply(model, BasedProcessor(layers=LAYERS, feature_dim=8))

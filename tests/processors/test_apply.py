@@ -6,10 +6,10 @@ import gc
 import itertools
 import re
 import threading
-import warnings
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 
+import diffusers
 import pytest
 import torch
 from diffusers.models.transformers.transformer_wan import WanAttnProcessor
@@ -109,6 +109,17 @@ def test_processors_that_others_have_set_since_stay(tiny):
     assert snapshot(model) == before
 
 
+def test_from_pipe_shares_what_is_applied(tiny):
+    pipe = tiny.pipeline("t2v")
+    stock = tiny.quickly(pipe, 3)
+    vmonarch.apply(pipe, VMonarchProcessor(refresh=1))
+    expected = tiny.quickly(pipe, 3)
+    again = diffusers.WanPipeline.from_pipe(diffusers.WanVideoToVideoPipeline.from_pipe(pipe))
+    assert torch.equal(tiny.quickly(again, 3), expected) and not torch.equal(expected, stock)
+    vmonarch.restore(again)
+    assert torch.equal(tiny.quickly(pipe, 3), stock)
+
+
 def test_what_apply_returns_has_a_short_repr(tiny):
     installation = vmonarch.apply(tiny.pipeline("t2v-2.2"), VMonarchProcessor())
     names = "transformer=WanTransformer3DModel, transformer_2=WanTransformer3DModel"
@@ -163,16 +174,6 @@ def test_apply_is_near_lossless_and_takes_names(tiny):
     assert torch.equal(tiny.quickly(pipe, 4), by_name)
 
 
-def test_old_names_are_told_for_one_release(tiny):
-    for old, processor in (("vmonarch-refresh", NEAR_LOSSLESS), ("vmonarch-refresh-fast", FAST)):
-        with pytest.warns(FutureWarning, match=f"'{old}' is called '(near-lossless|fast)' now"):
-            assert vmonarch.apply(tiny.transformer(), old).processor.config == processor.config
-    record = resolve_method("fast:refresh=3").to_dict()
-    old = {**record, "name": "vmonarch-refresh-fast", "label": "vmonarch-refresh-fast:refresh=3"}
-    with warnings.catch_warnings(action="error"):
-        assert resolve_method(old).to_dict() == record, "as records and checkpoints have it"
-
-
 @pytest.mark.parametrize(
     ("name", "problem"),
     [
@@ -212,4 +213,18 @@ def test_a_transformer_inside_a_call_of_another_leaves_it_its_call(tiny):
     found = []
     outer.blocks[0].register_forward_hook(lambda *_: found.append(tiny.run(inner, grid=(2, 2, 2))) or None)
     assert torch.equal(tiny.run(outer), expected) and torch.equal(found[0], of_inner)
-    assert running.now["call"] is None and not running.now["outer"]
+    assert running.now["call"] is None and not running.outer
+
+
+def test_a_call_that_ctrl_c_has_ended_is_none_for_other_transformers(tiny):
+    ended, other = tiny.applied_transformer(), tiny.applied_transformer()
+    expected = tiny.run(other)
+
+    def press(*_):
+        raise KeyboardInterrupt
+
+    ended.blocks[0].register_forward_pre_hook(press)
+    with pytest.raises(KeyboardInterrupt):
+        tiny.run(ended)
+    assert torch.equal(tiny.run(other), expected)
+    assert running.now["call"] is None and not running.outer

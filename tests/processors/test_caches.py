@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import tiny_pipelines
 import torch
 from diffusers import (
+    FasterCacheConfig,
     FirstBlockCacheConfig,
     MagCacheConfig,
     PyramidAttentionBroadcastConfig,
@@ -148,3 +150,29 @@ def test_blocks_under_a_cache_are_compiled_in_parts(tiny, dynamo):
             part.compile(backend="eager", fullgraph=True)
     torch.testing.assert_close(generate(tiny, pipe, "mag"), expected)
     assert dynamo["stats"]["unique_graphs"] == 3 and not dynamo["graph_break"]
+
+
+def test_faster_cache_leaves_half_of_a_batch_out_which_has_residuals_of_its_own(monkeypatch):
+    # Whose guidance has both predictions in one batch.
+    pipe, call = tiny_pipelines.pipeline("cogvideox")
+    vmonarch.apply(pipe, VMonarchProcessor(refresh=[0, 4]))
+    exact, attend = [], Residual.__call__
+
+    def note(element, query, *others):
+        seen = []
+        noted = lambda *inputs: seen.append(len(query)) or element.exact(*inputs)
+        found = attend(replace(element, exact=noted), query, *others)
+        exact.extend([(len(query), bool(seen))] if element.layer == 0 else [])
+        return found
+
+    monkeypatch.setattr(Residual, "__call__", note)
+    config = FasterCacheConfig(
+        spatial_attention_block_skip_range=1,
+        unconditional_batch_skip_range=3,
+        unconditional_batch_timestep_skip_range=(-1, 1001),
+        current_timestep_callback=lambda: float(pipe.current_timestep),
+        attention_weight_callback=lambda module: 0.5,
+    )
+    pipe.transformer.enable_cache(config)
+    tiny_pipelines.sample(pipe, call | {"num_inference_steps": 7})
+    assert exact == [(2, True), (1, True), (1, False), (2, False), (1, True), (1, False), (2, True)]

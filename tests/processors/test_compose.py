@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -12,7 +14,7 @@ from tiny_families import FAMILIES, first
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
 
 import vmonarch
-from vmonarch import VMonarchProcessor
+from vmonarch import ExactBlocks, VMonarchProcessor
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
@@ -50,6 +52,20 @@ def test_lora_loaded_fused_and_unloaded(tiny, when, tmp_path):
     torch.testing.assert_close(tiny.generate(pipe), without, **close)
 
 
+def test_weighted_lora_adapters_of_either_transformer(tiny, tmp_path):
+    """With all blocks exact ours is the stock processor, whatever LoRA makes of the projections."""
+    save_lora(tiny, tmp_path)
+    pipe, videos = tiny.pipeline("t2v-2.2"), []
+    for name, second in (("a", False), ("b", True)):
+        pipe.load_lora_weights(tmp_path, adapter_name=name, load_into_transformer_2=second)
+    for weights in ([0.5, 1.5], [1.5, 1.5], [1.5, 0.5]):
+        pipe.set_adapters(["a", "b"], weights)
+        videos.append(tiny.generate(pipe))
+        with vmonarch.apply(pipe, VMonarchProcessor(exact=ExactBlocks(band=2))):
+            torch.testing.assert_close(tiny.generate(pipe), videos[-1], rtol=1e-4, atol=1e-4)
+    assert all((one - other).abs().max() > 1e-2 for one, other in itertools.combinations(videos, 2))
+
+
 def save_lora(tiny, folder):
     """Layers that change the video, as a file of diffusers."""
     donor = tiny.pipeline("t2v")
@@ -62,7 +78,8 @@ def save_lora(tiny, folder):
 def gradients(model, batches, checkpointing):
     model.train()
     model.zero_grad()
-    model.enable_gradient_checkpointing() if checkpointing else model.disable_gradient_checkpointing()
+    if checkpointing is not None:
+        model.enable_gradient_checkpointing() if checkpointing else model.disable_gradient_checkpointing()
     outputs = [first(model(**inputs)) for inputs in batches]
     # Backward only after every forward: by then the transformer has seen another grid.
     sum((output * output.detach().cos()).sum() for output in outputs).backward()
@@ -119,13 +136,25 @@ def test_checkpointing_through_a_run_with_dense_steps(tiny, dynamo):
             backward()
 
 
+def test_reentrant_checkpoints_are_computed_again_in_their_own_call(tiny):
+    model = tiny.applied_transformer()
+    batches = [tiny.inputs(grid) for grid in SAME_SIZE]
+    for inputs in batches:
+        inputs["hidden_states"].requires_grad_()
+    expected = gradients(model, batches, False)
+    model.enable_gradient_checkpointing(functools.partial(torch.utils.checkpoint.checkpoint, use_reentrant=True))
+    actual = gradients(model, batches, None)
+    for name, gradient in expected.items():
+        torch.testing.assert_close(actual[name], gradient, rtol=1e-5, atol=1e-6)
+
+
 def test_restore_leaves_the_checkpointing_function_as_it_was(tiny):
     model = tiny.applied_transformer()
     checkpoint = lambda block, *inputs: torch.utils.checkpoint.checkpoint(block, *inputs, use_reentrant=False)
     model.enable_gradient_checkpointing(checkpoint)
     vmonarch.apply(model, VMonarchProcessor(coarse=2))
     model(**tiny.inputs())
-    assert model._gradient_checkpointing_func.checkpoint is checkpoint
+    assert model._gradient_checkpointing_func.args == (checkpoint,)
     vmonarch.restore(model)
     assert model._gradient_checkpointing_func is checkpoint
 

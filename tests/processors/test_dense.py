@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import diffusers
 import pytest
+import tiny_wan
 import torch
+from diffusers import FlowMatchEulerDiscreteScheduler, WanPipeline
 from diffusers.modular_pipelines import WanBlocks
 
 import vmonarch
@@ -105,6 +107,33 @@ def test_a_modular_pipeline_tells_the_step(tiny, option):
     assert not torch.equal(found, tiny.generate(pipe, steps=4))
 
 
+@pytest.mark.parametrize("option", [{"dense_steps": [1, 2]}, {"refresh": [0, 2]}], ids=["dense_steps", "refresh"])
+def test_a_scheduler_may_be_swapped_between_calls(tiny, option):
+    pipe, twin = tiny.applied("t2v", **option), tiny.pipeline("t2v")
+    tiny.quickly(pipe, 4)
+    pipe.scheduler, twin.scheduler = (FlowMatchEulerDiscreteScheduler(shift=3.0) for _ in range(2))
+    vmonarch.apply(twin, VMonarchProcessor(**option))
+    assert torch.equal(tiny.quickly(pipe, 4), tiny.quickly(twin, 4))
+
+
+class Refining(WanPipeline):
+    """Its call begins with a call of another pipeline that has its transformer."""
+
+    def __call__(self, *inputs, **options):
+        self.first = tiny_wan.quickly(self.other, 5)
+        return super().__call__(*inputs, **options)
+
+
+@pytest.mark.parametrize("option", [{"dense_steps": [1, 2]}, {"refresh": [0, 2]}], ids=["dense_steps", "refresh"])
+def test_a_pipeline_may_call_another_inside_its_call(tiny, option):
+    pipe = tiny.applied("t2v", **option)
+    expected, other = tiny.quickly(pipe, 4), tiny.another(pipe, own_scheduler=True)
+    alone, refining = tiny.quickly(other, 5), Refining(**pipe.components)
+    # Its scheduler is in use as before.
+    refining.other = other
+    assert torch.equal(tiny.quickly(refining, 4), expected) and torch.equal(refining.first, alone)
+
+
 @pytest.mark.parametrize("own_scheduler", [False, True], ids=["one-scheduler", "two-schedulers"])
 def test_pipelines_that_share_a_transformer_take_turns(tiny, own_scheduler):
     pipe = tiny.applied("t2v", dense_steps=2)
@@ -124,6 +153,12 @@ def test_a_schedule_that_another_pipeline_has_replaced_is_refused(tiny):
     vmonarch.apply(pipe, VMonarchProcessor(dense_steps=1))
     with pytest.raises(RuntimeError, match="dense_steps.*WanPipeline.*scheduler of its own.*deepcopy"):
         tiny.quickly(pipe, 5, callback_on_step_end=lambda *_: tiny.quickly(other, 5) is None or {})
+
+
+def test_a_schedule_that_begins_anew_in_mid_run_is_refused(tiny):
+    pipe = tiny.applied("t2v", refresh=1)
+    with pytest.raises(RuntimeError, match="refresh needs the denoising step, but UniPC.*does not tell it"):
+        tiny.quickly(pipe, 4, callback_on_step_end=lambda pipe, *_: pipe.scheduler.set_timesteps(4) or {})
 
 
 @pytest.mark.parametrize("option, off", [("dense_steps", "dense_steps=0"), ("refresh", "refresh=None")])

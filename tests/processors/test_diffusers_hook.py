@@ -13,6 +13,7 @@ from types import SimpleNamespace
 
 import diffusers
 import pytest
+import tiny_families
 import torch
 from diffusers.models.transformers.transformer_wan import WanAttnProcessor
 
@@ -97,8 +98,48 @@ def test_processors_that_were_replaced_may_be_put_back(tiny):
     assert torch.equal(tiny.run(model), ours) and not torch.equal(ours, stock)
     vmonarch.restore(model)
     assert torch.equal(tiny.run(model), stock)
+    # diffusers unfuses so what was fused with ours.
+    model.set_attn_processor(dict(saved))
+    assert torch.equal(tiny.run(model), ours)
+    vmonarch.restore(model)
     with pytest.raises(ValueError, match="dictionary"):
-        model.set_attn_processor(dict(saved))
+        model.set_attn_processor({name: VMonarchProcessor() for name in saved})
+
+
+def test_projections_are_fused_and_unfused_under_ours():
+    tiny = tiny_families.FAMILIES["cogvideox"]
+    model, inputs = tiny.make(), tiny.inputs(*tiny_families.GRID)
+    run = lambda: model(**inputs, return_dict=False)[0]
+    with torch.no_grad():
+        stock = run()
+        vmonarch.apply(model, VMonarchProcessor(exact=None, dense_layers=[0]))
+        ours = run()
+        model.fuse_qkv_projections()
+        torch.testing.assert_close(run(), ours)
+        # Another is applied meanwhile, and stays.
+        vmonarch.apply(model, VMonarchProcessor())
+        other = run()
+        model.unfuse_qkv_projections()
+        torch.testing.assert_close(run(), other)
+        assert not any("Fused" in type(it).__name__ for it in model.attn_processors.values())
+        assert (other - ours).abs().max() > 1e-4
+        model.fuse_qkv_projections()
+        vmonarch.restore(model)
+        model.unfuse_qkv_projections()
+        assert torch.equal(run(), stock)
+
+
+def test_under_a_cp_plan_of_ours_no_other_processor_is_taken():
+    tiny = tiny_families.FAMILIES["cogvideox"]
+    model = tiny.make()
+    vmonarch.apply(model, VMonarchProcessor())
+    before = dict(model.attn_processors)
+    model._parallel_config = SimpleNamespace(context_parallel_config=object())
+    stock = next(iter(before.values())).original
+    for given in (stock, dict.fromkeys(before, stock)):
+        with pytest.raises(RuntimeError, match="cannot be restored under context parallelism"):
+            model.set_attn_processor(given)
+    assert model.attn_processors == before
 
 
 @pytest.mark.parametrize("options", [{"refresh": 2}, {"dense_steps": 0.5}], ids=lambda it: next(iter(it)))

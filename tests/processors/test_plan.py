@@ -285,6 +285,14 @@ def test_a_plan_for_another_model_is_refused_before_anything_changes(tiny):
     assert torch.equal(tiny.run(model), stock)
 
 
+def test_a_plan_for_one_transformer_is_for_the_one_that_is_given(tiny):
+    plan = AttentionPlan(METHODS, {"transformer_2": [["t1", "t1", "own", "t1"]] * 2})
+    for switch_on in (vmonarch.apply, lambda it, processor: it.set_attn_processor(processor)):
+        model = transformer(tiny)
+        switch_on(model, VMonarchProcessor(plan=plan))
+        assert type(model.blocks[0].attn1.processor).__name__ == "Own"
+
+
 def test_of_each_size_it_is_said_once_if_it_is_too_small_or_not_the_plans(tiny, monkeypatch):
     model = transformer(tiny)
     heads = {"transformer": [["t1", "own", "t1", "own"]] * 2}

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import pickle
 
 import numpy as np
 import pytest
+import tiny_families
 import torch
 from diffusers.models.transformers import transformer_wan
 from op_checks import in_interpreter
 
 import vmonarch
-from vmonarch import ExactBlocks, VMonarchProcessor, own
+from vmonarch import BasedProcessor, ExactBlocks, VMonarchProcessor, own
 from vmonarch.base import VideoAttentionProcessor
+from vmonarch.bias import SpatioTemporalDecay
 from vmonarch.kernels.common import launch, trust
 from vmonarch.own import project
 
@@ -121,14 +125,44 @@ def test_config_goes_through_json(options):
     config = json.loads(json.dumps(processor.config))
     again = VMonarchProcessor.from_config(config)
     assert again.config == processor.config
-    # As it was written when there were options for what is always done now.
-    gone = {"parallel_by": "heads", "frames_per_block": 1, "tiles": [1, 1], "r_share": 1.0}
-    assert VMonarchProcessor.from_config(config | gone).config == processor.config
-    for name, value in {"parallel_by": "frames", "tiles": [2, 2], "r_share": 0.5}.items():
-        with pytest.raises(TypeError, match=f"no option {name}"):
-            VMonarchProcessor.from_config(config | {name: value})
     assert repr(again) == repr(processor)
     assert again.exact == processor.exact and again.grid == processor.grid
+
+
+def test_options_do_not_change_and_no_others_are_set():
+    processor = VMonarchProcessor(refresh=2)
+    for name in ("refresh", "dense_layers", "implementation", "grid", "plan", "bias", "coarse", "options", "refrehs"):
+        with pytest.raises(AttributeError, match=f"does not change: make another with {name}=…"):
+            setattr(processor, name, 1)
+    processor._parallel_config = None
+    for twin in (pickle.loads(pickle.dumps(processor)), copy.deepcopy(processor), copy.copy(processor)):
+        assert twin.config == processor.config
+
+
+def test_what_a_layer_prints_is_what_it_computes(tiny):
+    model = tiny.transformer()
+    vmonarch.apply(model, BasedProcessor(layers=["conv", "window"]))
+    shown = [repr(block.attn1.processor).split()[1] for block in model.blocks]
+    assert shown[0] == "ShortConvolution()" and shown[1].startswith("Window(")
+    decay = SpatioTemporalDecay(2)
+    model = tiny.transformer()
+    vmonarch.apply(model, VMonarchProcessor(bias=decay))
+    assert "bias=BiasOption(SpatioTemporalDecay)" in repr(model.blocks[0].attn1.processor)
+    joint = tiny_families.FAMILIES["cogvideox"].make()
+    vmonarch.apply(joint, VMonarchProcessor(dense_layers=[0]))
+    kept = next(iter(joint.attn_processors.values()))
+    assert repr(kept).splitlines()[1] == "  CogVideoXAttnProcessor2_0()"
+
+
+def test_a_chosen_backend_stays_when_another_processor_is_applied(tiny):
+    model = tiny.transformer()
+    vmonarch.apply(model, VMonarchProcessor())
+    model.set_attention_backend("_native_math")
+    try:
+        vmonarch.apply(model, VMonarchProcessor(dense_layers=[1]))
+        assert {it._attention_backend.value for it in model.attn_processors.values()} == {"_native_math"}
+    finally:
+        model.reset_attention_backend()
 
 
 def outputs_and_gradients(tiny, implementation, device="cpu", compiled=False, num_layers=2, **options):

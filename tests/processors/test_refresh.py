@@ -95,8 +95,7 @@ class Watching(VMonarchProcessor):
 
 
 def watched(pipe, **options):
-    watching = Watching(**options)
-    watching.seen = []
+    watching = type("Watching", (Watching,), {"seen": []})(**options)
     vmonarch.apply(pipe, watching)
     return pipe, watching.seen
 

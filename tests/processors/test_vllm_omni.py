@@ -164,7 +164,7 @@ def test_dense_layers_and_steps_are_left_to_their_own_backend(omni, monkeypatch,
         ("near-lossless", "refresh must be null: vLLM-Omni does not tell the branch of guidance"),
         ("vmonarch:dense_layers=0.5", "dense_layers must be a count or indices"),
         ("vmonarch:plan=embedded-1.00", "plan must be null"),
-        ("vmonarch:reach=[1,2,2]", "bias must be null"),
+        ("vmonarch:bias.reach=[1,2,2]", "bias must be null"),
     ],
 )
 def test_a_method_that_is_not_told_enough_is_refused_before_a_model_is_built(omni, monkeypatch, method, message):

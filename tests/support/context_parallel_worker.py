@@ -2,37 +2,37 @@
 
     torchrun --nproc-per-node 2 context_parallel_worker.py FOLDER CASE …
 
-is both ranks; each writes what it found to the folder.
+is both ranks; each writes what it found to the folder. With DEVICE=cuda in the environment each has a GPU.
 """
 
 from __future__ import annotations
 
 import copy
 import datetime
+import functools
 import os
+import signal
 import sys
 import traceback
 from pathlib import Path
 
-import joint_parallel
+import tiny_pipelines
 import torch
 import torch.distributed as dist
-from count_sent import Sent
 from diffusers import FirstBlockCacheConfig, MagCacheConfig
+from diffusers.models.transformers.transformer_helios import HeliosTransformer3DModel
+from tiny_families import FAMILIES, GRID, first
 
 import vmonarch
-from vmonarch import AttentionPlan, BasedProcessor, ExactBlocks, FlashBiasProcessor, VMonarchProcessor
+from vmonarch import AttentionPlan, BasedProcessor, ExactBlocks, FlashBiasProcessor, TwoResolutionProcessor
+from vmonarch import VMonarchProcessor as VMonarch
 from vmonarch.base import FullAttentionProcessor
 from vmonarch.bias import SpatioTemporalDecay
+from vmonarch.families import FAMILIES as RECORDS
+from vmonarch.hooks import record_of
+from vmonarch.installation import self_attention_modules
 
 RANKS = 2
-METHODS = {"t1": {"num_iterations": 1}, "own": {"exact": {"band": 0}}, "full": None}
-# Heads, grid and options: 15 tokens on each rank, none of them at a frame's end; 23 and 22 with odd ones.
-SPLITS = {
-    "even": (2, (5, 2, 3), {}),
-    "uneven-heads": (3, (5, 2, 3), {}),
-    "odd-tokens": (3, (5, 3, 3), {"ulysses_anything": True}),
-}
 
 
 class Alone:
@@ -53,6 +53,7 @@ class Rank:
     parallel = True
 
     def __init__(self, device="cpu"):
+        self.device = device
         self.mesh = dist.device_mesh.init_device_mesh(device, (1, RANKS), mesh_dim_names=("ring", "ulysses"))
 
     def enable(self, model, **options):
@@ -66,6 +67,11 @@ class Rank:
         x = x.clone()
         dist.all_reduce(x)
         return x
+
+
+# Processors, by the number of heads.
+
+METHODS = {"t1": {"num_iterations": 1}, "own": {"exact": {"band": 0}}, "full": None}
 
 
 def plan_of(heads):
@@ -88,41 +94,15 @@ def table(heads, tokens):
 
 
 PROCESSORS = {
-    "vmonarch": lambda heads: VMonarchProcessor(),
-    "vmonarch-exact-blocks": lambda heads: VMonarchProcessor(exact=ExactBlocks(columns=(0,), band=0), coarse=2),
-    "vmonarch-bias": lambda heads: VMonarchProcessor(bias=decay_of(heads)),
+    "vmonarch": lambda heads: VMonarch(),
+    "vmonarch-exact-blocks": lambda heads: VMonarch(exact=ExactBlocks(columns=(0,), band=0), coarse=2),
+    "vmonarch-bias": lambda heads: VMonarch(bias=decay_of(heads)),
     "flash-bias": lambda heads: FlashBiasProcessor(decay_of(heads)),
     "based": lambda heads: BasedProcessor(feature_dim=4, decay=True),
     "based-mixed": lambda heads: BasedProcessor(layers=["linear", "conv", "window"], feature_dim=4),
-    "plan": lambda heads: VMonarchProcessor(plan=plan_of(heads)),
+    "plan": lambda heads: VMonarch(plan=plan_of(heads)),
     "full": lambda heads: FullAttentionProcessor(),
 }
-
-
-def train(ranks, model, inputs, processor=None, autocast=False):
-    """The output, and gradients of all parameters and of the bias, summed over ranks."""
-    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-        out = model(**inputs)[0]
-    (out * out.detach().cos()).sum().backward()
-    bias = getattr(processor, "bias", None)
-    parameters = [*model.named_parameters(), *(bias.named_parameters("bias") if bias is not None else ())]
-    # A rank may have no part in a parameter.
-    return {"out": out.detach()} | {
-        name: ranks.total(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad)
-        for name, parameter in parameters
-    }
-
-
-def same(processor, split):
-    def case(tiny, ranks):
-        heads, grid, options = SPLITS[split]
-        model = tiny.transformer(num_attention_heads=heads, num_layers=3 if processor == "based-mixed" else 2)
-        applied = vmonarch.apply(model, PROCESSORS[processor](heads)).processor
-        jitter(model)
-        ranks.enable(model, **options)
-        return train(ranks, model, tiny.inputs(grid, batch=2), applied)
-
-    return case
 
 
 def jitter(model):
@@ -133,18 +113,96 @@ def jitter(model):
             parameter.data += 0.3 * torch.randn(parameter.shape, generator=generator)
 
 
+# Models with a processor and their inputs, by functions of `tiny_wan`.
+
+
+def wan(processor=None, heads=2, grid=(5, 2, 3), layers=2):
+    """One of tiny Wan models; processors are given as such, or by their names."""
+
+    def build(tiny):
+        model = tiny.transformer(num_attention_heads=heads, num_layers=layers)
+        vmonarch.apply(model, PROCESSORS[processor](heads) if isinstance(processor, str) else processor or VMonarch())
+        jitter(model)
+        return model, tiny.inputs(grid, batch=2)
+
+    return build
+
+
+def family(name, processor=None, grid=GRID, **config):
+    """A model beyond the Wan family, of which one sample in two may have a shorter prompt."""
+
+    def build(tiny):
+        case = FAMILIES[name]
+        model = case.make(**config)
+        vmonarch.apply(model, processor or VMonarch(**{"grid": GRID} if case.needs_grid else {}))
+        return model, case.call(grid)
+
+    return build
+
+
+# What is done with them.
+
+
+def run(model, inputs):
+    with torch.no_grad():
+        return first(model(**inputs))
+
+
+def forward(build, compiled=False, **parallel):
+    def case(tiny, ranks):
+        model, inputs = build(tiny)
+        ranks.enable(model, **parallel)
+        if compiled and ranks.parallel:
+            torch._dynamo.reset()
+            model.compile_repeated_blocks(backend="eager")
+        return {"out": run(model, inputs)}
+
+    return case
+
+
+def train(ranks, model, *calls):
+    """The outputs, and gradients of all parameters and of biases, summed over ranks."""
+    outputs = [first(model(**inputs)) for inputs in calls]
+    sum((out * out.detach().cos()).sum() for out in outputs).backward()
+    bias = getattr(record_of(model).processor, "bias", None)
+    parameters = [*model.named_parameters(), *(bias.named_parameters("bias") if bias is not None else ())]
+    # A rank may have no part in a parameter.
+    return {f"out {n}": out.detach() for n, out in enumerate(outputs)} | {
+        name: ranks.total(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad)
+        for name, parameter in parameters
+    }
+
+
+def gradients(build, autocast=False, checkpointed=False, **parallel):
+    def case(tiny, ranks):
+        model, *calls = build(tiny)
+        ranks.enable(model, **parallel)
+        if checkpointed:
+            model.train().enable_gradient_checkpointing()
+        if autocast:
+            # As on CUDA, where autocast computes norms in float32.
+            for _, attn in self_attention_modules(model):
+                for norm in (attn.norm_q, attn.norm_k):
+                    norm.register_forward_hook(lambda module, inputs, output: output.float())
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            found = train(ranks, model, *calls)
+        # What moves all logits of a query alike has a gradient that is nothing but rounding.
+        least = 1e-6 * max(grad.abs().max() for grad in found.values())
+        return {name: grad for name, grad in found.items() if grad.abs().max() > least}
+
+    return case
+
+
+def two_grids(tiny):
+    """Of as many tokens: when blocks are computed again in backward, the transformer has seen the other one."""
+    model, _ = wan()(tiny)
+    return model, *(tiny.inputs(grid) for grid in ((3, 2, 4), (4, 2, 3)))
+
+
 def orders(tiny, ranks):
     """apply before and after enable_parallelism, twice; a copy and restore in each case."""
-    found = {}
-    inputs = tiny.inputs((5, 2, 3))
-
-    def output(model):
-        with torch.no_grad():
-            return model(**inputs)[0]
-
-    def apply(model):
-        vmonarch.apply(model, VMonarchProcessor())
-
+    found, inputs = {}, tiny.inputs((5, 2, 3))
+    apply = lambda model: vmonarch.apply(model, VMonarch())
     ways = {
         "apply-enable": [apply, ranks.enable],
         "enable-apply": [ranks.enable, apply],
@@ -155,234 +213,395 @@ def orders(tiny, ranks):
         model = tiny.transformer()
         for step in steps:
             step(model)
-        found[name] = output(model)
-        found[f"{name}, copied"] = output(copy.deepcopy(model))
+        found[name] = run(model, inputs)
+        found[f"{name}, copied"] = run(copy.deepcopy(model), inputs)
         vmonarch.restore(model)
-        found[f"{name}, restored"] = output(model)
+        found[f"{name}, restored"] = run(model, inputs)
     return found
 
 
-def dense_layers(tiny, ranks):
-    model = tiny.transformer()
-    vmonarch.apply(model, VMonarchProcessor(dense_layers=1))
+def joint_orders(tiny, ranks):
+    """apply twice, a copy, and the model whose plan is diffusers' own: before apply, and restored."""
+    found = {}
+    model, inputs = family("hunyuan", VMonarch(num_iterations=1))(tiny)
     ranks.enable(model)
-    return train(ranks, model, tiny.inputs((5, 2, 3)))
+    vmonarch.apply(model, VMonarch())
+    found["again"] = run(model, inputs)
+    found["copied"] = run(copy.deepcopy(model), inputs)
+    model, inputs = FAMILIES["minimax-h3"].make(), FAMILIES["minimax-h3"].call()
+    ranks.enable(model)
+    vmonarch.apply(model, VMonarch(grid=GRID, dense_layers=1))
+    found["enabled before"] = run(model, inputs)
+    vmonarch.restore(model)
+    found["restored"] = run(model, inputs)
+    return found
 
 
-def pipeline(kind, processor):
-    """A whole pipeline: its scheduler tells the dense steps, its cross-attention is with text and image."""
+def pipeline(kind, processor, cache=None, heads=2, anything=False, **call):
+    """A whole pipeline: its scheduler tells the steps, its cross-attention is with text and image."""
 
     def case(tiny, ranks):
         pipe = tiny.pipeline(kind)
-        vmonarch.apply(pipe, processor())
-        ranks.enable(pipe.transformer)
-        return {"out": tiny.generate(pipe, steps=3, guidance=3.0)}
+        if heads != 2:
+            pipe.transformer = tiny.transformer(num_attention_heads=heads)
+        vmonarch.apply(pipe, processor)
+        if cache is not None:
+            pipe.transformer.enable_cache(cache)
+        ranks.enable(pipe.transformer, ulysses_anything=anything)
+        return {"out": tiny.generate(pipe, **{"steps": 3, "guidance": 3.0} | call)}
 
     return case
 
 
-def refreshed(make, heads, height=32):
-    """Two steps refresh, two use residuals, in a pipeline whose guidance has two branches."""
+def joint_pipeline(name, **options):
+    """LTX with conditions does not tell the grid."""
+    options |= {"grid": tiny_pipelines.GRID} if name == "ltx-condition" else {}
 
     def case(tiny, ranks):
-        pipe = tiny.pipeline("t2v")
-        pipe.transformer = tiny.transformer(num_attention_heads=heads)
-        vmonarch.apply(pipe, make())
-        ranks.enable(pipe.transformer, ulysses_anything=True)
-        return {"out": tiny.generate(pipe, steps=4, height=height)}
+        pipe, call = tiny_pipelines.pipeline(name)
+        vmonarch.apply(pipe, VMonarch(**options))
+        ranks.enable(pipe.transformer)
+        return {"out": tiny_pipelines.sample(pipe, call)}
 
     return case
-
-
-def cached(tiny, ranks):
-    """A cache that reuses some of what the transformer computes."""
-    pipe = tiny.pipeline("t2v")
-    vmonarch.apply(pipe, VMonarchProcessor(dense_steps=1))
-    # The other way round, the first block's cache would be given all tokens.
-    pipe.transformer.enable_cache(MagCacheConfig(num_inference_steps=4, mag_ratios=[1.0] * 4, max_skip_steps=1))
-    ranks.enable(pipe.transformer)
-    return {"out": tiny.generate(pipe, steps=4, guidance=3.0)}
-
-
-def checkpointed(tiny, ranks, **options):
-    """Blocks computed again in backward, when the transformer has seen another grid of as many tokens."""
-    model = tiny.transformer()
-    vmonarch.apply(model, VMonarchProcessor(**options))
-    ranks.enable(model)
-    model.train()
-    model.enable_gradient_checkpointing()
-    outputs = [model(**tiny.inputs(grid))[0] for grid in ((3, 2, 4), (4, 2, 3))]
-    sum((out * out.detach().cos()).sum() for out in outputs).backward()
-    return {name: ranks.total(p.grad) for name, p in model.named_parameters()}
-
-
-def autocast(tiny, ranks, **options):
-    model = tiny.transformer(num_attention_heads=3)
-    vmonarch.apply(model, VMonarchProcessor(**options))
-    ranks.enable(model)
-    with torch.autocast("cpu", torch.bfloat16):
-        return {"out": tiny.run(model, (5, 2, 3))}
-
-
-def autocast_full(tiny, ranks):
-    """Forward and backward where autocast computes the norms of queries and keys in float32, as it does on CUDA."""
-    model = tiny.transformer(num_attention_heads=3)
-    vmonarch.apply(model, FullAttentionProcessor())
-    for block in model.blocks:
-        for norm in (block.attn1.norm_q, block.attn1.norm_k):
-            norm.register_forward_hook(lambda module, inputs, output: output.float())
-    ranks.enable(model)
-    return train(ranks, model, tiny.inputs((5, 2, 3), batch=2), autocast=True)
-
-
-def compiled(tiny, ranks):
-    model = tiny.transformer()
-    vmonarch.apply(model, VMonarchProcessor())
-    ranks.enable(model)
-    if ranks.parallel:
-        torch._dynamo.reset()
-        model.compile_repeated_blocks(backend="eager")
-    return {"out": tiny.run(model, (5, 2, 3))}
 
 
 def adapter(tiny, ranks):
     """What an adapter holds, loaded where parallelism is enabled already."""
-    path = Path(os.environ["ADAPTER"])
     model = tiny.transformer(num_attention_heads=3)
     ranks.enable(model)
-    vmonarch.load_adapter(model, path)
+    vmonarch.load_adapter(model, Path(os.environ["ADAPTER"]))
     return {"out": tiny.run(model, (5, 2, 3))}
 
 
+def masked(tiny, ranks):
+    """A mask of a sequence of which every rank has a part, as it has of the mask."""
+    model, inputs = family("minimax-h3")(tiny)
+    ranks.enable(model)
+    mask = torch.ones(1, 1, 1, len(inputs["token_tags"]), dtype=torch.bool)
+    mask[..., :3] = False
+
+    def with_a_mask(module, args):
+        tokens, rotary, _ = args
+        parts = mask.split(tokens.shape[1], -1)
+        return tokens, rotary, parts[dist.get_rank() if ranks.parallel else 0]
+
+    for _, attn in self_attention_modules(model):
+        attn.register_forward_pre_hook(with_a_mask)
+    out = run(model, inputs)
+    mask[...] = True
+    assert not torch.allclose(run(model, inputs), out)
+    return {"out": out}
+
+
+def conditions(tiny, ranks):
+    """A noise level for every token, and conditions before the video (LTX); for every frame, and control (Cosmos)."""
+    found = {}
+    model, inputs = family("ltx", VMonarch(grid=GRID))(tiny)
+    ranks.enable(model)
+    T, H, W = (inputs.pop(name) for name in ("num_frames", "height", "width"))
+    tokens = 8 + T * H * W
+    generator = torch.Generator().manual_seed(2)
+    inputs |= {
+        "hidden_states": torch.randn(2, tokens, 4, generator=generator),
+        "timestep": torch.rand(2, tokens, generator=generator) * 1000,
+        "video_coords": torch.rand(2, 3, tokens, generator=generator),
+    }
+    found["ltx"] = run(model, inputs)
+    model, inputs = family("cosmos", controlnet_block_every_n=2)(tiny)
+    ranks.enable(model)
+    inputs["block_controlnet_hidden_states"] = [torch.randn(1, T * H * W, 24, generator=generator)]
+    inputs["timestep"] = torch.rand(1, 1, T, 1, 1, generator=generator) * 1000
+    found["cosmos"] = run(model, inputs)
+    return found
+
+
+# Heads, grid and options: 15 tokens on each rank, none of them at a frame's end; 23 and 22 with odd ones.
+SPLITS = {
+    "even": (2, (5, 2, 3), {}),
+    "uneven-heads": (3, (5, 2, 3), {}),
+    "odd-tokens": (3, (5, 3, 3), {"ulysses_anything": True}),
+}
+# 105 tokens: 53 and 52.
+ODD = (5, 7, 3)
+# With a single frame, whose tokens are all a condition of HunyuanVideo's image-to-video model.
+FRAME = (1, 4, 6)
+FORWARD_ONLY = ("ltx2", "kandinsky5")
+SUPPORTED = [name for name, case in FAMILIES.items() if RECORDS[case.model].spread is not None]
+# Pipelines, some of which have names of their own. Mochi has no `refresh`.
+REFRESHED = [
+    name for name in tiny_pipelines.PIPELINES if (name in SUPPORTED or name not in FAMILIES) and name != "mochi"
+]
+# Of a plan the second layer is the model's own.
+THREE_HEADS = {
+    "plain": VMonarch(),
+    "plan": VMonarch(plan=AttentionPlan(METHODS, {"transformer": [["full", "t1", "own"], ["full"] * 3]})),
+    "two-resolution": TwoResolutionProcessor(share=0.2),
+    "flash-bias": FlashBiasProcessor(SpatioTemporalDecay(3)),
+    "full": FullAttentionProcessor(),
+    "dense-layers": VMonarch(dense_layers=1),
+}
+MAG_CACHE = MagCacheConfig(num_inference_steps=4, mag_ratios=[1.0] * 4, max_skip_steps=1)
 COUNTED = {"heads": 3, "grid": (5, 3, 3)}
 SAME = {
-    **{f"{processor}-{split}": same(processor, split) for processor in PROCESSORS for split in SPLITS},
+    **{
+        f"{processor}-{split}": gradients(wan(processor, heads, grid, 2 + ("mixed" in processor)), **options)
+        for processor in PROCESSORS for split, (heads, grid, options) in SPLITS.items()
+    },
     "orders": orders,
-    "dense-layers": dense_layers,
-    "dense-steps": pipeline("t2v", lambda: VMonarchProcessor(dense_steps=(0, 2))),
-    "bias-of-tensors": pipeline("t2v", lambda: FlashBiasProcessor(table(2, 18))),
-    "refresh": refreshed(lambda: VMonarchProcessor(refresh=(0, 2)), 2),
-    "refresh-uneven-heads": refreshed(lambda: VMonarchProcessor(refresh=(0, 2), bias=decay_of(3)), 3),
-    "image": pipeline("i2v-2.1", VMonarchProcessor),
-    "chronoedit": pipeline("chronoedit", VMonarchProcessor),
-    "timestep-per-token": pipeline("t2v-5b", VMonarchProcessor),
-    "cache": cached,
-    "checkpointed": checkpointed,
-    "autocast": autocast,
-    "autocast-full": autocast_full,
-    "compiled": compiled,
+    "dense-layers": gradients(wan(VMonarch(dense_layers=1))),
+    "dense-steps": pipeline("t2v", VMonarch(dense_steps=(0, 2))),
+    "bias-of-tensors": pipeline("t2v", FlashBiasProcessor(table(2, 18))),
+    # Two steps refresh, two use residuals, in a pipeline whose guidance has two branches.
+    "refresh": pipeline("t2v", VMonarch(refresh=(0, 2)), steps=4, guidance=5.0, anything=True),
+    "refresh-uneven-heads": pipeline(
+        "t2v", VMonarch(refresh=(0, 2), bias=decay_of(3)), heads=3, steps=4, guidance=5.0, anything=True),
+    "image": pipeline("i2v-2.1", VMonarch()),
+    "chronoedit": pipeline("chronoedit", VMonarch()),
+    "timestep-per-token": pipeline("t2v-5b", VMonarch()),
+    "cache": pipeline("t2v", VMonarch(dense_steps=1), MAG_CACHE, steps=4),
+    "checkpointed": gradients(two_grids, checkpointed=True),
+    "autocast": gradients(wan("vmonarch", 3), autocast=True),
+    "autocast-full": gradients(wan("full", 3), autocast=True),
+    "compiled": forward(wan(), compiled=True),
     "adapter": adapter,
-    **joint_parallel.SAME,
-}
+    **{f"joint-{name}": forward(family(name)) for name in SUPPORTED},
+    **{
+        f"joint-odd-tokens-{name}": forward(family(name, grid=ODD), ulysses_anything=True)
+        for name in ("hunyuan-i2v", "mochi", "ltx")
+    },
+    "joint-one-frame": forward(family("hunyuan-i2v", grid=FRAME)),
+    **{
+        f"joint-three-heads-{name}": forward(family("hunyuan", ours, num_attention_heads=3))
+        for name, ours in THREE_HEADS.items()
+    },
+    "joint-dense-layers-unseen-mask": forward(family("hunyuan15", VMonarch(dense_layers=1))),
+    **{f"joint-gradients-{name}": gradients(family(name)) for name in SUPPORTED if name not in FORWARD_ONLY},
+    "joint-gradients-three-heads": gradients(family("hunyuan-i2v", num_attention_heads=3)),
+    "joint-gradients-checkpointed": gradients(family("hunyuan-i2v"), checkpointed=True),
+    "joint-dense-steps": joint_pipeline("hunyuan", dense_steps=(0, 2)),
+    **{f"joint-refresh-{name}": joint_pipeline(name, dense_steps=1, refresh=(1, 3)) for name in REFRESHED},
+    "joint-orders": joint_orders,
+    "joint-masked": masked,
+    "joint-compiled": forward(family("hunyuan"), compiled=True),
+    "joint-conditions": conditions,
+}  # fmt: skip
 
 
 def sent(tiny, ranks):
-    """Bytes that this rank sends in a forward call of one layer."""
-    model = tiny.transformer(num_attention_heads=COUNTED["heads"], num_layers=1)
-    vmonarch.apply(model, VMonarchProcessor())
+    """Bytes that this rank sends to others in a forward call of one layer."""
+    model, sent_bytes, exchange = tiny.transformer(num_attention_heads=3, num_layers=1), 0, dist.all_to_all_single
+    vmonarch.apply(model, VMonarch())
     ranks.enable(model, ulysses_anything=True)
-    counted = dist.all_to_all_single = Sent()
+
+    def counted(output, tensor, output_splits, input_splits, *, group, **options):
+        nonlocal sent_bytes
+        assert tensor.dtype == torch.uint8 and sum(input_splits) == tensor.numel()
+        sent_bytes += sum(input_splits) - input_splits[dist.get_rank(group)]
+        return exchange(output, tensor, output_splits, input_splits, group=group, **options)
+
+    dist.all_to_all_single = counted
     tiny.run(model, COUNTED["grid"])
-    dist.all_to_all_single = counted.all_to_all_single
-    return counted.bytes
+    dist.all_to_all_single = exchange
+    return sent_bytes
 
 
-def refused(act):
-    """The error of `act(tiny, ranks)`."""
+def killed(tiny, ranks):
+    """A pipeline on two ranks, the second of which is killed."""
 
-    def case(tiny, ranks):
-        try:
-            act(tiny, ranks)
-        except Exception as error:
-            return f"{type(error).__name__}: {error}"
-        return "no error"
+    def step_ended(pipe, step, timestep, kwargs):
+        print(f"rank {dist.get_rank()}, process {os.getpid()}: step {step} has ended", flush=True)
+        if dist.get_rank() == 1 and step == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return kwargs
 
-    return case
-
-
-def refused_on(build, grid=(5, 2, 3), **options):
-    """A model under parallelism: when it is made, or when it runs."""
-    return refused(lambda tiny, ranks: tiny.run(build(tiny, lambda model: ranks.enable(model, **options)), grid))
+    try:
+        pipeline("t2v", VMonarch(), steps=4, callback_on_step_end=step_ended)(tiny, ranks)
+    except RuntimeError:
+        # gloo sees that a connection is closed. NCCL waits for the rest of its timeout.
+        signal.pause()
 
 
-def refused_by_apply(processor=None, heads=2, **options):
+def errors(tiny, ranks):
+    """Relative errors in bfloat16 of output and gradients, by model, by the number of ranks and by tensor.
+
+    240 tokens on each rank, two and a half frames; of three heads the first rank has two.
+    """
+    grid, heads = (5, 8, 12), {"num_attention_heads": 3, "attention_head_dim": 64}
+    models = {
+        "wan": lambda: (tiny.transformer(**heads), tiny.inputs(grid)),
+        # Text of two lengths beside the video.
+        "hunyuan": lambda: (
+            FAMILIES["hunyuan"].make(**heads, rope_axes_dim=(16, 24, 24)), FAMILIES["hunyuan"].call(grid)),
+    }  # fmt: skip
+
+    def learnt(make, ranks_of, dtype, **options):
+        model, inputs = make()
+        model.to(ranks.device, dtype)
+        vmonarch.apply(model, VMonarch(**options))
+        ranks_of.enable(model)
+        for name, value in inputs.items():
+            if isinstance(value, torch.Tensor):
+                kept = not value.is_floating_point() or name == "timestep"
+                inputs[name] = value.to(ranks.device, None if kept else dtype)
+        return {name: tensor.double() for name, tensor in train(ranks_of, model, inputs).items()}
+
+    report = {}
+    for model, make in models.items():
+        exact = learnt(make, Alone(), torch.float32, implementation="torch")
+        # Some gradients are nothing but rounding.
+        least = 1e-6 * max(tensor.norm() for tensor in exact.values())
+        for number, ranks_of in ((1, Alone()), (2, ranks)):
+            found = learnt(make, ranks_of, torch.bfloat16)
+            report[model, number] = {
+                name: ((found[name] - tensor).norm() / tensor.norm()).item()
+                for name, tensor in exact.items()
+                if tensor.norm() > least
+            }
+    return report
+
+
+# What is refused: when a model is made, or when it runs.
+
+
+def enabled(build, **parallel):
+    return lambda tiny, ranks: ranks.enable(build(tiny)[0], **parallel)
+
+
+def enabled_before(make, processor=None, **parallel):
     def act(tiny, ranks):
-        model = tiny.transformer(num_attention_heads=heads)
-        ranks.enable(model, **options)
+        model = make(tiny)
+        ranks.enable(model, **parallel)
         try:
-            vmonarch.apply(model, processor or VMonarchProcessor())
+            vmonarch.apply(model, processor or VMonarch())
         except Exception:
             assert not hasattr(model, "_vmonarch_record")
             raise
 
-    return refused(act)
+    return act
 
 
-def applied(processor, heads=2):
-    def build(tiny, enable):
-        model = tiny.transformer(num_attention_heads=heads)
-        vmonarch.apply(model, processor)
-        enable(model)
-        return model
-
-    return build
+def unsupported(tiny):
+    model = FAMILIES["helios"].make()
+    model._cp_plan = {"proj_out": HeliosTransformer3DModel._cp_plan["blocks.0.attn1"]}
+    return model
 
 
-def with_first_block_cache(*steps):
-    def build(tiny, enable):
+def first_block_cache(*steps):
+    def act(tiny, ranks):
         model = tiny.transformer()
         take = {
-            "apply": lambda: vmonarch.apply(model, VMonarchProcessor()),
+            "apply": lambda: vmonarch.apply(model, VMonarch()),
             "cache": lambda: model.enable_cache(FirstBlockCacheConfig(threshold=0.1)),
-            "parallel": lambda: enable(model),
+            "parallel": lambda: ranks.enable(model),
         }
         for step in steps:
             take[step]()
-        return model
+        tiny.run(model, (5, 2, 3))
 
-    return build
+    return act
 
 
-def compiled_whole(tiny, enable):
-    model = applied(VMonarchProcessor())(tiny, enable)
+def joint_first_block_cache(tiny, ranks):
+    model, inputs = family("hunyuan")(tiny)
+    model.enable_cache(FirstBlockCacheConfig(threshold=0.1))
+    ranks.enable(model)
+    run(model, inputs)
+
+
+def compiled_whole(tiny, ranks):
+    model, inputs = wan()(tiny)
+    ranks.enable(model)
     # diffusers' hooks read signatures in their first call, which cannot be compiled.
-    tiny.run(model, (5, 2, 3))
+    run(model, inputs)
     torch._dynamo.reset()
     model.compile_repeated_blocks(backend="eager", fullgraph=True)
-    return model
+    run(model, inputs)
+
+
+def restored(tiny, ranks):
+    model, inputs = family("hunyuan")(tiny)
+    ranks.enable(model)
+    before = run(model, inputs)
+    try:
+        vmonarch.restore(model)
+    finally:
+        assert torch.equal(run(model, inputs), before)
+
+
+def with_a_plan(tiny, ranks):
+    model, _ = family("hunyuan")(tiny)
+    model.enable_parallelism = functools.partial(model.enable_parallelism, cp_plan={})
+    ranks.enable(model)
+
+
+def sparse(tiny):
+    model, inputs = family("kandinsky5", VMonarch(dense_layers=1), (3, 8, 16))(tiny)
+    params = {"to_fractal": False, "P": 0.9, "sta_mask": torch.ones(1, 1, 6, 6, dtype=torch.bool)}
+    return model, inputs | {"sparse_params": params}
 
 
 RING = {"ulysses_degree": 1, "ring_degree": RANKS, "mesh": None}
 NO_RING = "NotImplementedError: ring_degree=2 is not supported"
-NO_HEAD = "ValueError: ulysses_degree=2, but every rank needs a head of self-attention"
+NO_HEAD = "ValueError: ulysses_degree=2, but every rank needs a head of self-attention, which has 1: use at most 1"
+NO_CACHE = "NotImplementedError: First Block Cache is not supported under context parallelism"
+UNEVEN = "AssertionError: Tensor size along dimension to be sharded must be divisible by mesh size"
+UNSUPPORTED = "NotImplementedError: context parallelism is not supported with "
+OWN = "ValueError: attention beside the video's to itself stays the model's own, which shares heads evenly: its "
 # name -> (what is tried, its error)
 REFUSED = {
-    "ring": (refused_on(applied(VMonarchProcessor()), **RING), NO_RING),
-    "ring-before-apply": (refused_by_apply(**RING), NO_RING),
-    "few-heads": (refused_on(applied(VMonarchProcessor(), heads=1)), NO_HEAD),
-    "few-heads-before-apply": (refused_by_apply(heads=1), NO_HEAD),
+    "ring": (forward(wan(), **RING), NO_RING),
+    "ring-before-apply": (enabled_before(lambda tiny: tiny.transformer(), **RING), NO_RING),
+    "few-heads": (forward(wan(heads=1)), NO_HEAD),
+    "few-heads-before-apply": (enabled_before(lambda tiny: tiny.transformer(num_attention_heads=1)), NO_HEAD),
     "dense-layers-of-odd-heads": (
-        refused_by_apply(VMonarchProcessor(dense_layers=1), heads=3),
+        enabled_before(lambda tiny: tiny.transformer(num_attention_heads=3), VMonarch(dense_layers=1)),
         "ValueError: dense_layers keeps the model's own attention, which shares heads evenly"),
-    "odd-tokens": (
-        refused_on(applied(VMonarchProcessor()), grid=(5, 3, 3)),
-        "AssertionError: Tensor size along dimension to be sharded must be divisible by mesh size"),
+    "odd-tokens": (forward(wan(grid=(5, 3, 3))), UNEVEN),
     "bias-of-other-heads": (
-        refused_on(applied(FlashBiasProcessor(table(2, 30)), heads=4)),
-        "ValueError: bias has 2 heads, but attention has 4"),
+        forward(wan(FlashBiasProcessor(table(2, 30)), heads=4)), "ValueError: bias has 2 heads, but attention has 4"),
     "other-grid": (
-        refused_on(applied(VMonarchProcessor(grid=(5, 1, 3)))),
+        forward(wan(VMonarch(grid=(5, 1, 3)))),
         "ValueError: grid=(5, 1, 3), but the transformer was given the grid (5, 2, 3)"),
     **{
-        f"first-block-cache-{'-'.join(steps)}": (
-            refused_on(with_first_block_cache(*steps)),
-            "NotImplementedError: First Block Cache is not supported under context parallelism")
+        f"first-block-cache-{'-'.join(steps)}": (first_block_cache(*steps), NO_CACHE)
         for steps in (("apply", "cache", "parallel"), ("parallel", "cache", "apply"))
     },
-    "compiled-whole": (
-        refused_on(compiled_whole), "attention under context parallelism exchanges tokens between processes"),
-    **{name: (refused(act), error) for name, (act, error) in joint_parallel.REFUSED.items()},
+    "compiled-whole": (compiled_whole, "attention under context parallelism exchanges tokens between processes"),
+    **{
+        f"joint-{name}": (enabled(family(name)), UNSUPPORTED + case.model)
+        for name, case in FAMILIES.items() if name not in SUPPORTED
+    },
+    "joint-enabled-before-unsupported": (enabled_before(unsupported), UNSUPPORTED + "HeliosTransformer3DModel"),
+    "joint-enabled-before": (
+        enabled_before(lambda tiny: FAMILIES["ltx"].make()),
+        "ValueError: enable_parallelism has spread the tokens of a LTXVideoTransformer3DModel in another way"),
+    "joint-restored": (
+        restored, "RuntimeError: a HunyuanVideoTransformer3DModel cannot be restored under context parallelism"),
+    "joint-plan": (with_a_plan, "ValueError: cp_plan must be left alone"),
+    "joint-ring": (enabled(family("hunyuan"), **RING), NO_RING),
+    "joint-few-heads": (enabled(family("hunyuan", num_attention_heads=1)), NO_HEAD),
+    "joint-few-heads-of-sound": (
+        enabled(family("ltx2", audio_num_attention_heads=1, audio_cross_attention_dim=4)), OWN + "1 do not divide"),
+    "joint-odd-heads-of-text": (enabled(family("minimax-h3", num_attention_heads=3)), OWN + "3 do not divide"),
+    **{
+        f"joint-gradients-{name}": (
+            gradients(family(name)), "NotImplementedError: gradients are not supported under context")
+        for name in FORWARD_ONLY
+    },
+    "joint-odd-tokens": (forward(family("hunyuan", grid=ODD)), UNEVEN),
+    "joint-first-block-cache": (joint_first_block_cache, NO_CACHE),
+    "joint-sparse": (forward(sparse), "NotImplementedError: dense_steps and dense_layers keep the model's sparse"),
 }  # fmt: skip
+
+
+def found_by(case, *given):
+    """What a case finds, or its error."""
+    try:
+        return case(*given)
+    except Exception as error:
+        traceback.print_exc()
+        return f"{type(error).__name__}: {error}"
 
 
 def stand_for_accelerators():
@@ -403,15 +622,15 @@ def all_gather_of_any_sizes(outputs, x, group=None):
 
 def main(tiny, folder, names):
     torch.set_num_threads(1)
-    stand_for_accelerators()
-    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
-    ranks, results = Rank(), {}
-    for name in names:
-        try:
-            case = REFUSED[name][0] if name in REFUSED else (SAME | {"sent": sent})[name]
-            results[name] = case(tiny, ranks)
-        except Exception:
-            results[name] = traceback.format_exc()
+    device = os.environ.get("DEVICE", "cpu")
+    if device == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    else:
+        stand_for_accelerators()
+    dist.init_process_group("nccl" if device == "cuda" else "gloo", timeout=datetime.timedelta(seconds=300))
+    cases = SAME | {name: case for name, (case, _) in REFUSED.items()} | {f.__name__: f for f in (sent, killed, errors)}
+    ranks = Rank(device)
+    results = {name: found_by(cases[name], tiny, ranks) for name in names}
     torch.save(results, Path(folder) / f"{dist.get_rank()}.pt")
     dist.destroy_process_group()
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from vmonarch.eval.record import script_record
+from vmonarch.eval.bench.machine import script_record
 from vmonarch.files import write_json
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -71,3 +71,10 @@ def assert_precise(names, ours, plain, exact, dtype):
         error, allowed = ((z.double() - expected)[finite].norm().item() for z in (x, y))
         allowed = 2 * allowed + 8 * torch.finfo(dtype).eps * expected[finite].norm().item()
         assert error <= allowed, f"{name}: error {error:.3g} > {allowed:.3g}"
+
+
+def check_kernels(attend, inputs):
+    """`attend(implementation)(*inputs)` gives (out, lse): both, and gradients, are as precise as plain torch's."""
+    exact = with_gradients(attend("torch"), [x.double() for x in inputs])
+    ours, plain = (with_gradients(attend(how), inputs) for how in ("triton", "torch"))
+    assert_precise(("out", "lse", "dq", "dk", "dv"), ours, plain, exact, inputs[0].dtype)

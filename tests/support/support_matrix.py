@@ -17,7 +17,7 @@ from pathlib import Path
 from gpu_tests import outcome
 from tiny_families import FAMILIES as TINY
 
-from vmonarch.eval.record import script_record
+from vmonarch.eval.bench.machine import script_record
 from vmonarch.families import FAMILIES
 from vmonarch.files import write_json
 

@@ -46,9 +46,18 @@ def _pipe(cls: Any, name: str, **parts: Any) -> Any:
     return cls(**dict.fromkeys(needed[1:]) | parts)
 
 
-def _prompts(dim: int, text: int = TEXT) -> dict[str, Any]:
-    """Embeddings of a prompt and of a negative one."""
-    return {"prompt_embeds": _noise(1, text, dim), "negative_prompt_embeds": -_noise(1, text, dim)}
+def _both(masks: dict[str, Any], **embeds: torch.Tensor) -> dict[str, Any]:
+    """Of a prompt and of a negative one: embeddings of opposite signs, and masks that are alike."""
+    negative = {f"negative_{name}": -x for name, x in embeds.items()}
+    return embeds | negative | masks | {f"negative_{name}": mask for name, mask in masks.items()}
+
+
+def _prompts(dim: int, text: int = TEXT, **masks: torch.Tensor) -> dict[str, Any]:
+    return _both(masks, prompt_embeds=_noise(1, text, dim))
+
+
+def _guided(dim: int, text: int = TEXT) -> dict[str, Any]:
+    return _prompts(dim, text, prompt_attention_mask=torch.ones(1, text, dtype=torch.long))
 
 
 def _image(height: int = SIZE["height"], width: int = SIZE["width"]) -> Image.Image:
@@ -84,13 +93,8 @@ def _hunyuan15() -> Pipeline:
     )
     guider = ClassifierFreeGuidance(guidance_scale=2.0)
     pipe = _pipe(diffusers.HunyuanVideo15Pipeline, "hunyuan15", vae=vae.eval(), guider=guider)
-    mask = torch.ones(1, TEXT)
-    prompt = {}
-    for sign, factor in (("", 1), ("negative_", -1)):
-        for suffix, dim in (("", 16), ("_2", 8)):
-            prompt[f"{sign}prompt_embeds{suffix}"] = factor * _noise(1, TEXT, dim)
-            prompt[f"{sign}prompt_embeds_mask{suffix}"] = mask
-    return pipe, SIZE | prompt
+    masks = dict.fromkeys(("prompt_embeds_mask", "prompt_embeds_mask_2"), torch.ones(1, TEXT))
+    return pipe, SIZE | _both(masks, prompt_embeds=_noise(1, TEXT, 16), prompt_embeds_2=_noise(1, TEXT, 8))
 
 
 def _ltx(cls: Any = diffusers.LTXPipeline) -> Pipeline:
@@ -106,11 +110,6 @@ def _ltx(cls: Any = diffusers.LTXPipeline) -> Pipeline:
     return _pipe(cls, "ltx", vae=vae.eval()), LTX_SIZE | _guided(16)
 
 
-def _guided(dim: int, text: int = TEXT) -> dict[str, Any]:
-    masks = {f"{sign}prompt_attention_mask": torch.ones(1, text, dtype=torch.long) for sign in ("", "negative_")}
-    return _prompts(dim, text) | masks
-
-
 def _ltx_condition() -> Pipeline:
     pipe, call = _ltx(diffusers.LTXConditionPipeline)
     image = _image(LTX_SIZE["height"], LTX_SIZE["width"])
@@ -122,10 +121,8 @@ class _LTXOfPrompts(diffusers.LTXI2VLongMultiPromptPipeline):
     """Without an encoder of prompts."""
 
     def encode_prompt(self, **_: Any) -> tuple[torch.Tensor, ...]:
-        embeds = _guided(16)
-        return tuple(
-            embeds[f"{sign}prompt_{what}"] for sign in ("", "negative_") for what in ("embeds", "attention_mask")
-        )
+        embeds, negative, mask, negative_mask = _guided(16).values()
+        return embeds, mask, negative, negative_mask
 
 
 def ltx_of_prompts() -> Pipeline:
@@ -199,11 +196,8 @@ def _wan_vae() -> Any:
 
 
 def _kandinsky5() -> Pipeline:
-    prompt = {}
-    for sign, factor in (("", 1), ("negative_", -1)):
-        prompt[f"{sign}prompt_embeds_qwen"] = factor * _noise(1, TEXT, 16)
-        prompt[f"{sign}prompt_embeds_clip"] = factor * _noise(1, 8)
-        prompt[f"{sign}prompt_cu_seqlens"] = torch.tensor([0, TEXT])
+    embeds = {"prompt_embeds_qwen": _noise(1, TEXT, 16), "prompt_embeds_clip": _noise(1, 8)}
+    prompt = _both({"prompt_cu_seqlens": torch.tensor([0, TEXT])}, **embeds)
     return _pipe(diffusers.Kandinsky5T2VPipeline, "kandinsky5"), SIZE | prompt
 
 
@@ -270,11 +264,7 @@ def _kandinsky6() -> Pipeline:
             resblock_dilation_sizes=((1,),),
         ).eval(),
     )
-    prompt = {}
-    for sign, factor in (("", 1), ("negative_", -1)):
-        prompt[f"{sign}prompt_embeds"] = factor * _noise(1, TEXT, 16)
-        prompt[f"{sign}pooled_prompt_embeds"] = factor * _noise(1, 8)
-    return pipe, SIZE | prompt
+    return pipe, SIZE | _prompts(16) | _both({}, pooled_prompt_embeds=_noise(1, 8))
 
 
 def _mochi() -> Pipeline:

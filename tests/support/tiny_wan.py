@@ -344,3 +344,21 @@ def clips(first: int, count: int, *, huge: int | None = None, image: bool = Fals
         extras = {"first_frame_latent": encoded, "clip_feature": feature} if image else {}
         found.append(Sample(f"clip-{number}", latents, text, caption=f"number {number}", extras=extras))
     return found
+
+
+def settings(folder: Any, **values: Any) -> Any:
+    """Completed settings for a pipeline in a `ModelFolder`, at the size above."""
+    from vmonarch.pipelines.config import GenerateConfig, complete
+
+    size = {"height": HEIGHT, "width": WIDTH, "num_frames": FRAMES, "steps": 2, "negative_prompt": "", "device": "cpu"}
+    given = {"prompts": (PROMPT,), **size, **values, "model": str(folder.path)}
+    return complete(GenerateConfig(**given), folder)
+
+
+def load(model: Any, **values: Any) -> Any:
+    """The pipeline in a folder, loaded for such settings."""
+    from vmonarch.pipelines.loading import load_model
+    from vmonarch.pipelines.model_folder import find_model
+
+    folder = find_model(str(model))
+    return load_model(settings(folder, **values), folder)

@@ -11,13 +11,11 @@ all-to-alls, models, state and runner are its own.
 from __future__ import annotations
 
 import contextlib
-import importlib
 import os
 import runpy
 import signal
 import subprocess
 import sys
-import traceback
 from pathlib import Path
 from unittest import mock
 
@@ -382,7 +380,7 @@ def run_backend(processor=None, grid=(5, 2, 3), heads=2, **options):
         ranks.choose(model, VMonarchProcessor() if processor is None else processor())
         output(tiny, ranks, model, grid)
 
-    return parts.refused(act)
+    return act
 
 
 def ring(by_apply):
@@ -398,7 +396,7 @@ def ring(by_apply):
         finally:
             ranks.spread(ulysses=RANKS)
 
-    return parts.refused(act)
+    return act
 
 
 def few_heads(tiny, ranks):
@@ -423,29 +421,11 @@ def call(keys=30, attention_kwargs=None, processor=None, **options):
             **options,
         )
 
-    return parts.refused(act)
+    return act
 
 
 def register(*arguments):
-    return parts.refused(lambda tiny, ranks: vmonarch.xfuser.register(*(argument() for argument in arguments)))
-
-
-def without(module, attribute):
-    """xfuser of a version that has not what we need."""
-
-    def act(tiny, ranks):
-        *owners, name = attribute.split(".")
-        owner = importlib.import_module(module)
-        for part in owners:
-            owner = getattr(owner, part)
-        kept = getattr(owner, name)
-        delattr(owner, name)
-        try:
-            vmonarch.xfuser.register(VMonarchProcessor())
-        finally:
-            setattr(owner, name, kept)
-
-    return parts.refused(act)
+    return lambda tiny, ranks: vmonarch.xfuser.register(*(argument() for argument in arguments))
 
 
 VIDEO = {"thw": (5, 2, 3)}
@@ -456,7 +436,7 @@ REFUSED = {
     "ring": (ring(by_apply=False), NO_RING),
     "ring-by-apply": (ring(by_apply=True), NO_RING),
     "few-heads": (
-        parts.refused(few_heads), "ValueError: ulysses_degree=2, but every rank needs a head of self-attention"),
+        few_heads, "ValueError: ulysses_degree=2, but every rank needs a head of self-attention"),
     "no-grid": (
         run_backend(attention_kwargs=None),
         "RuntimeError: xfuser's backend vmonarch was given 30 tokens without a grid"),
@@ -472,18 +452,10 @@ REFUSED = {
     "other-keys": (
         call(keys=28, attention_kwargs=VIDEO),
         "ValueError: grid (5, 2, 3) has 30 tokens, but xfuser's self-attention was given 30 queries and 28"),
-    "causal": (call(attention_kwargs=VIDEO, is_causal=True), NO_MASK),
-    "dropout": (call(attention_kwargs=VIDEO, dropout_p=0.1), NO_MASK),
     "mask": (call(attention_kwargs=VIDEO | {"attn_mask": torch.ones(1)}), NO_MASK + " and no attention mask"),
     "dense-steps": (
         register(lambda: VMonarchProcessor(dense_steps=2)),
         "ValueError: dense_steps must be 0 in a backend of xfuser, whose hybrid schedule"),
-    "dense-layers": (
-        register(lambda: VMonarchProcessor(dense_layers=0.5)),
-        "ValueError: dense_layers must be 0 in a backend of xfuser"),
-    "refresh": (
-        register(lambda: VMonarchProcessor(refresh=2)),
-        "ValueError: refresh must be None in a backend of xfuser, which is told neither layer nor step"),
     "plan": (
         register(lambda: VMonarchProcessor(plan=parts.plan_of(2))),
         "ValueError: plan must be None in a backend of xfuser"),
@@ -494,12 +466,6 @@ REFUSED = {
         register(VMonarchProcessor, lambda: "sdpa"),
         "ValueError: name must not be that of another member of AttentionBackendType, got 'SDPA'"),
     "name-of-two-words": (register(VMonarchProcessor, lambda: "two words"), "ValueError: name must be one word"),
-    "no-registry": (
-        without("xfuser.core.distributed.attention_backend", "ATTENTION_FUNCTION_REGISTRY"),
-        "ImportError: xfuser 0.7.0 has no xfuser.core.distributed.attention_backend.ATTENTION_FUNCTION_REG"),
-    "no-choice": (
-        without("xfuser.core.distributed.runtime_state", "RuntimeState._select_attention_backend"),
-        "ImportError: xfuser 0.7.0 has no RuntimeState._select_attention_backend; supported is xfuser>=0.7"),
 }  # fmt: skip
 
 
@@ -531,10 +497,7 @@ def main(tiny, device, folder, rank, names):
     ranks, results = Rank(device, rank, folder), {}
     # The runner ends with the groups.
     for name in sorted(names, key=lambda name: name == "runner"):
-        try:
-            results[name] = (SAME[name] if name in SAME else REFUSED[name][0])(tiny, ranks)
-        except Exception:
-            results[name] = traceback.format_exc()
+        results[name] = parts.found_by(SAME[name] if name in SAME else REFUSED[name][0], tiny, ranks)
     torch.save(results, Path(folder) / f"{rank}.pt")
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import vmonarch
+from vmonarch import requirements
 from vmonarch.pipelines.environment import EXTRAS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -45,6 +46,18 @@ def test_importing_the_package_loads_little_and_costs_under_a_second_beyond_torc
     )
 
 
+def test_a_version_that_is_not_supported_is_told_on_first_use(monkeypatch):
+    version = requirements.importlib.metadata.version
+    told = lambda name: "0.35.2" if name == "diffusers" else version(name)
+    monkeypatch.setattr(requirements.importlib.metadata, "version", told)
+    monkeypatch.setattr(requirements, "unsupported_versions", requirements.unsupported_versions.__wrapped__)
+    monkeypatch.delitem(vars(vmonarch), "LatentGrid", raising=False)
+    with pytest.warns(UserWarning, match=r"diffusers 0\.35\.2 is installed, vmonarch needs diffusers[<>=]"):
+        assert vmonarch.LatentGrid
+    with pytest.raises(requirements.UnsupportedVersion, match=r"diffusers 0\.35\.2"):
+        requirements.check_versions()
+
+
 def test_every_public_name_resolves_and_has_a_docstring():
     for name in vmonarch.__all__:
         assert getattr(vmonarch, name) is not None
@@ -67,6 +80,6 @@ def test_info_looks_for_the_packages_of_every_extra():
     # Bounds, no packages.
     del extras["tested"]
     assert set(EXTRAS) == set(extras)
-    for extra, requirements in extras.items():
-        packages = {re.match(r"[\w-]+", requirement)[0] for requirement in requirements}
+    for extra, needed in extras.items():
+        packages = {re.match(r"[\w-]+", requirement)[0] for requirement in needed}
         assert set(EXTRAS[extra]) <= packages and (extra == "dev" or packages <= set(EXTRAS[extra]))

@@ -112,13 +112,6 @@ def _weights(name: str, weight: torch.Tensor | float, queries: int | None, coord
     return tensor
 
 
-def check_reach(reach: object) -> None:
-    """Raise ValueError unless `reach` is three numbers above 0, math.inf among them."""
-    numbers = list(reach) if isinstance(reach, Sequence) and not isinstance(reach, str) else []
-    if len(numbers) != 3 or not all(isinstance(r, (int, float)) and not isinstance(r, bool) and r > 0 for r in numbers):
-        raise ValueError(f"reach must be three numbers above 0 (time, height, width), got {reach!r}")
-
-
 class SpatioTemporalDecay(torch.nn.Module):
     """A bias for video: -Σ_axis (Δaxis / reach)², learnable for every head, of rank 7; axes are time, height, width.
 
@@ -137,7 +130,9 @@ class SpatioTemporalDecay(torch.nn.Module):
     def __init__(self, heads: int = 1, reach: Sequence[float] = (16.0, 64.0, 64.0)) -> None:
         super().__init__()
         check_positive_integer("heads", heads)
-        check_reach(reach)
+        numbers = reach if isinstance(reach, Sequence) and len(reach) == 3 else [None]
+        if not all(isinstance(r, (int, float)) and not isinstance(r, bool) and r > 0 for r in numbers):
+            raise ValueError(f"reach must be three numbers above 0 (time, height, width), got {reach!r}")
         start = [0.0 if math.isinf(r) else float(r) ** -2 for r in reach]
         self.decay = torch.nn.Parameter(torch.tensor([start] * heads))
 

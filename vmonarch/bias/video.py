@@ -42,6 +42,9 @@ class BiasOption:
                 f" grid, such as vmonarch.bias.SpatioTemporalDecay(heads); got {type(bias).__name__}"
             )
 
+    def __repr__(self) -> str:
+        return f"BiasOption({type(self.bias).__name__})"
+
     def factors(
         self,
         grid: LatentGrid,

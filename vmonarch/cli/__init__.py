@@ -27,7 +27,7 @@ from vmonarch.requirements import check_versions
 COMMANDS = {
     "generate": "generate",
     "compare": "evaluate",
-    "ui": "generate",
+    "ui": "evaluate",
     "eval": "evaluate",
     "vbench": "evaluate",
     "calibrate": "evaluate",

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import inspect
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn, TypeVar
 
-from vmonarch.configs import InputError, is_override, parse_overrides, preset_names, read_yaml, suggest
-from vmonarch.configs.methods import OLD_RECIPES, method_names, recipe_names
+from vmonarch.configs import InputError, described, is_override, parse_overrides, preset_names, read_yaml, suggest
+from vmonarch.configs.methods import method_names, recipe_names
 from vmonarch.pipelines.config import SamplingConfig, build_config, read_prompts
 
 
@@ -24,12 +23,11 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, **options: Any) -> None:
         super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, **options)
         self.commands: dict[str, Parser] = {}
-        self.called = "command"
 
-    def add_commands(self, called: str = "command") -> argparse._SubParsersAction[Parser]:
-        """Make it a group of commands that are `called` so in its help, and return what they are added to."""
-        commands = self.add_subparsers(title=f"{called}s", metavar=called.upper(), required=True)
-        self.called, self.commands = called, commands.choices
+    def add_commands(self) -> argparse._SubParsersAction[Parser]:
+        """Make it a group of commands, and return what they are added to."""
+        commands = self.add_subparsers(title="commands", metavar="COMMAND", required=True)
+        self.commands = commands.choices
         return commands
 
     def leaves(self) -> Iterator[Parser]:
@@ -51,9 +49,8 @@ class Parser(argparse.ArgumentParser):
         if words and words[0].startswith("-"):
             # Help, the version, or the error that a command is missing.
             self.parse_args(words[:1])
-        said = f"there is no {self.called} {words[0]!r}" if words else f"a {self.called} is missing"
-        hint = suggest(words[0], self.commands) if words else ""
-        self.error(f"{said}{hint}; the {self.called}s are {', '.join(self.commands)}")
+        wrong = f"there is no command {words[0]!r}{suggest(words[0], self.commands)}" if words else ""
+        self.error(f"{wrong or 'a command is missing'}; the commands are {', '.join(self.commands)}")
 
     def error(self, message: str) -> NoReturn:
         """Print the usage and `message`, with what a misspelt option may have meant, and exit with code 2."""
@@ -75,10 +72,7 @@ def add_options(parser: argparse._ActionsContainer, schema: type, *names: str) -
     The help is what the docstring of the dataclass says under Args. Values stay text, whose type the config checks;
     several words make up a tuple. The metadata `option` of a field holds arguments of `add_argument` that differ.
     """
-    about: dict[str, str] = {}
-    for cls in reversed(schema.__mro__):
-        for entry in re.finditer(r"^    ([a-z_0-9, ]+): (.+(?:\n {8}.+)*)", inspect.getdoc(cls) or "", re.MULTILINE):
-            about |= dict.fromkeys(entry[1].split(", "), " ".join(entry[2].split()).rstrip(".").replace("%", "%%"))
+    about = {name: text.replace("%", "%%") for name, text in described(schema).items()}
     fields = {field.name: field for field in dataclasses.fields(schema)}
     for name in names:
         default, given = fields[name].default, dict(fields[name].metadata.get("option", {}))
@@ -136,22 +130,10 @@ def method_help() -> str:
     return f"{', '.join(method_names())}, a recipe ({', '.join(recipe_names())}), or METHOD:key=value,…"
 
 
-def add_recipe_argument(parser: argparse.ArgumentParser, option: str, **several: Any) -> None:
-    """Declare `--recipe`, another name of an option that takes methods and recipes."""
-    parser.add_argument("--recipe", dest=option, type=_recipe, metavar="RECIPE", help=f"as --{option}", **several)
-
-
-def _recipe(text: str) -> str:
-    name = text.partition(":")[0]
-    if name in OLD_RECIPES:
-        raise argparse.ArgumentTypeError(f"{name!r} is an attention method; the recipe is {OLD_RECIPES[name]!r}")
-    return text
-
-
 def add_method_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare which methods sample, and which of them is the reference."""
-    parser.add_argument("--methods", nargs="+", metavar="METHOD", help=f"of {method_help()} (default full vmonarch)")
-    add_recipe_argument(parser, "methods", nargs="+")
+    about = f"of {method_help()} (default full vmonarch)"
+    parser.add_argument("--methods", "--recipe", nargs="+", metavar="METHOD", help=about)
     parser.add_argument("--reference", metavar="METHOD", help="what the others are measured against (default full)")
 
 

@@ -11,19 +11,19 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from vmonarch.cli.arguments import Parser, add_recipe_argument, given_options
+from vmonarch.cli.arguments import Parser, given_options
 
-# What every benchmark times, for the help; rounds and seconds if nothing else is asked for, and with --quick.
-BENCHES: dict[str, tuple[str, tuple[int, float], tuple[int, float] | None]] = {
-    "kernels": ("attention alone, against exact attention", (15, 540.0), (7, 120.0)),
-    "e2e": ("denoising steps, and seconds per video", (5, 540.0), (2, 180.0)),
-    "train": ("training steps, and their memory", (5, 300.0), None),
-    "parallel": ("models on several GPUs, by heads", (5, 540.0), None),
-    "bias": ("attention with a low-rank bias", (9, 450.0), None),
-    "based": ("linear and window attention", (9, 280.0), None),
-    "norm": ("RMS norm and rotary embedding", (9, 240.0), None),
-    "families": ("transformers beyond Wan", (5, 540.0), None),
-    "sequence": ("text in the sequence of the video", (7, 240.0), None),
+# What every benchmark times, for the help; rounds and seconds if nothing else is asked for.
+BENCHES: dict[str, tuple[str, int, float]] = {
+    "kernels": ("attention alone, against exact attention", 15, 540.0),
+    "e2e": ("denoising steps, and seconds per video", 5, 540.0),
+    "train": ("training steps, and their memory", 5, 300.0),
+    "parallel": ("models on several GPUs, by heads", 5, 540.0),
+    "bias": ("attention with a low-rank bias", 9, 450.0),
+    "based": ("linear and window attention", 9, 280.0),
+    "norm": ("RMS norm and rotary embedding", 9, 240.0),
+    "families": ("transformers beyond Wan", 5, 540.0),
+    "sequence": ("text in the sequence of the video", 7, 240.0),
 }
 
 
@@ -68,7 +68,7 @@ _OPTIONS: dict[str, list[tuple[str, dict[str, Any]]]] = {
         ("--model", {"metavar": "MODEL", "help": "in place of the settings' own, which then may be sizes such as"
          " 61x448x832: of configs/models/ or a YAML file (random weights), a folder of a Wan pipeline, or a hub id"}),
         ("--modes", {**_SEVERAL, "help": "eager, compiled (default: both)"}),
-        ("--methods", _METHODS),
+        ("--methods --recipe", _METHODS),
         ("--steps", {"type": above_0(int), "metavar": "N", "help": "of a video (default 50)"}),
         ("--no-guidance", {"dest": "guidance", "action": "store_false",
          "help": "one forward call a step, as few-step models have"}),
@@ -84,7 +84,6 @@ _OPTIONS: dict[str, list[tuple[str, dict[str, Any]]]] = {
     "parallel": [
         ("--ranks", {"nargs": "+", "type": int, "metavar": "N",
          "help": "numbers of processes, 1 among them (default: 1, 2, 4 …)"}),
-        ("--cases", {"nargs": "*", "help": argparse.SUPPRESS}),
         ("--models", {"nargs": "+", "metavar": "SETTING", "help": "of `vmonarch bench e2e`"}),
         ("--modes", {**_SEVERAL, "help": "eager, compiled (default: both)"}),
     ],
@@ -97,19 +96,14 @@ _OPERATOR: list[tuple[str, dict[str, Any]]] = [
 
 
 def add_bench(parser: Parser) -> None:
-    commands = parser.add_commands("benchmark")
-    for name, (line, (rounds, budget), quick) in BENCHES.items():
+    commands = parser.add_commands()
+    for name, (line, rounds, budget) in BENCHES.items():
         of = commands.add_parser(name, help=line, description=f"Time {line}.")
-        options = [of.add_argument(option, **told).dest for option, told in _OPTIONS.get(name, _OPERATOR)]
-        if name == "e2e":
-            add_recipe_argument(of, "methods", nargs="+")
-        fast = ("", "") if quick is None else tuple(f", quick {value:g}" for value in quick)
-        counted = f"measurements of each method (default {rounds}{fast[0]})"
-        of.add_argument("--rounds", type=above_0(int), metavar="N", help=counted)
-        until = f"begin nothing after it (default {budget:g}{fast[1]})"
-        of.add_argument("--budget", type=above_0(float), metavar="SECONDS", help=until)
-        if quick:
-            options.append(of.add_argument("--quick", action="store_true", help="the main cases and methods only").dest)
+        options = [of.add_argument(*words.split(), **told).dest for words, told in _OPTIONS.get(name, _OPERATOR)]
+        about = f"measurements of each method (default {rounds})"
+        of.add_argument("--rounds", type=above_0(int), default=rounds, metavar="N", help=about)
+        about = f"begin nothing after it (default {budget:g})"
+        of.add_argument("--budget", type=above_0(float), default=budget, metavar="SECONDS", help=about)
         of.add_argument("--device", **DEVICE)
         of.set_defaults(options=options)
     merging = commands.add_parser("merge", help="put the JSON of several runs of `vmonarch bench e2e` together")
@@ -136,7 +130,6 @@ def run_bench(arguments: argparse.Namespace) -> None:
 
     examples:
       vmonarch bench kernels                                  everything, within 9 minutes on an H200
-      vmonarch bench kernels --quick --output quick.json      three shapes, d=128, within 2 minutes
       vmonarch bench kernels --shapes 43x28x52 24x44x80:40 --methods cudnn,vmonarch --passes forward
       vmonarch bench e2e --settings 1.3b-61x448x832           seconds per video with a model of random weights
       vmonarch bench e2e --model Wan-AI/Wan2.1-T2V-1.3B-Diffusers --settings 81x480x832 --methods full vmonarch-t3
@@ -145,8 +138,7 @@ def run_bench(arguments: argparse.Namespace) -> None:
     All ways to compute a case take turns. Results are compared with a reference before anything is timed: a wrong one
     gets no speed, and the command ends with exit code 1. What does not fit the budget is left out and named.
     """
-    from vmonarch.eval.bench.gate import WrongResultError
-    from vmonarch.eval.bench.runner import run_bench
+    from vmonarch.eval.bench.runner import WrongResultError, run_bench
     from vmonarch.eval.render.tables import aligned
     from vmonarch.pipelines.environment import shown_command
 
@@ -158,15 +150,13 @@ def run_bench(arguments: argparse.Namespace) -> None:
         print(output)
         return
     given = given_options(arguments, *arguments.options)
-    _, usual, quick = BENCHES[name]
-    rounds, budget = quick if quick is not None and arguments.quick else usual
     # Methods and cases of a single operator are chosen by the runner.
     bench = module.bench(**given) if name in _OPTIONS else module.bench()
     results = getattr(module, "measure", run_bench)(
         bench,
         output=output,
-        rounds=arguments.rounds or rounds,
-        budget=arguments.budget or budget,
+        rounds=arguments.rounds,
+        budget=arguments.budget,
         device=arguments.device,
         command=shown_command(("vmonarch",), arguments.words),
         say=teller(arguments.quiet),

@@ -1,19 +1,31 @@
-"""Methods beside each other: `vmonarch compare`, `eval` and `vbench`, and the plans of `vmonarch calibrate`."""
+"""What `vmonarch.eval` does: `vmonarch compare`, `eval`, `vbench`, `calibrate` and the page of `ui`."""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import sys
+import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vmonarch.cli.arguments import Parser, add_method_arguments, add_options, add_sampling_arguments, sampling_config
+from vmonarch.cli.arguments import (
+    MACHINE,
+    Parser,
+    add_method_arguments,
+    add_options,
+    add_sampling_arguments,
+    given_options,
+    hide_loading_bars,
+    sampling_config,
+)
 from vmonarch.configs import InputError, build
 from vmonarch.eval.calibrate.settings import Budget, CalibrateConfig
 from vmonarch.eval.settings import CompareConfig, EvalConfig
 from vmonarch.eval.vbench import installation, scoring
 from vmonarch.files import AtomicFiles, write_json
+from vmonarch.pipelines.config import SamplingConfig
 
 if TYPE_CHECKING:
     from vmonarch.plan import AttentionPlan
@@ -156,6 +168,45 @@ def _tell(plan: AttentionPlan) -> None:
         print(f"change of the model's output, measured in place: {best:.2f} % (first plan: {first:.2f} %)")
     if "time_of_full" in predicted:
         print(f"time: {100 * predicted['time_of_full']:.1f} % of full attention's, as measured head by head")
+
+
+def add_ui(parser: argparse.ArgumentParser) -> None:
+    models = "one or several to choose from: embedded (default), folders of pipelines, hub ids"
+    parser.add_argument("--model", dest="models", nargs="+", metavar="MODEL", help=models)
+    add_options(parser.add_argument_group("machine"), SamplingConfig, *MACHINE)
+    server = parser.add_argument_group("server")
+    server.add_argument("--output-dir", metavar="FOLDER", help="default: outputs/ui; the page shows all that is in it")
+    server.add_argument("--host", metavar="ADDRESS", default="127.0.0.1", help="default 127.0.0.1: this machine alone")
+    server.add_argument("--port", type=int, metavar="N", default=7860, help="default 7860; 0 for a free one")
+
+
+def run_ui(arguments: argparse.Namespace) -> None:
+    """a web page: from prompts to videos
+
+    examples:
+      vmonarch ui
+      vmonarch ui --model Wan-AI/Wan2.1-T2V-1.3B-Diffusers embedded --offload model
+      ssh -L 7860:localhost:7860 gpu-machine vmonarch ui        # then http://localhost:7860 here
+
+    The page needs the extra ui: pip install 'vmonarch[ui]'. It has no password: whoever reaches it can use it.
+    """
+    try:
+        from vmonarch.eval.ui import Studio, is_local, launch
+    except ModuleNotFoundError as error:
+        raise InputError("ui", f"needs {error.name}: pip install 'vmonarch[ui]'") from error
+    hide_loading_bars()
+    studio = Studio(**given_options(arguments, "models", "output_dir", *MACHINE))
+    page, address = launch(studio, arguments.host, arguments.port)
+    if not is_local(arguments.host):
+        print(f"vmonarch ui: warning: whoever reaches {arguments.host} can use the page; no password", file=sys.stderr)
+    print(f"{address}  (videos in {studio.output}; Ctrl-C ends it)", flush=True)
+    try:
+        with contextlib.suppress(KeyboardInterrupt):
+            threading.Event().wait()
+    finally:
+        for stop in list(studio.stops.values()):
+            stop.set()
+        page.close(verbose=False)
 
 
 def add_vbench(parser: Parser) -> None:

@@ -1,33 +1,16 @@
-"""Videos from prompts: `vmonarch generate` and the web page of `vmonarch ui`."""
+"""Videos from prompts: `vmonarch generate`."""
 
 from __future__ import annotations
 
 import argparse
-import contextlib
-import sys
-import threading
 
-from vmonarch.cli.arguments import (
-    MACHINE,
-    add_options,
-    add_recipe_argument,
-    add_sampling_arguments,
-    given_options,
-    hide_loading_bars,
-    method_help,
-    sampling_config,
-)
-from vmonarch.pipelines.config import GenerateConfig, SamplingConfig
-
-
-class MissingExtra(RuntimeError):
-    """What a command needs is not installed."""
+from vmonarch.cli.arguments import add_options, add_sampling_arguments, method_help, sampling_config
+from vmonarch.pipelines.config import GenerateConfig
 
 
 def add_generate(parser: argparse.ArgumentParser) -> None:
     add_sampling_arguments(parser, group="generate")
-    parser.add_argument("--attention", metavar="METHOD", help=f"{method_help()} (default vmonarch)")
-    add_recipe_argument(parser, "attention")
+    parser.add_argument("--attention", "--recipe", metavar="METHOD", help=f"{method_help()} (default vmonarch)")
     parser.add_argument("--from-json", metavar="FILE", help="make the video of this record again")
     add_options(parser, GenerateConfig, "contact_sheet")
 
@@ -68,44 +51,3 @@ def run_generate(arguments: argparse.Namespace) -> None:
             print(video.contact_sheet)
     if failure is not None:
         raise failure
-
-
-def add_ui(parser: argparse.ArgumentParser) -> None:
-    models = "one or several to choose from: embedded (default), folders of pipelines, hub ids"
-    parser.add_argument("--model", dest="models", nargs="+", metavar="MODEL", help=models)
-    add_options(parser.add_argument_group("machine"), SamplingConfig, *MACHINE)
-    server = parser.add_argument_group("server")
-    server.add_argument("--output-dir", metavar="FOLDER", help="default: outputs/ui; the page shows all that is in it")
-    server.add_argument("--host", metavar="ADDRESS", default="127.0.0.1", help="default 127.0.0.1: this machine alone")
-    server.add_argument("--port", type=int, metavar="N", default=7860, help="default 7860; 0 for a free one")
-
-
-def run_ui(arguments: argparse.Namespace) -> None:
-    """a web page: from prompts to videos
-
-    examples:
-      vmonarch ui
-      vmonarch ui --model Wan-AI/Wan2.1-T2V-1.3B-Diffusers embedded --offload model
-      ssh -L 7860:localhost:7860 gpu-machine vmonarch ui        # then http://localhost:7860 here
-
-    The page needs the extra ui: pip install 'vmonarch[ui]'. It has no password: whoever reaches it can use it.
-    """
-    try:
-        from vmonarch.eval.ui import Studio, is_local, launch
-    except ModuleNotFoundError as error:
-        raise MissingExtra(
-            f"the page needs {error.name}, which the extra ui has: pip install 'vmonarch[ui]'"
-        ) from error
-    hide_loading_bars()
-    studio = Studio(**given_options(arguments, "models", "output_dir", *MACHINE))
-    page, address = launch(studio, arguments.host, arguments.port)
-    if not is_local(arguments.host):
-        print(f"vmonarch ui: warning: whoever reaches {arguments.host} can use the page; no password", file=sys.stderr)
-    print(f"{address}  (videos in {studio.output}; Ctrl-C ends it)", flush=True)
-    try:
-        with contextlib.suppress(KeyboardInterrupt):
-            threading.Event().wait()
-    finally:
-        for stop in list(studio.stops.values()):
-            stop.set()
-        page.close(verbose=False)

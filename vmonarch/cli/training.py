@@ -5,18 +5,12 @@ from __future__ import annotations
 import argparse
 import os
 import signal
-from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from vmonarch.cli.arguments import add_options, config_layers, hide_loading_bars
 from vmonarch.configs import InputError, is_override, parse_overrides, preset_names, read_yaml
 from vmonarch.pipelines.config import SamplingConfig
 from vmonarch.pipelines.environment import DTYPES
-
-if TYPE_CHECKING:
-    from vmonarch.finetune.config import FinetuneConfig
-    from vmonarch.finetune.data.preprocess import PreprocessConfig
 
 
 def add_preprocess(parser: argparse.ArgumentParser) -> None:
@@ -28,21 +22,6 @@ def add_preprocess(parser: argparse.ArgumentParser) -> None:
     known = ", ".join(preset_names("preprocess"))
     parser.add_argument("--config", metavar="FILE", help=f"YAML file, or one of {known}")
     parser.add_argument("--quiet", action="store_true", help="no progress; print the manifest's path only")
-
-
-def preprocess_settings(arguments: argparse.Namespace) -> PreprocessConfig:
-    """The settings that a command line asks for.
-
-    Raises:
-        InputError: one of its arguments cannot be used.
-    """
-    from vmonarch.finetune.data.preprocess import PreprocessConfig, preprocess_config
-
-    words = arguments.videos
-    arguments.videos, *more = [word for word in words if not is_override(word)] or [None]
-    if more:
-        raise InputError("videos", f"must be one folder, got {' '.join([arguments.videos, *more])}")
-    return preprocess_config(*config_layers(PreprocessConfig, arguments, "preprocess", filter(is_override, words)))
 
 
 def run_preprocess(arguments: argparse.Namespace) -> None:
@@ -58,9 +37,14 @@ def run_preprocess(arguments: argparse.Namespace) -> None:
     listed in quarantine.jsonl; to try one again, take out its line. buckets=[480x832x81,832x480x81] makes clips of
     several sizes.
     """
-    from vmonarch.finetune.data.preprocess import preprocess
+    from vmonarch.finetune.data.preprocess import PreprocessConfig, preprocess, preprocess_config
 
-    config = preprocess_settings(arguments)
+    words = arguments.videos
+    arguments.videos, *more = [word for word in words if not is_override(word)] or [None]
+    if more:
+        raise InputError("videos", f"must be one folder, got {' '.join([arguments.videos, *more])}")
+    layers = config_layers(PreprocessConfig, arguments, "preprocess", filter(is_override, words))
+    config = preprocess_config(*layers)
     hide_loading_bars()
     counts = preprocess(config, progress=not arguments.quiet)
     bad = f", {counts['quarantined']} bad videos in quarantine.jsonl" if counts["quarantined"] else ""
@@ -74,22 +58,6 @@ def add_finetune(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--config", metavar="FILE", help=f"YAML file, or one of {known} (with or without finetune/ before it)"
     )
-
-
-def finetune_settings(preset: str | None, overrides: Sequence[str]) -> FinetuneConfig:
-    """The settings that a command line asks for.
-
-    Args:
-        preset: the name of a preset or a YAML file.
-        overrides: words like `steps=800`, later ones over earlier ones.
-
-    Raises:
-        InputError: one of these cannot be used.
-    """
-    from vmonarch.finetune.config import finetune_config
-
-    layers = [] if preset is None else [read_yaml(preset.removeprefix("finetune/"), group="finetune")]
-    return finetune_config(*layers, *(parse_overrides([word]) for word in overrides))
 
 
 def run_finetune(arguments: argparse.Namespace) -> None:
@@ -108,7 +76,11 @@ def run_finetune(arguments: argparse.Namespace) -> None:
         # A process that waits for one which has failed never comes to an exception.
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
     try:
-        config = finetune_settings(arguments.config, arguments.overrides)
+        from vmonarch.finetune.config import finetune_config
+
+        preset = None if arguments.config is None else arguments.config.removeprefix("finetune/")
+        layers = [] if preset is None else [read_yaml(preset, group="finetune")]
+        config = finetune_config(*layers, *(parse_overrides([word]) for word in arguments.overrides))
         from vmonarch.finetune.trainer import Trainer
 
         trainer = Trainer(config)

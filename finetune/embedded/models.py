@@ -1,17 +1,37 @@
-"""Text encoder and transformer of the embedded model, and what they learn together."""
+"""What the embedded model learns: its small `AutoencoderKLWan`, and its text encoder and transformer together."""
 
 from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
+from diffusers import AutoencoderKLWan
 from torch import nn
 from transformers import UMT5EncoderModel
 
 from vmonarch.finetune.scenes import OBJECT_TABLES, SCENE_TABLES, SceneBatch
 
+KL_WEIGHT = 2e-5
 TEXT_LENGTH = 512
 """Rows of prompt embedding the stock Wan pipeline gives the transformer; rows past the prompt's tokens are zero."""
 CAPTION_DROPOUT, UNIFORM_SHARE, ATTRIBUTE_WEIGHT = 0.1, 0.1, 0.05
+
+
+class Reconstruction(nn.Module):
+    """What the VAE learns: L1 + 2·MSE + 2e-5·KL on whole clips."""
+
+    def __init__(self, vae: AutoencoderKLWan) -> None:
+        super().__init__()
+        self.vae = vae
+
+    def forward(self, video: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Scalars by name, `loss` among them, of clips [B, 3, 1 + 4n, Y, X] in [-1, 1]."""
+        posterior = self.vae.encode(video).latent_dist
+        difference = self.vae.decode(posterior.sample()).sample.float() - video
+        l1, mse = difference.abs().mean(), difference.square().mean()
+        mean, log_variance = posterior.mean.float(), posterior.logvar.float()
+        kl = 0.5 * (mean.square() + log_variance.exp() - 1 - log_variance).mean()
+        psnr = -10 * torch.log10((mse.detach() / 4).clamp(min=1e-12))
+        return {"loss": l1 + 2 * mse + KL_WEIGHT * kl, "l1": l1, "psnr": psnr, "kl": kl}
 
 
 def attribute_targets(scenes: SceneBatch) -> torch.Tensor:
