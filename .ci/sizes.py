@@ -10,16 +10,16 @@ from pathlib import Path
 
 # By folder: the most lines that it may have now, and the aim.
 MOST_LINES = {
-    "vmonarch": (7_860, 6_500),
+    "vmonarch": (7_880, 6_500),
     "vmonarch/cli": (1_140, 900),
     "kernels": (14_040, 14_500),
-    "pipelines": (3_260, 2_700),
+    "pipelines": (3_300, 2_700),
     "finetune": (4_120, 2_700),
-    "eval": (7_660, 6_300),
-    "configs": (672, 400),
+    "eval": (7_675, 6_300),
+    "configs": (675, 400),
     "examples": (200, 200),
-    "tests": (21_970, 19_000),
-    "": (59_790, 53_000),
+    "tests": (21_985, 19_000),
+    "": (59_870, 53_000),
 }
 MOST_CHARACTERS_A_LINE, MOST_FILES, MOST_WORDS = (47, 47), (511, 430), (36_000, 36_000)
 ROOT = Path(__file__).resolve().parents[1]

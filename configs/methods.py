@@ -14,6 +14,7 @@ import dataclasses
 import functools
 import importlib
 import re
+import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -279,12 +280,14 @@ def resolve_method(
         raise InputError(argument, f"must be a method's name or a mapping with one, got {spec!r}")
     values = _entry(spec, f"{argument}.")
     name, label = str(values.pop("name", None)), values.pop("label", "")
+    if (now := _RENAMED.get(name)) is not None:
+        warnings.warn(f"{argument} {name!r} is called {now!r} now", stacklevel=2)
+        name, label = now, label.replace(name, now, 1)
     if name in recipe_names() and not recipes:
         raise InputError(argument, f"must be an attention method, got the recipe {name!r}")
     known = method_names() + recipe_names() * recipes
     if name not in known:
-        hint = f", which is called {_RENAMED[name]!r} now" if name in _RENAMED else suggest(name, known)
-        raise InputError(argument, f"must be one of {', '.join(known)}, got {name!r}{hint}")
+        raise InputError(argument, f"must be one of {', '.join(known)}, got {name!r}{suggest(name, known)}")
     if name in recipe_names():
         return _recipe(name, values, label, argument)
     for key in ("attention", *vars(Additions())):

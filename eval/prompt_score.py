@@ -147,7 +147,12 @@ def score_video(video: torch.Tensor, prompt: str) -> float:
 
     Raises:
         ValueError: the prompt names no shape or colour that the reader knows, or `video` is not a clip.
+        TypeError: `video` has no floating-point values, from 0 to 1.
     """
+    if not isinstance(video, torch.Tensor) or not video.is_floating_point():
+        raise TypeError(
+            f"video must be a floating-point tensor from 0 to 1, got {getattr(video, 'dtype', type(video))}"
+        )
     if not (expected := parse_prompt(prompt)):
         known = f"shapes {', '.join(SHAPES)} and none of the colours {', '.join(COLOURS)}"
         raise ValueError(f"prompt names none of the {known}")

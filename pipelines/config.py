@@ -124,7 +124,7 @@ class SamplingConfig:
 
     @property
     def additions(self) -> Additions:
-        """What the model is loaded for, besides attention; nothing where methods with stacks of their own share it."""
+        """What the model is loaded for, besides attention; nothing where methods with their own share it."""
         return Additions()
 
     def check_grid(self, grid: LatentGrid) -> None:

@@ -120,7 +120,7 @@ class ModelFolder:
         options = {"use_safetensors": True, "local_files_only": True, "output_loading_info": True}
         try:
             if dtype is None:
-                return known.from_pretrained(folder)
+                return known.from_pretrained(folder, local_files_only=True)
             model, found = known.from_pretrained(folder, dtype=dtype, **options)
         except Exception as error:
             raise ModelError(f"{folder} cannot be loaded: {in_words(error)}") from error
@@ -188,6 +188,11 @@ def find_model(name: str, revision: str | None = None) -> ModelFolder:
     for required in ("vae", "text_encoder", "tokenizer", "scheduler", *(() if transformers else ("transformer",))):
         if required not in components:
             raise ModelError(f"{path / 'model_index.json'} names no {required}")
+    for component in components:
+        if not (path / component).is_dir():
+            raise ModelError(f"{path} has no folder {component}/, which its model_index.json names")
+        if component in MODELS:
+            _check_weights(path / component)
     configs = {"vae": read_json(path / "vae" / "config.json")}
     configs["transformer"] = read_json(path / transformers[0] / "config.json")
     if "guider" in components:
@@ -271,3 +276,30 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(contents, dict):
         raise ModelError(f"{path} must hold a JSON object, got {type(contents).__name__}")
     return contents
+
+
+def _check_weights(folder: Path) -> None:
+    """Check that a model component has all its safetensors, and that their headers and lengths are right."""
+    from safetensors import safe_open
+
+    read_json(folder / "config.json")
+    files = _weight_files(folder)
+    if not files:
+        raise ModelError(f"{folder} has no weights; safetensors files are supported, pickled ones are not")
+    if files[0].suffix == ".json":
+        shards = read_json(files[0]).get("weight_map")
+        if not isinstance(shards, dict):
+            raise ModelError(f"{files[0]} has no weight_map")
+        files = [folder / name for name in sorted(set(shards.values()))]
+    for file in files:
+        try:
+            with safe_open(file, "numpy"):
+                pass
+        except Exception as error:
+            # safetensors' own is no more than an Exception.
+            raise ModelError(f"weights are missing or damaged: {file}: {error}") from error
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    """The index of a component's shards where there is one, else its safetensors."""
+    return sorted(folder.glob("*.safetensors.index.json"))[:1] or sorted(folder.glob("*.safetensors"))

@@ -6,6 +6,7 @@ Shapes: B batch, S tokens, of which N = T·H·W are the video's, H heads, D head
 
 from __future__ import annotations
 
+import abc
 import copy
 import dataclasses
 from typing import Any, ClassVar, NamedTuple
@@ -49,7 +50,7 @@ class Layer(NamedTuple):
         return heads_of(self.attn)
 
 
-class _Frozen(type):
+class _Frozen(abc.ABCMeta):
     """The class of classes whose objects do not change once they are made, by whichever `__init__`."""
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
@@ -117,6 +118,9 @@ class VideoAttentionProcessor(metaclass=_Frozen):
         if "_made" in vars(self) and not name.startswith("_"):
             raise AttributeError(f"{type(self).__name__} does not change: make another with {name}=…")
         super().__setattr__(name, value)
+
+    def __delattr__(self, name: str) -> None:
+        raise AttributeError(f"{type(self).__name__} does not change: {name} cannot be deleted")
 
     def attention(self, layer: Layer) -> Attend | None:
         """What the layer computes of the video's tokens; None to leave the module's own processor as it is."""

@@ -15,7 +15,6 @@ def lazy_names(
     *,
     names: Mapping[str, str] | None = None,
     modules: Sequence[str] = (),
-    gone: Mapping[str, str] | None = None,
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
     """`__getattr__` and `__dir__` of a package.
 
@@ -23,13 +22,10 @@ def lazy_names(
         package: its name.
         names: what it offers from modules: name -> the module that defines it.
         modules: which of its own modules it offers.
-        gone: names that it offered once: name -> what to do now.
     """
     offered = {**dict.fromkeys(modules, ""), **(names or {})}
 
     def resolve(name: str) -> Any:
-        if gone and name in gone:
-            raise AttributeError(f"{package}.{name} is gone: {gone[name]}")
         if name not in offered:
             raise AttributeError(
                 f"module {package!r} has no attribute {name!r}; it offers {', '.join(sorted(offered))}"

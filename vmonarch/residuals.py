@@ -12,11 +12,10 @@ from __future__ import annotations
 import dataclasses
 import threading
 import weakref
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils._pytree import tree_flatten, tree_leaves
 
 from vmonarch.host_memory import Arriving, HostMemory
 from vmonarch.kernels.residual.api import (
@@ -195,29 +194,41 @@ class PipelineBranch(Branch):
         """Whether a call is the next one of the branch."""
         follows = self.run() is step.timesteps and self.evaluation < step.evaluation
         unchanged = self.transformer() is transformer and self.versions == _versions(self.conditioning)
-        return follows and unchanged and same_value(self.conditioning, conditioning)
+        return follows and unchanged and same_arguments(self.conditioning, conditioning)
 
 
-def _versions(conditioning: Any) -> list[int]:
+def _versions(conditioning: Mapping[str, Any]) -> list[int]:
+    tensors = (tensor for value in conditioning.values() for tensor in tensors_in(value))
     # What inference mode has made has no version.
-    tensors = (leaf for leaf in tree_leaves(conditioning) if isinstance(leaf, torch.Tensor))
     return [0 if tensor.is_inference() else tensor._version for tensor in tensors]
 
 
+def same_arguments(expected: Mapping[str, Any], given: Mapping[str, Any]) -> bool:
+    """Whether two sets of arguments, by name, have the same values; tensors that are not the same object are read."""
+    return expected.keys() == given.keys() and all(same_value(expected[name], given[name]) for name in given)
+
+
 def same_value(expected: Any, given: Any) -> bool:
-    """Whether two arguments are the same objects, equal tensors or equal values, or lists or mappings of such."""
-    leaves, structure = tree_flatten(expected)
-    others, other_structure = tree_flatten(given)
-    return structure == other_structure and all(map(_same_leaf, leaves, others))
-
-
-def _same_leaf(expected: Any, given: Any) -> bool:
+    """Whether two arguments are the same object, equal tensors, equal values, or sequences or mappings of such."""
     if expected is given:
         return True
+    if isinstance(expected, Mapping) and isinstance(given, Mapping):
+        return same_arguments(expected, given)
+    if isinstance(expected, (tuple, list)) and isinstance(given, (tuple, list)):
+        return len(expected) == len(given) and all(map(same_value, expected, given))
     if isinstance(expected, torch.Tensor) and isinstance(given, torch.Tensor):
         alike = (expected.shape, expected.dtype, expected.device) == (given.shape, given.dtype, given.device)
         return alike and torch.equal(expected, given)
     return not isinstance(expected, torch.Tensor) and not isinstance(given, torch.Tensor) and expected == given
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """The tensors that an argument is, or that its sequences and mappings hold."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (tuple, list, Mapping)):
+        for part in value.values() if isinstance(value, Mapping) else value:
+            yield from tensors_in(part)
 
 
 class ResidualSharing:

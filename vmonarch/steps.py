@@ -99,7 +99,9 @@ def denoising_step(transformer: torch.nn.Module | None, timestep: Any, needed_by
         kept = getattr(pipe, "_current_timestep", None)
         place = next((place for t in (kept, timestep) if (place := _place(t, timesteps)) is not None), None)
         # A pipeline that keeps a timestep of another schedule does not step this one. Mochi keeps 1000 - t.
-        steps_it = not isinstance(kept, torch.Tensor) or type(pipe).__name__.startswith("Mochi")
+        steps_it = not isinstance(kept, torch.Tensor) or any(
+            cls.__name__ == "MochiPipeline" for cls in type(pipe).__mro__
+        )
         if place is None and steps_it and hasattr(scheduler, "step_index"):
             # It counts from its first step on.
             place = skipped if scheduler.step_index is None else scheduler.step_index
@@ -109,8 +111,8 @@ def denoising_step(transformer: torch.nn.Module | None, timestep: Any, needed_by
             return DenoisingStep(evaluation // order, steps, evaluation, last, timesteps, pipe)
     raise RuntimeError(
         f"{needed_by} needs the denoising step, but {type(scheduler).__name__}, the scheduler of {type(pipe).__name__},"
-        " does not tell it here: another pipeline may have begun since, then give each a scheduler of its own,"
-        f" copy.deepcopy(pipe.scheduler); or {instead}"
+        " does not tell it here: the pipeline goes through other timesteps than its scheduler's, or another has begun"
+        f" since; then give each a scheduler of its own, copy.deepcopy(pipe.scheduler); or {instead}"
     )
 
 

@@ -235,21 +235,21 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], list[str]]] = {
         ["FluxPipeline", "WanPipeline, WanImageToVideoPipeline, HunyuanVideoPipeline"],
     ),
     "index without vae": (lambda m: edit_json(m / "model_index.json", vae=None), ["no vae"]),
-    "missing component": (lambda m: shutil.rmtree(m / "vae"), ["vae has no config.json"]),
-    "missing weights": (lambda m: weights(m, "transformer").unlink(), ["transformer cannot be loaded"]),
+    "missing component": (lambda m: shutil.rmtree(m / "vae"), ["no folder vae/"]),
+    "missing weights": (lambda m: weights(m, "transformer").unlink(), ["transformer", "no weights", "safetensors"]),
     "pickled weights": (
         lambda m: weights(m, "transformer").rename(m / "transformer/diffusion_pytorch_model.bin"),
-        ["transformer cannot be loaded", "no file named diffusion_pytorch_model.safetensors"],
+        ["transformer", "pickled ones are not"],
     ),
     "truncated weights": (
         lambda m: truncate(weights(m, "transformer"), 0.9),
-        ["transformer cannot be loaded", "safetensors"],
+        ["safetensors", "damaged", "header"],
     ),
     "missing shard": (
         lambda m: (m / "vae/diffusion_pytorch_model.safetensors.index.json").write_text(
             json.dumps({"metadata": {}, "weight_map": {"a": "model-00001-of-00002.safetensors"}})
         ),
-        ["vae cannot be loaded", "model-00001-of-00002.safetensors"],
+        ["weights are missing", "model-00001-of-00002.safetensors"],
     ),
     "missing tokenizer": (lambda m: (m / "tokenizer/tokenizer.json").unlink(), ["tokenizer", "cannot be loaded"]),
     "weights of another shape": (lambda m: edit_json(m / "transformer/config.json", ffn_dim=48), ["cannot be loaded"]),

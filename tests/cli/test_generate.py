@@ -208,6 +208,17 @@ def test_an_interrupted_run_leaves_complete_videos_only(cli, forks, tiny_model: 
             assert read_video(cli.folder / "outputs/generate" / name)[0].shape == (9, 32, 48, 3)
 
 
+def test_ctrl_c_while_writing_takes_the_video_back(cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    from vmonarch.pipelines import video_io
+
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(video_io, "contact_sheet", interrupted)
+    code, _, err = cli("generate", PROMPT)
+    assert code == 130 and "interrupted" in err and cli.outputs() == []
+
+
 def test_config_file_options_and_overrides_lie_in_that_order(cli) -> None:
     (cli.folder / "a.yaml").write_text(
         "guidance: 3.0\nfps: 5\nseeds: [8]\nprompts: [a blue square]\nattention: {name: vmonarch, num_iterations: 4}\n"

@@ -88,8 +88,8 @@ def test_options_that_are_gone_are_read_where_they_changed_nothing() -> None:
         resolve_method("vmonarch:parallel_by=frames")
     with pytest.raises(InputError, match="^attention.reach is gone, got .*: write bias.reach"):
         resolve_method({"name": "flashbias", "reach": [4.0, 8.0, 8.0]})
-    with pytest.raises(InputError, match="got 'vmonarch-refresh', which is called 'near-lossless' now"):
-        resolve_method("vmonarch-refresh")
+    with pytest.warns(UserWarning, match="attention 'vmonarch-refresh' is called 'near-lossless' now"):
+        assert resolve_method("vmonarch-refresh:refresh=3") == resolve_method("near-lossless:refresh=3")
     with pytest.raises(InputError, match="^recipe.batch_guidance is gone, got True: guidance takes two"):
         resolve_method("stack-fast:batch_guidance=true", argument="recipe", recipes=True)
 

@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from types import MappingProxyType
 
 import diffusers
 import pytest
@@ -403,11 +404,11 @@ def test_tensor_parallelism_is_left_to_diffusers():
 
 def test_arguments_are_compared_by_value_in_lists_and_mappings_too():
     one, same, other = torch.ones(2), torch.ones(2), torch.zeros(2)
-    assert same_value([one, (3, one)], [same, (3, same)])
+    assert same_value([one, [3, one]], (same, [3, same]))
     assert not same_value([one], [other])
     assert not same_value([one], [same, same])
     assert not same_value([one], one)
-    assert same_value({"a": one, "b": [3]}, {"a": same, "b": [3]})
+    assert same_value({"a": one, "b": [3]}, MappingProxyType({"b": [3], "a": same}))
     assert not same_value({"a": one}, {"a": other}) and not same_value({"a": one}, {"b": one})
 
 
