@@ -473,7 +473,7 @@ class Trainer:
 
 
 def _accelerator(config: FinetuneConfig, experts: int) -> Accelerator:
-    # The others wait while the first process writes a checkpoint.
+    # The others wait while the first process samples videos or writes a checkpoint.
     handlers: list[Any] = [InitProcessGroupKwargs(timeout=WAITING)]
     if experts > 1 or config.transfer:
         handlers.append(DistributedDataParallelKwargs(find_unused_parameters=True))

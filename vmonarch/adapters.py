@@ -78,8 +78,7 @@ def save_adapter(
         TypeError: `pipe_or_transformer` has no supported transformer.
         ValueError: a transformer has no processor with parameters, or another than the rest; it has several LoRA
             adapters, or one that changed the weights below it, is disabled or has another weight than 1; it is
-            offloaded; `path` has another ending; a value
-            does not fit `dtype`.
+            offloaded; `path` has another ending; a value does not fit `dtype`.
         FileExistsError: the file exists, and `overwrite` is False.
         FileNotFoundError: its folder does not exist.
     """
