@@ -156,6 +156,14 @@ class AttentionMethod:
         """Whether its FLOPs can be counted without data and without what it has learnt."""
         return self.processor_name != "based" and self.options.get("beta") is None
 
+    @property
+    def decides_steps(self) -> bool:
+        """Whether its exact steps follow from the errors measured in a run, and so its FLOPs."""
+        from vmonarch.refresh import Refresh
+
+        refresh = Refresh.parse(self.options.get("refresh"))
+        return refresh is not None and refresh.tolerance is not None
+
     def without_dense(self) -> AttentionMethod:
         """The method with no exact steps: what a one-step warm-up has to run."""
         off = {name: none for name, none in (("dense_steps", 0), ("refresh", None)) if name in self.options}

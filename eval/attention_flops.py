@@ -22,8 +22,9 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.flop_counter import FlopCounterMode
 
 from vmonarch.configs.methods import AttentionMethod, resolve_method
-from vmonarch.installation import find_transformers, self_attention_modules
-from vmonarch.residuals import Refresh
+from vmonarch.families import known_family
+from vmonarch.installation import find_transformers
+from vmonarch.refresh import Refresh, Schedule
 from vmonarch.validation import DenseSet
 
 # See `step_kinds`.
@@ -53,7 +54,7 @@ def recorded_call(pipe: Any) -> Iterator[SimpleNamespace]:
     hooks = []
     for transformer in find_transformers(pipe).values():
         hooks.append(transformer.register_forward_pre_hook(record, with_kwargs=True))
-        for _, module in self_attention_modules(transformer):
+        for _, module in known_family(transformer).layers(transformer):
             hooks.append(module.register_forward_pre_hook(record_attention, with_kwargs=True))
     try:
         yield call
@@ -91,21 +92,22 @@ def step_kinds(method: AttentionMethod, transformers: Sequence[str]) -> list[str
     steps = len(transformers)
     dense = DenseSet("dense_steps", method.options.get("dense_steps", 0))
     refresh = Refresh.parse(method.options.get("refresh"))
+    schedules = {name: Schedule(refresh, steps) for name in transformers if refresh is not None}
     kinds = []
-    # The step in which a transformer has last renewed its residuals, whether they were of use or not.
-    made: dict[str, int] = {}
     for step, name in enumerate(transformers):
+        schedule = schedules.get(name)
         if method.additions.skips(transformers[:step].count(name)):
             kinds.append("skipped")
             continue
-        due, kept = (-1, False) if refresh is None else refresh.at(step, steps)
+        if schedule is not None:
+            schedule.enter(step)
         if dense.contains(step, steps):
             kinds.append("dense")
-        elif made.get(name, -1) >= due:
+        elif schedule is None or schedule.due < step:
             kinds.append("approximate")
         else:
-            kinds.append("kept" if kept else "exact")
-            made[name] = step
+            schedule.computed = True
+            kinds.append("kept" if schedule.kept else "exact")
     return kinds
 
 
@@ -122,7 +124,7 @@ def attention_flops(call: SimpleNamespace, method: AttentionMethod, component: s
     with torch.device("meta"):
         transformer = type(call.module).from_config(call.module.config)
     method.install(SimpleNamespace(**{"transformer": None, component: transformer}))
-    modules = [module for _, module in self_attention_modules(transformer)]
+    modules = [module for _, module in known_family(transformer).layers(transformer)]
 
     def attend(*args: Any, **kwargs: Any) -> None:
         for module, (own_args, own_kwargs) in zip(modules, call.attention, strict=True):
@@ -146,7 +148,7 @@ def relative_flops(
     """Attention FLOPs of a whole video over those of full attention, by the methods' labels.
 
     None for Based, whose layers cannot be made without their learnt weights, and where the work depends on the data: in
-    two-resolution attention with `beta`, and with caches other than "taylorseer".
+    two-resolution attention with `beta`, with `refresh` by tolerance, and with caches other than "taylorseer".
 
     Args:
         call: any forward call of the sampling.
@@ -156,7 +158,7 @@ def relative_flops(
     full = attention_flops(call, resolve_method("full"))
     shares: dict[str, float | None] = {}
     for method in methods:
-        if not (method.countable and method.additions.predictable):
+        if not (method.countable and method.additions.predictable) or method.decides_steps:
             shares[method.label] = None
             continue
         alone = method.without_dense()

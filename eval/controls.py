@@ -1,4 +1,5 @@
-"""Controls for tables of quality: the paper's other choices, attention at equal work, and peers that are trained.
+"""Controls for tables of quality: the paper's other choices, attention at equal work, peers that are trained, and exact
+attention by other kernels than the model's, whose rounding alone makes other videos.
 
     vmonarch.apply(pipe, ControlProcessor("controlled", fix_cr="first", fix_cl="first"))
 
@@ -20,7 +21,7 @@ from typing import Any
 
 import torch
 
-from vmonarch.attend import Attend, Result
+from vmonarch.attend import Attend, Exact, Result
 from vmonarch.autocast import without_autocast
 from vmonarch.base import Layer, VideoAttentionProcessor
 from vmonarch.based import LearningLayer
@@ -34,8 +35,8 @@ from vmonarch.kernels.monarch.reference import l_step, last_l_step, monarch_atte
 from vmonarch.kernels.two_resolution.api import two_resolution_attention
 from vmonarch.kernels.two_resolution.reference import chosen_tiles, tile_means
 from vmonarch.kernels.two_resolution.tiling import Tiling, places_of, tiling_of
-from vmonarch.options import ExactBlocks, Options, TwoResolutionOptions, VMonarchOptions
-from vmonarch.own import Rotary, project
+from vmonarch.options import ExactBlocks, NoOptions, Options, TwoResolutionOptions, VMonarchOptions
+from vmonarch.own import Own, Rotary, project, run_stack
 from vmonarch.validation import check_flag, check_positive_integer
 
 # Which frames a term is held at its initial value for; the paper's superscripts 0, 1 and * (Table 5).
@@ -45,7 +46,12 @@ AXES = {"T": (0, 1, 2), "H": (1, 2, 0), "W": (2, 1, 0)}
 
 
 class Control(Options):
-    """A control: its options, which it checks when it is made, and what it computes."""
+    """A control, as an element of the attention stack: its options, checked when it is made, and what it computes."""
+
+    def __call__(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Call) -> Result:
+        if call.lse:
+            raise NotImplementedError("controls do not support joint attention, of the video and other tokens")
+        return self.attend(query, key, value, call.grid), None
 
     def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, grid: LatentGrid) -> torch.Tensor:
         """[B, S, H, E] in the dtype of the query."""
@@ -66,7 +72,19 @@ def _recompute_first_frame(
 
 
 @dataclass(frozen=True, kw_only=True)
-class Controlled(Control):
+class Iterative(Control):
+    """A control with the iterations of VMonarch: num_iterations and min_mass are those of `vmonarch_attention`."""
+
+    num_iterations: int = 2
+    min_mass: float = 0.1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        VMonarchOptions(num_iterations=self.num_iterations, min_mass=self.min_mass)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Controlled(Iterative):
     """VMonarch attention with cR or cL held at its initial value, for the first key frame or for all.
 
     cR starts at 1 (L is the identity). The "initial expected value log(M)" of cL is read as -log P: a row of R that has
@@ -75,7 +93,6 @@ class Controlled(Control):
     variant with one iteration then has a better first frame.
 
     Args:
-        num_iterations, min_mass: as in `vmonarch_attention`.
         fix_cr: "none", "first" (frame) or "all"; after every L-step, so that with one iteration it changes nothing.
         fix_cl: the same of cL after every R-step.
         recompute: answer the rows of the first frame exactly.
@@ -83,15 +100,12 @@ class Controlled(Control):
     Source: VMonarch, App. J and Table 5.
     """
 
-    num_iterations: int = 2
     fix_cr: str = "none"
     fix_cl: str = "none"
     recompute: bool = False
-    min_mass: float = 0.1
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        VMonarchOptions(num_iterations=self.num_iterations, min_mass=self.min_mass)
         for name in ("fix_cr", "fix_cl"):
             if getattr(self, name) not in FIXED:
                 raise ValueError(f"{name} must be one of {', '.join(FIXED)}, got {getattr(self, name)!r}")
@@ -130,21 +144,11 @@ def _hold(term: torch.Tensor, value: float, fixed: str) -> torch.Tensor:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SinkAverage(Control):
+class SinkAverage(Iterative):
     """The mean of exact attention to the first frame's keys and of VMonarch attention without any exact row (‡).
-
-    Args:
-        num_iterations, min_mass: as in `vmonarch_attention`.
 
     Source: VMonarch, §4.4 and Table 3.
     """
-
-    num_iterations: int = 2
-    min_mass: float = 0.1
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        VMonarchOptions(**vars(self))
 
     def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, grid: LatentGrid) -> torch.Tensor:
         P = grid.tokens_per_frame
@@ -155,7 +159,7 @@ class SinkAverage(Control):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Factorised(Control):
+class Factorised(Iterative):
     """Monarch attention with other blocks than frames: the paper's (4, HWT/4), (4, WHT/4), (4, THW/4), and its "F".
 
     Tokens are put in the order in which that axis comes first, cut there into blocks (places that are left over are
@@ -166,7 +170,6 @@ class Factorised(Control):
         blocks: m; their lengths along the axis differ by at most one. None with `length`.
         length: places along the axis in a block, the last of which may be short; None with `blocks`. On the axis "T" it
             is the paper's "F", latent frames in a block.
-        num_iterations, min_mass: as in `vmonarch_attention`.
         recompute: answer the rows of the first frame exactly, as the default method does.
 
     Source: VMonarch, App. K and Fig. 12, and Table 2 ("F").
@@ -175,9 +178,7 @@ class Factorised(Control):
     axis: str = "H"
     blocks: int | None = 4
     length: int | None = None
-    num_iterations: int = 2
     recompute: bool = True
-    min_mass: float = 0.1
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -189,7 +190,6 @@ class Factorised(Control):
             )
         name = "length" if self.blocks is None else "blocks"
         check_positive_integer(name, getattr(self, name))
-        VMonarchOptions(num_iterations=self.num_iterations, min_mass=self.min_mass)
         check_flag("recompute", self.recompute)
 
     def check_grid(self, grid: LatentGrid) -> None:
@@ -209,14 +209,8 @@ class Factorised(Control):
             layout = even_layout(rows, width, self.blocks, query.device)
         tokens = torch.arange(grid.tokens, device=query.device).view(grid).permute(order).flatten()
         q, k, v = (x.index_select(1, tokens) for x in (query, key, value))
-        out, _ = monarch_attention_reference(
-            q,
-            k,
-            v,
-            layout,
-            VMonarchOptions(num_iterations=self.num_iterations, min_mass=self.min_mass, exact=None),
-            scale=query.shape[-1] ** -0.5,
-        )
+        options = VMonarchOptions(num_iterations=self.num_iterations, min_mass=self.min_mass, exact=None)
+        out, _ = monarch_attention_reference(q, k, v, layout, options, scale=query.shape[-1] ** -0.5)
         out = out.index_select(1, torch.argsort(tokens))
         return _recompute_first_frame(out, query, key, value, grid) if self.recompute else out
 
@@ -288,16 +282,6 @@ class Trained(TwoResolutionOptions, Control):
         raise NotImplementedError
 
 
-@without_autocast
-def _near_and_far(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, grid: LatentGrid, control: Trained, implementation: str
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(exact attention to the best tiles, `far`)."""
-    query, key = query.to(value.dtype), key.to(value.dtype)
-    near = two_resolution_attention(query, key, value, grid=grid, options=control, implementation=implementation)
-    return near, control.far(query, key, value, tiling_of(grid, control))
-
-
 @dataclass(frozen=True, kw_only=True)
 class VSA(Trained):
     """The compressed branch: attention between the means of cubes, times a gate of the token's own.
@@ -310,6 +294,7 @@ class VSA(Trained):
     def learnt(self, attn: Any) -> torch.nn.Linear:
         return torch.nn.Linear(attn.to_q.in_features, attn.to_q.out_features)
 
+    @without_autocast
     def far(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, tiling: Tiling) -> torch.Tensor:
         of_queries = tiling.of_queries
         q, k, v = tile_means(query, of_queries), tile_means(key, tiling), tile_means(value, tiling)
@@ -335,6 +320,7 @@ class SLA(Trained):
         dim = attn.to_q.out_features // attn.heads
         return torch.nn.Linear(dim, dim, bias=False)
 
+    @without_autocast
     def far(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, tiling: Tiling) -> torch.Tensor:
         exact = chosen_tiles(query, key, tiling, self, scale=query.shape[-1] ** -0.5).exact
         q, k = (torch.softmax(x.float(), -1) for x in (query, key))
@@ -355,7 +341,7 @@ class SLA(Trained):
         return learnt(far.to(learnt.weight.dtype))
 
 
-CONTROLS: dict[str, type[Control]] = {
+CONTROLS: dict[str, type[Options]] = {
     "controlled": Controlled,
     "sink_average": SinkAverage,
     "factorised": Factorised,
@@ -363,19 +349,16 @@ CONTROLS: dict[str, type[Control]] = {
     "none": Nothing,
     "vsa": VSA,
     "sla": SLA,
+    "exact": NoOptions,
 }
 
 
 @dataclass(frozen=True)
-class Computed:
-    """What a control computes, as an element of the attention stack."""
-
-    control: Control
+class KernelExact(Exact):
+    """Exact attention by our own op, whichever backend was chosen: who asks for the log-partition gets no other."""
 
     def __call__(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Call) -> Result:
-        if call.lse:
-            raise NotImplementedError("controls do not support joint attention, of the video and other tokens")
-        return self.control.attend(query, key, value, call.grid), None
+        return super().__call__(query, key, value, call._replace(lse=True))
 
 
 class ControlProcessor(VideoAttentionProcessor):
@@ -386,7 +369,7 @@ class ControlProcessor(VideoAttentionProcessor):
     Args:
         control: its name.
         dense_steps, dense_layers, refresh, grid: as in `VMonarchProcessor`.
-        implementation: of what kernels compute in "vsa" and "sla"; as in `two_resolution_attention`.
+        implementation: of what kernels compute in "exact", "vsa" and "sla"; as in `two_resolution_attention`.
         **options: of the control.
 
     Raises:
@@ -404,23 +387,30 @@ class ControlProcessor(VideoAttentionProcessor):
         if self.LEARNS and self.refresh is not None:
             raise ValueError(f"refresh must be None with {control!r}, got {self.refresh}")
 
-    @classmethod
-    def from_config(cls, config: dict[str, Any]) -> ControlProcessor:
-        return cls(**config)
-
     def check_grid(self, grid: LatentGrid) -> None:
         self.options.check_grid(grid)
 
     def attention(self, layer: Layer) -> Attend:
-        return Computed(self.options)
+        return KernelExact(self.implementation) if self.control == "exact" else self.options
 
     def bind(self, layer: Layer, original: Any) -> Any:
-        return TrainedLayer(self, layer.attn, original) if self.LEARNS else super().bind(layer, original)
+        bound = TrainedLayer(self, layer.attn, original) if self.LEARNS else super().bind(layer, original)
+        return StockLayer(self, bound.attend, original) if self.control == "exact" and type(bound) is Own else bound
 
     def check_context_parallel(self, config: Any, heads: int, joint: bool = False) -> None:
         if self.LEARNS:
             raise NotImplementedError(f"context parallelism is not supported with {self.control!r}")
         super().check_context_parallel(config, heads, joint)
+
+
+class StockLayer(Own):
+    """A module of the Wan family with a softmax of ours alone: all else rounds as in the model's own processor."""
+
+    def mix(
+        self, attn: Any, hidden_states: torch.Tensor, rotary_emb: Rotary, call: Call, split: TokenSplit | None
+    ) -> torch.Tensor:
+        query, key, value = project(attn, hidden_states, rotary_emb, "torch")
+        return run_stack(self.attend, query, key, value, call, split).flatten(2, 3)
 
 
 class TrainedLayer(LearningLayer):
@@ -429,7 +419,7 @@ class TrainedLayer(LearningLayer):
     # Whoever applies it in inference mode may train it later.
     @torch.inference_mode(False)
     def __init__(self, spec: ControlProcessor, attn: Any, original: Any) -> None:
-        super().__init__(spec, Computed(spec.options), original)
+        super().__init__(spec, spec.options, original)
         # Norms keep a floating-point dtype where other weights are quantised or stored in float8.
         self.learnt = spec.options.learnt(attn).to(attn.norm_q.weight)
         for parameter in self.learnt.parameters():
@@ -440,5 +430,6 @@ class TrainedLayer(LearningLayer):
     ) -> torch.Tensor:
         control, by = self.spec.options, self.spec.implementation
         query, key, value = project(attn, hidden_states, rotary_emb, by)
-        near, far = _near_and_far(query, key, value, call.grid, control, by)
+        near = two_resolution_attention(query, key, value, grid=call.grid, options=control, implementation=by)
+        far = control.far(query, key, value, tiling_of(call.grid, control))
         return (near + control.weighed(self.learnt, far, hidden_states).to(near.dtype)).flatten(2, 3)

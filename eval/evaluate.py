@@ -23,6 +23,7 @@ import itertools
 import json
 import os
 import shutil
+import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -123,20 +124,18 @@ def evaluate(
     """
     check_measures(config)
     folder = model.folder if model else find_model(config.model, config.revision)
-    if not isinstance(config, CompareConfig):
-        shard = shard or Shard.of_environment()
-        if shard.size > 1 and config.device == "auto" and choose_device("auto").type == "cuda":
-            config = dataclasses.replace(config, device=f"cuda:{shard.local_rank}")
-        config = complete(config, folder)
-        output = prepare_output_dir(config.output_dir)
-        _check_settings(output, config, folder)
-        return _run_items(config, folder, output, progress, model, shard, command)
+    shard = Shard() if isinstance(config, CompareConfig) else shard or Shard.of_environment()
+    if shard.size > 1 and config.device == "auto" and choose_device("auto").type == "cuda":
+        config = dataclasses.replace(config, device=f"cuda:{shard.local_rank}")
     config = complete(config, folder)
     output = prepare_output_dir(config.output_dir)
+    if not isinstance(config, CompareConfig):
+        _check_settings(output, config, folder)
+        return _run_items(config, folder, output, progress, model, shard, command)
     output /= f"{next_number(output)}-{short_hash(config.to_dict())}"
     output.mkdir()
     try:
-        return _run_items(config, folder, output, progress, model, Shard(), command)
+        return _run_items(config, folder, output, progress, model, shard, command)
     finally:
         if not any(output.glob("items/*/item.json")):
             shutil.rmtree(output)
@@ -315,13 +314,16 @@ class _Run:
             raise GenerationError(f"{what}: {error}") from error
         row = {
             "method": label,
-            **dict.fromkeys(summary.MEASURES),
+            **dict.fromkeys((*summary.MEASURES, "exact_steps", "errors", "attention_work")),
             # A batch's time is shared out evenly.
             "seconds": result.seconds["total"] / len(result.frames),
             "transformer_seconds_per_step": result.seconds["transformer"] / len(result.frames) / self.config.steps,
             "prompt_score": prompt_score(self.model.folder, video, item.prompt, self.config.prompt_set),
             "frames_sha256": frames_sha256(video),
         }
+        if result.report is not None:
+            exact, errors = result.report.exact, result.report.exact.values()
+            row |= {"exact_steps": [*exact], "errors": [*errors], "attention_work": result.report.work}
         if label != self.config.reference.label:
             pair = [frames[name].to(self.model.device) for name in (label, self.config.reference.label)]
             row |= similarity.similarity(*pair) | (similarity.lpips(*pair) if self.config.lpips else {})
@@ -445,7 +447,7 @@ def _finish(config: EvalConfig, folder: ModelFolder, output: Path, items: Sequen
         "methods": labels,
         "measures": {key: dataclasses.asdict(measure) for key, measure in summary.MEASURES.items()},
         "intervals": summary.INTERVALS,
-        "attention_flops": flops,
+        "attention_flops": flops | _measured_work(config, records),
         "statistics": summary.statistics(records, labels),
         "differences": summary.differences(records, labels, baseline),
         "vbench": vbench,
@@ -466,6 +468,17 @@ def _finish(config: EvalConfig, folder: ModelFolder, output: Path, items: Sequen
     for lock in (output / "items").glob(".*.lock"):
         lock.unlink(missing_ok=True)
     return evaluation
+
+
+def _measured_work(config: EvalConfig, records: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """The mean attention FLOPs of videos, of the methods whose exact steps follow from errors: by label."""
+    rows = [row for item in records for row in item["results"]]
+    work = {}
+    for method in config.methods:
+        shares = [row["attention_work"] for row in rows if row["method"] == method.label]
+        if method.decides_steps and method.additions.cache is None and None not in shares:
+            work[method.label] = statistics.fmean(shares)
+    return work
 
 
 def _vbench_scores(

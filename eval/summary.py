@@ -81,15 +81,32 @@ def interval(values: Sequence[float]) -> dict[str, Any]:
     return json_values({"mean": mean, "low": low, "high": high, "items": len(values)})
 
 
+def low_end(records: Sequence[Mapping[str, Any]], label: str) -> dict[str, Any]:
+    """What the mean PSNR of a method's videos hides, in dB; percentiles are interpolated linearly.
+
+    Returns:
+        p1 and p5 (a number, "inf", or None of fewer than 100 and 20 videos, where less than one video lies below them),
+        below_27 (how many videos are below 27 dB), items.
+    """
+    import numpy as np
+
+    psnr = sorted(value for value in _values(records, label, "psnr") if value is not None)
+    found: dict[str, Any] = {"below_27": sum(value < 27 for value in psnr), "items": len(psnr)}
+    for percentile in (1, 5):
+        place = (len(psnr) - 1) * percentile / 100
+        # Not `numpy.percentile`, which is NaN between infinite numbers.
+        found[f"p{percentile}"] = np.interp(place, range(len(psnr)), psnr) if len(psnr) * percentile >= 100 else None
+    return json_values(found)
+
+
 def statistics(records: Sequence[Mapping[str, Any]], labels: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """`interval` of every measure of every method; None for what was not measured."""
-    return {
-        label: {
-            key: interval(known) if (known := [v for v in _values(records, label, key) if v is not None]) else None
-            for key in MEASURES
-        }
-        for label in labels
-    }
+    """`interval` of every measure of every method, and `low_end` of PSNR; None for what was not measured."""
+
+    def of(label: str, key: str) -> dict[str, Any] | None:
+        known = [value for value in _values(records, label, key) if value is not None]
+        return interval(known) | (low_end(records, label) if key == "psnr" else {}) if known else None
+
+    return {label: {key: of(label, key) for key in MEASURES} for label in labels}
 
 
 def differences(
@@ -109,22 +126,28 @@ def differences(
 def summary_rows(
     record: Mapping[str, Any], measures: Sequence[str] = tuple(MEASURES)
 ) -> tuple[list[str], list[list[str]]]:
-    """Heading and rows of the summary: every method with its FLOPs, its means and their intervals.
+    """Heading and rows of the summary: every method with its FLOPs, means and intervals, and PSNR's `low_end`.
 
     Args:
+        record: of any age; `low_end`, which older statistics lack, is that of its items.
         measures: those to show, where they were taken.
     """
-    shown = [key for key in measures if any(record["statistics"][label][key] for label in record["methods"])]
-    dimensions = list(next(iter(record["vbench"].values()), {}))
-    heading = ["method", "attention FLOPs", *(MEASURES[key].heading for key in shown), *dimensions]
-    rows = []
-    for label in record["methods"]:
-        cells = [label + (" (reference)" if label == record["reference"] else "")]
-        cells.append(percent(record["attention_flops"][label]))
-        cells += [shown_interval(record["statistics"][label][key], MEASURES[key].decimals) for key in shown]
-        cells += [f"{record['vbench'][label][dimension]:.4f}" for dimension in dimensions]
-        rows.append(cells)
-    return heading, rows
+    labels = record["methods"]
+    columns = {
+        "method": [label + " (reference)" * (label == record["reference"]) for label in labels],
+        "attention FLOPs": [percent(record["attention_flops"][label]) for label in labels],
+    }
+    for key in measures:
+        found, measure = [record["statistics"][label][key] for label in labels], MEASURES[key]
+        if any(found):
+            columns[measure.heading] = [shown_interval(value, measure.decimals) for value in found]
+        if any(found) and key == "psnr":
+            low = [low_end(record["items"], label) for label in labels]
+            columns["p5"] = [shown_number(row["p5"], measure.decimals) for row in low]
+            columns["< 27 dB"] = [f"{row['below_27']} of {row['items']}" if row["items"] else "–" for row in low]
+    for dimension in next(iter(record["vbench"].values()), {}):
+        columns[dimension] = [f"{record['vbench'][label][dimension]:.4f}" for label in labels]
+    return list(columns), [list(row) for row in zip(*columns.values(), strict=True)]
 
 
 def sampled(config: Mapping[str, Any]) -> str:
@@ -154,10 +177,8 @@ def shown_interval(value: Mapping[str, Any] | None, decimals: int, *, sign: bool
     """`mean [low, high]`, without brackets where there is no interval."""
     if value is None:
         return "–"
-    mean = shown_number(value["mean"], decimals, sign=sign)
-    if value["low"] is None:
-        return mean
-    return f"{mean} [{', '.join(shown_number(value[edge], decimals, sign=sign) for edge in ('low', 'high'))}]"
+    mean, *edges = (shown_number(value[key], decimals, sign=sign) for key in ("mean", "low", "high"))
+    return mean if value["low"] is None else f"{mean} [{', '.join(edges)}]"
 
 
 def json_text(record: Mapping[str, Any]) -> str:

@@ -290,6 +290,9 @@ def _figure(path: Path, record: dict[str, Any]) -> str:
     files = {word: f"gradio_api/file={quote(str(path.parent / name))}" for word, name in names.items() if name}
     links = "".join(f'<a href="{address}" download>{word}</a>' for word, address in files.items())
     told = f"{record['config']['attention']['label']} · seed {record['seed']} · {seconds(record['seconds']['total'])}"
+    if record.get("attention") is not None:
+        # Its second line: what ran. The first is the method.
+        told += f" · {record['attention']['text'].splitlines()[-1]}"
     return (
         f'<figure><video src="{files["video"]}#t=0.01" controls loop muted playsinline preload="metadata"></video>'
         f"<b>{html.escape(record['prompt'])}</b><small>{html.escape(told)}<br>{links}</small></figure>"

@@ -223,7 +223,7 @@ def share_clips(experts: Experts, size: int, device: torch.device, at_times_full
     from diffusers import ContextParallelConfig
 
     from vmonarch.base import FullAttentionProcessor
-    from vmonarch.installation import self_attention_modules
+    from vmonarch.families import known_family
     from vmonarch.own import ours_of
 
     shape = dist.get_world_size() // size, 1, size
@@ -233,7 +233,7 @@ def share_clips(experts: Experts, size: int, device: torch.device, at_times_full
     for name, model in experts.parts.items():
         config = ContextParallelConfig(ulysses_degree=size, mesh=mesh["ring", "ulysses"])
         try:
-            for _, attn in self_attention_modules(model):
+            for _, attn in known_family(model).layers(model):
                 ours, full = ours_of(attn), FullAttentionProcessor()
                 if ours is not None:
                     ours.spec.check_context_parallel(config, attn.heads)

@@ -93,6 +93,7 @@ def _generate(config: GenerateConfig, model: LoadedModel, shard: Shard, progress
             "seconds": {"load": model.seconds} | result.seconds,
             "transformer_calls": result.transformer_calls,
             "peak_memory_bytes": peak_memory_bytes(model.device),
+            "attention": None if result.report is None else {"text": str(result.report)} | result.report.to_dict(),
         }
         for (prompt, seed), frames in zip(jobs, result.frames, strict=True):
             record = {

@@ -11,9 +11,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from vmonarch.installation import is_applied
 from vmonarch.pipelines.config import SamplingConfig
 from vmonarch.pipelines.loading import LoadedModel
 from vmonarch.pipelines.outputs import GenerationError
+from vmonarch.reports import Report, report
 
 if TYPE_CHECKING:
     import torch
@@ -29,12 +31,14 @@ class Batch:
         seconds: of the whole batch: in the text encoders' forward calls (text), in the decoder's (decode), in all else
             (denoise), in the transformers' forward calls within that (transformer), and total.
         transformer_calls: how many of these there were.
+        report: of `vmonarch.report`; None with stock attention.
     """
 
     frames: Any
     latents: Any
     seconds: dict[str, float]
     transformer_calls: int
+    report: Report | None
 
 
 def sample(
@@ -109,7 +113,9 @@ def denoise(
     seconds = {"total": _now(device) - start, "text": _between(text)}
     seconds |= {"transformer": _between(forward), "decode": _between(decoding)}
     seconds["denoise"] = seconds["total"] - seconds["text"] - seconds["decode"]
-    return Batch(found.float().cpu() if decode else None, None if decode else found, seconds, len(forward) // 2)
+    frames, latents = (found.float().cpu(), None) if decode else (None, found)
+    ran = report(pipe) if is_applied(pipe) else None
+    return Batch(frames, latents, seconds, len(forward) // 2, ran)
 
 
 @contextlib.contextmanager

@@ -12,6 +12,7 @@ import pkgutil
 import re
 import runpy
 import shlex
+import statistics
 import subprocess
 import sys
 from fnmatch import fnmatch
@@ -314,3 +315,23 @@ def test_example(name, monkeypatch, tmp_path, capsys):
     assert len(path.read_text().splitlines()) <= 40
     if name == "generate":
         assert (tmp_path / "video.mp4").stat().st_size > 0
+
+
+def test_the_table_of_fidelity_is_that_of_its_videos():
+    record = json.loads((ROOT / "docs/benchmarks/fidelity.json").read_text())
+    (table,) = record["tables"]
+    names = {"another exact kernel": "full-triton", "fixed steps": "vmonarch-t1:exact=null,refresh=0.28"}
+    for steps, name, exact, work, mean, p5, spoilt, score in table["rows"]:
+        items = record["evaluations"][f"{steps} steps"]["items"]
+        rows = [item["results"][names.get(name, name)] for item in items]
+        psnr = torch.tensor([row["psnr"] for row in rows], dtype=torch.float64)
+        assert (mean, p5) == (f"{psnr.mean():.1f}", f"{psnr.quantile(0.05):.1f}")
+        assert spoilt == f"{(psnr < 27).sum()} of {len(psnr)}"
+        assert score == f"{100 * statistics.fmean(row['prompt_score'] for row in rows):.1f} %"
+        if exact != "–":
+            shares = [100 * len(row["exact_steps"]) / int(steps) for row in rows]
+            assert exact == f"{statistics.fmean(shares):.1f} % ({min(shares):.0f}–{max(shares):.0f})"
+            assert (
+                work == f"{100 * statistics.fmean(row['attention_work'] for row in rows):.1f} %"
+                or name == "fixed steps"
+            )

@@ -34,11 +34,12 @@ _OFFERED = {
     "kernels.two_resolution.api": ("two_resolution_attention",),
     "kernels.first_order.api": ("first_order_attention",),
     "kernels.monarch.api": ("monarch_attention", "vmonarch_attention"),
-    "residuals": ("Refresh",),
+    "refresh": ("Refresh",),
     "processors": (
         "VMonarchProcessor", "FlashBiasProcessor", "TwoResolutionProcessor", "FirstOrderProcessor", "presets"),
     "based": ("BasedProcessor",),
     "installation": ("apply", "restore"),
+    "reports": ("report",),
     "adapters": ("save_adapter", "load_adapter"),
 }  # fmt: skip
 _EXPORTS = {name: f"vmonarch.{module}" for module, names in _OFFERED.items() for name in names}
@@ -76,12 +77,11 @@ if TYPE_CHECKING:
     from vmonarch.processors import TwoResolutionProcessor as TwoResolutionProcessor
     from vmonarch.processors import VMonarchProcessor as VMonarchProcessor
     from vmonarch.processors import presets as presets
+    from vmonarch.refresh import Refresh as Refresh
+    from vmonarch.reports import report as report
     from vmonarch.requirements import __version__ as __version__
-    from vmonarch.residuals import Refresh as Refresh
 
 
-__getattr__, __dir__ = lazy_names(
-    __name__, names=_EXPORTS, modules=("bias", "configs", "eval", "finetune", "pipelines")
-)
+__getattr__, __dir__ = lazy_names(__name__, ("bias", "configs", "eval", "finetune", "pipelines"), _EXPORTS)
 
 diffusers_hook.install()

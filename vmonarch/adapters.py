@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
 
 from vmonarch.families import diffusers_class
 from vmonarch.files import AtomicFiles
@@ -25,7 +27,6 @@ from vmonarch.installation import (
     apply,
     bind_all,
     find_transformers,
-    original_processors,
     parameters_of,
 )
 
@@ -41,14 +42,7 @@ _FACTS = ("num_layers", "num_attention_heads", "attention_head_dim", "patch_size
 # Options that no parameter depends on, which may differ from those that were saved.
 _FREE_OPTIONS = ("dense_steps", "grid", "implementation")
 # Settings of PEFT that do not say what the layers compute.
-_LORA_RUNTIME = (
-    "peft_type",
-    "task_type",
-    "peft_version",
-    "base_model_name_or_path",
-    "inference_mode",
-    "init_lora_weights",
-)
+_LORA_RUNTIME = ("task_type", "peft_version", "base_model_name_or_path", "inference_mode", "init_lora_weights")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,8 +107,6 @@ def save_adapter(
         metadata[_LORA_ENTRY] = json.dumps(lora_settings, sort_keys=True)
     if not path.parent.is_dir():
         raise FileNotFoundError(f"there is no folder {path.parent} to write {path.name} to")
-    from safetensors.torch import save
-
     with AtomicFiles(overwrite=overwrite) as files:
         # Written as any other file: save_file would let nobody but its owner read it.
         files.stage(path).write_bytes(save(tensors, metadata))
@@ -153,8 +145,7 @@ def load_adapter(pipe_or_transformer: Any, path: str | Path, **options: Any) -> 
             raise ValueError(f"{name} is {adapter.config[name]} in {path}, got {processor.config[name]}")
     _check_models(adapter, transformers)
     for name, transformer in transformers.items():
-        bound = bind_all(transformer, processor, name, dict(original_processors(transformer)))
-        _check_names(adapter, name, _learnt(transformer, bound), lora=False)
+        _check_names(adapter, name, _learnt(transformer, bind_all(transformer, processor, name)), lora=False)
 
     added: list[Any] = []
     try:
@@ -185,8 +176,6 @@ def _read(path: Path) -> _Adapter:
         )
     if not path.is_file():
         raise FileNotFoundError(f"there is no adapter file {path}")
-    from safetensors import SafetensorError, safe_open
-
     try:
         with safe_open(path, framework="pt") as file:
             tensors = {name: file.get_tensor(name) for name in file.keys()}
@@ -252,22 +241,18 @@ def _check_models(adapter: _Adapter, transformers: Mapping[str, torch.nn.Module]
 
 def _check_names(adapter: _Adapter, component: str, wanted: Mapping[str, torch.Tensor], *, lora: bool) -> None:
     """Raise ValueError unless the adapter has exactly the parameters with these names and shapes."""
-    expected = {f"{component}.{name}": parameter.shape for name, parameter in wanted.items()}
-    given = {
-        name: tensor.shape
-        for name, tensor in adapter.tensors.items()
-        if name.startswith(f"{component}.") and (".lora_" in name) == lora
-    }
-    # Names that belong to no transformer are unexpected in each.
-    strays = [name for name in adapter.tensors if name.partition(".")[0] not in adapter.transformers]
+    expected = {f"{component}.{name}": tuple(parameter.shape) for name, parameter in wanted.items()}
+    given = {}
+    for name, tensor in adapter.tensors.items():
+        owner = name.partition(".")[0]
+        # Names that belong to no transformer are unexpected in each.
+        if owner not in adapter.transformers or (owner == component and (".lora_" in name) == lora):
+            given[name] = tuple(tensor.shape)
+    of_both = [name for name in expected if name in given and given[name] != expected[name]]
     problems = {
         "missing": [name for name in expected if name not in given],
-        "unexpected": [name for name in given if name not in expected] + strays,
-        "of another shape": [
-            f"{name} {tuple(given[name])} (here {tuple(shape)})"
-            for name, shape in expected.items()
-            if name in given and given[name] != shape
-        ],
+        "unexpected": [name for name in given if name not in expected],
+        "of another shape": [f"{name} {given[name]} (here {expected[name]})" for name in of_both],
     }
     found = [f"{problem}: {', '.join(sorted(names))}" for problem, names in problems.items() if names]
     if found:

@@ -33,6 +33,7 @@ from vmonarch.kernels.common.launch import auto_takes_kernels, carry_tangents, l
 from vmonarch.kernels.flash_bias.api import flash_bias_attention
 from vmonarch.kernels.flash_entropy.api import flash_entropy_attention
 from vmonarch.kernels.merge.api import merge_partials
+from vmonarch.kernels.residual.api import add_residual
 from vmonarch.options import Options
 from vmonarch.plan import heads_by_method, method_attention
 
@@ -172,24 +173,29 @@ class Residual:
     """Exact attention in some steps; in the others approximate attention and what it lacked in the last of those.
 
     Args:
-        layer: no other layer of the transformer has this number.
+        layer: its number, or another name that no other layer of the transformer has.
 
     Source: Yuan et al., DiTFastAttn (2024); see `vmonarch.residuals`.
     """
 
     approximate: Attend
     exact: Attend
-    layer: int
+    layer: Any
     implementation: str = "auto"
 
     def __call__(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Call) -> Result:
         if call.branch is None:
             raise RuntimeError("refresh needs forward calls of the transformer itself; use refresh=None for its parts")
-        exact = lambda: self.exact(query, key, value, call)[0]
+        branch = call.branch
+        layer = branch.layer_of(self.layer, len(query))
         approximate = lambda: self.approximate(query, key, value, call)[0]
-        # FasterCache leaves half of a batch out of some steps.
-        layer = self.layer, len(query)
-        return call.branch.sharing.attend(call.branch, layer, exact, approximate, self.implementation), None
+        residual = branch.residual_of(layer)
+        if residual is not None:
+            return add_residual(approximate(), residual, implementation=self.implementation), None
+        exact, _ = self.exact(query, key, value, call)
+        branch.group = None if call.split is None else call.split.group
+        branch.renew(layer, exact, approximate, self.implementation)
+        return exact, None
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -28,7 +28,8 @@ def without_autocast(op: Callable[Arguments, Results]) -> Callable[Arguments, Re
 
     @functools.wraps(op)
     def unaffected(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Results:
-        device = _device_type((*args, *kwargs.values()))
+        given = (x if isinstance(x, (tuple, list)) else (x,) for x in (*args, *kwargs.values()))
+        device = next((x.device.type for several in given for x in several if isinstance(x, torch.Tensor)), None)
         # Autocast does not know the meta device.
         if device in (None, "meta") or not torch.is_autocast_enabled(device):
             return op(*args, **kwargs)
@@ -39,16 +40,6 @@ def without_autocast(op: Callable[Arguments, Results]) -> Callable[Arguments, Re
         return results
 
     return unaffected
-
-
-def _device_type(arguments: Iterable[object]) -> str | None:
-    """Where the first tensor lies."""
-    for argument in arguments:
-        if isinstance(argument, torch.Tensor):
-            return argument.device.type
-        if isinstance(argument, (tuple, list)) and (device := _device_type(argument)):
-            return device
-    return None
 
 
 def _keep_out_of_backward(device: str, results: Any, arguments: Any) -> None:

@@ -21,7 +21,7 @@ from vmonarch.opaque import Opaque
 from vmonarch.options import NoOptions
 from vmonarch.own import Own
 from vmonarch.plan import AttentionPlan
-from vmonarch.residuals import Refresh
+from vmonarch.refresh import Refresh
 from vmonarch.validation import DenseSet, check_implementation
 
 

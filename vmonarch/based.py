@@ -147,15 +147,11 @@ class LinearPart(torch.nn.Module):
             for x, weight in ((query, self.query_weight), (key, self.key_weight))
         )
         decay = None if self.log_rate is None else frame_decay(own(self.log_rate), frames)
-        attend = functools.partial(
-            taylor_attention,
-            feature_map=self.options.feature_map,
-            frame_weights=decay,
-            implementation=self.implementation,
-        )
+        options: dict[str, Any] = {"feature_map": self.options.feature_map, "implementation": self.implementation}
+        attend = functools.partial(taylor_attention, query, key, value, frame_weights=decay, **options)
         if self.log_weight is None:
-            return attend(query, key, value), None
-        out, lse = attend(query, key, value, return_lse=True)
+            return attend(), None
+        out, lse = attend(return_lse=True)
         return out, lse + own(self.log_weight).to(lse.dtype)[:, None]
 
 

@@ -194,13 +194,13 @@ class Borrowed(Bound):
             NotImplementedError: gradients where those of the ranks have no meaning.
         """
         call = call._replace(grid=call.grid._replace(frames=self.videos * call.grid.frames))
-        if context_parallel_config(self._parallel_config) is not None:
-            return self._attend_on_a_rank(query, key, value, call)
+        if (config := context_parallel_config(self._parallel_config)) is not None:
+            return self._attend_on_a_rank(query, key, value, call, config)
         return run_stack(self.attend, query, key, value, call.placed(query.shape[1]), None)
 
     @torch.compiler.disable(reason="attention under context parallelism exchanges tokens between processes")
     def _attend_on_a_rank(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Call
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Call, config: Any
     ) -> torch.Tensor:
         spread = self.family.spread
         assert spread is not None
@@ -208,7 +208,6 @@ class Borrowed(Bound):
             raise NotImplementedError(
                 "gradients are not supported under context parallelism with this model: call it under torch.no_grad()"
             )
-        config = context_parallel_config(self._parallel_config)
         split, call = split_sequence(config, spread.others_whole, call, query.shape[1])
         return run_stack(self.attend, query, key, value, call, split)
 

@@ -30,6 +30,7 @@ class Call(NamedTuple):
         grid: of the video's tokens.
         before, after: how many other tokens there are on either side of the video; before=None: all that there are.
         dense: whether the step is one of `dense_steps`. (Not which step: torch.compile would make a graph of each.)
+        exact: whether `refresh` makes attention exact in all layers.
         branch: whose residuals the call uses.
         shared: what the layers have made for each other in this call, by what it is; None where nothing is kept.
         key_mask: boolean [B, S], true where a key may be attended; None for all.
@@ -43,6 +44,7 @@ class Call(NamedTuple):
     before: int | None = 0
     after: int = 0
     dense: bool = False
+    exact: bool = False
     branch: Branch | None = None
     shared: dict[Any, Any] | None = None
     key_mask: torch.Tensor | None = None

@@ -1,7 +1,7 @@
 """Context parallelism of diffusers (`enable_parallelism`): tokens spread over processes, which share attention.
 
 Outside attention every process (rank) of a group holds some tokens of all heads. Inside it holds all tokens of some
-heads (Ulysses attention): one all-to-all leads there, another one back (`exchange`). All pieces for one rank travel
+heads (Ulysses attention): one all-to-all leads there, another one back (`Exchange`). All pieces for one rank travel
 together, so that an exchange is one `all_to_all_single`, which gloo and NCCL both have, for pieces of any sizes.
 
 In joint attention, a rank may hold all tokens that are not the video's (`VideoSplit`).
@@ -13,8 +13,8 @@ Source: DeepSpeed Ulysses, §3.1.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -23,9 +23,6 @@ import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
 from vmonarch.call import Call
-from vmonarch.kernels.common.launch import carry_tangents
-
-Shape = tuple[int, ...]
 
 # Bytes of a word. Every piece starts at a multiple, whatever the dtype of the piece before.
 ALIGNMENT = 16
@@ -43,113 +40,37 @@ def places_of(sizes: Sequence[int], rank: int) -> range:
     return range(start, start + sizes[rank])
 
 
-def _aligned_bytes(shape: Sequence[int], dtype: torch.dtype) -> int:
-    return -(-math.prod(shape) * dtype.itemsize // ALIGNMENT) * ALIGNMENT
+def _aligned_bytes(x: torch.Tensor) -> int:
+    return -(-x.nbytes // ALIGNMENT) * ALIGNMENT
 
 
-def _words(x: torch.Tensor) -> torch.Tensor | None:
-    """A view of the same bytes as numbers of a word each; None if they do not lie so."""
+def _in_words(x: torch.Tensor) -> bool:
+    """Whether its numbers lie in whole words, as a view of numbers of that size needs it."""
     n = ALIGNMENT // x.dtype.itemsize
     whole = x.dim() > 0 and x.stride(-1) == 1 and x.shape[-1] % n == 0 and x.data_ptr() % ALIGNMENT == 0
-    if whole and not any(step % n for step in (x.storage_offset(), *x.stride()[:-1])):
-        return x.view(torch.complex128)
-    return None
+    return whole and not any(step % n for step in (x.storage_offset(), *x.stride()[:-1]))
 
 
 def _copy(to: torch.Tensor, x: torch.Tensor) -> None:
     """`to.copy_(x)` of one dtype, by whole words where both lie so: torch copies rows with gaps number by number."""
-    to_words, words = _words(to), _words(x)
-    if to_words is None or words is None:
-        to.copy_(x)
-    else:
-        to_words.copy_(words)
+    if _in_words(to) and _in_words(x):
+        to, x = to.view(torch.complex128), x.view(torch.complex128)
+    to.copy_(x)
 
 
-def _joined(parts: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
-    """`torch.cat`, which is slow where its parts have gaps, by words."""
-    sizes = [part.shape[dim] for part in parts]
-    whole = parts[0].new_empty(_resized(parts[0], dim, sum(sizes)))
-    for part, place in zip(parts, whole.split(sizes, dim), strict=True):
-        _copy(place, part)
-    return whole
-
-
-def _resized(x: torch.Tensor, dim: int, size: int) -> Shape:
-    """The shape of x with another size along one dimension."""
-    return (*x.shape[:dim], size, *x.shape[dim + 1 :])
-
-
-def _part(buffer: torch.Tensor, start: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    return buffer[start : start + math.prod(shape) * dtype.itemsize].view(dtype).view(*shape)
-
-
-def _exchanged(
-    group: dist.ProcessGroup,
-    tensors: Sequence[torch.Tensor],
-    split_dim: int,
-    split: Sequence[int],
-    cat_dim: int,
-    cat: Sequence[int],
-) -> tuple[torch.Tensor, ...]:
-    """What `exchange` computes; this rank's own part does not travel."""
-    rank, device = dist.get_rank(group), tensors[0].device
-    pieces = list(zip(*(x.split(list(split), split_dim) for x in tensors), strict=True))
-    sent = [[] if r == rank else list(of) for r, of in enumerate(pieces)]
-    shapes = [[] if r == rank else [_resized(x, cat_dim, n) for x in pieces[rank]] for r, n in enumerate(cat)]
-    dtypes = [x.dtype for x in tensors]
-    sizes_sent = [sum(_aligned_bytes(x.shape, x.dtype) for x in of) for of in sent]
-    sizes = [sum(map(_aligned_bytes, of, dtypes)) for of in shapes]
-    buffer, received = (torch.empty(sum(bytes_), dtype=torch.uint8, device=device) for bytes_ in (sizes_sent, sizes))
+def _packed(buffer: torch.Tensor, tensors: Iterable[torch.Tensor]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """The place that each tensor has in a buffer of bytes, one after the other, and the tensor."""
     start = 0
-    for x in (x for of in sent for x in of):
-        _copy(_part(buffer, start, x.shape, x.dtype), x)
-        start += _aligned_bytes(x.shape, x.dtype)
-    dist.all_to_all_single(received, buffer, sizes, sizes_sent, group=group)
-    start, parts = 0, []
-    for r, of in enumerate(shapes):
-        found = list(pieces[rank]) if r == rank else []
-        for shape, dtype in zip(of, dtypes, strict=False):
-            found.append(_part(received, start, shape, dtype))
-            start += _aligned_bytes(shape, dtype)
-        parts.append(found)
-    return tuple(_joined(of, cat_dim) for of in zip(*parts, strict=True))
+    for x in tensors:
+        yield buffer[start : start + x.nbytes].view(x.dtype).view(x.shape), x
+        start += _aligned_bytes(x)
 
 
-class _Exchange(torch.autograd.Function):
-    """`_exchanged`, one node for all tensors: every rank runs its backward pass whichever results are needed."""
+class Exchange(torch.autograd.Function):
+    """Split tensors among the ranks along one dimension, and join what comes along another.
 
-    @staticmethod
-    def forward(
-        ctx: Any,
-        group: dist.ProcessGroup,
-        split_dim: int,
-        split: Sequence[int],
-        cat_dim: int,
-        cat: Sequence[int],
-        *tensors: torch.Tensor,
-    ) -> tuple[torch.Tensor, ...]:
-        ctx.inverse = group, cat_dim, cat, split_dim, split
-        return _exchanged(group, tensors, split_dim, split, cat_dim, cat)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: torch.Tensor):
-        group, *dimensions = ctx.inverse
-        return *(None,) * 5, *_exchanged(group, grads, *dimensions)
-
-
-def exchange(
-    group: dist.ProcessGroup,
-    tensors: Sequence[torch.Tensor],
-    *,
-    split_dim: int,
-    split: Sequence[int],
-    cat_dim: int,
-    cat: Sequence[int],
-) -> tuple[torch.Tensor, ...]:
-    """Split tensors among the ranks along one dimension, and join what comes along another; differentiable.
-
-    All ranks must call it in the same order, and where gradients are needed run the backward pass.
+    All ranks must apply it in the same order, and where gradients are needed run the backward pass: it is one node for
+    all tensors, so that every rank runs it whichever results are needed.
 
     Args:
         split: by rank, the size along `split_dim` that it gets.
@@ -158,10 +79,47 @@ def exchange(
     Raises:
         NotImplementedError: forward-mode AD goes through a tensor; tangents do not travel.
     """
-    if carry_tangents(*tensors):
+
+    @staticmethod
+    def forward(
+        group: dist.ProcessGroup,
+        split_dim: int,
+        split: Sequence[int],
+        cat_dim: int,
+        cat: Sequence[int],
+        *tensors: torch.Tensor,
+    ) -> tuple[torch.Tensor, ...]:
+        # This rank's own part does not travel.
+        rank = dist.get_rank(group)
+        pieces = list(zip(*(x.split(list(split), split_dim) for x in tensors), strict=True))
+        # torch.cat is slow where its parts have gaps.
+        whole = [x.new_empty((*x.shape[:cat_dim], sum(cat), *x.shape[cat_dim + 1 :])) for x in pieces[rank]]
+        places = list(zip(*(x.split(list(cat), cat_dim) for x in whole), strict=True))
+        for place, x in zip(places[rank], pieces[rank], strict=True):
+            _copy(place, x)
+        pieces[rank] = places[rank] = ()
+        sizes_sent, sizes = ([sum(map(_aligned_bytes, of)) for of in by_rank] for by_rank in (pieces, places))
+        sent, received = (whole[0].new_empty(sum(of), dtype=torch.uint8) for of in (sizes_sent, sizes))
+        for place, x in _packed(sent, itertools.chain(*pieces)):
+            _copy(place, x)
+        dist.all_to_all_single(received, sent, sizes, sizes_sent, group=group)
+        for x, place in _packed(received, itertools.chain(*places)):
+            _copy(place, x)
+        return tuple(whole)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        group, split_dim, split, cat_dim, cat, *_ = inputs
+        ctx.inverse = group, cat_dim, cat, split_dim, split
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: torch.Tensor):
+        return *(None,) * 5, *Exchange.forward(*ctx.inverse, *grads)
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
         raise NotImplementedError("forward-mode AD is not supported across ranks (supported: backward)")
-    found: tuple[torch.Tensor, ...] = _Exchange.apply(group, split_dim, split, cat_dim, cat, *tensors)
-    return found
 
 
 class Part(NamedTuple):
@@ -209,18 +167,18 @@ class TokenSplit:
     def gather_tokens(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """All tokens of this rank's heads: tensors [B, s, H, …] -> [B, S, h, …]; differentiable."""
         heads = split_evenly(tensors[0].shape[2], len(self.tokens))
-        return exchange(self.group, tensors, split_dim=2, split=heads, cat_dim=1, cat=self.tokens)
+        return Exchange.apply(self.group, 2, heads, 1, self.tokens, *tensors)
 
     def gather_heads(self, x: torch.Tensor, heads: int) -> torch.Tensor:
         """The inverse of `gather_tokens` for one tensor: [B, S, h, …] -> [B, s, heads, …]."""
         sizes = split_evenly(heads, len(self.tokens))
-        return exchange(self.group, [x], split_dim=1, split=self.tokens, cat_dim=2, cat=sizes)[0]
+        return Exchange.apply(self.group, 1, self.tokens, 2, sizes, x)[0]
 
     def whole_mask(self, key_mask: torch.Tensor) -> torch.Tensor:
         """Which keys of the sequence may be attended, of a mask of this rank's: boolean [B, s] -> [B, S]."""
         ranks = len(self.tokens)
         copies = key_mask.unsqueeze(0).expand(ranks, *key_mask.shape)
-        (gathered,) = exchange(self.group, [copies], split_dim=0, split=(1,) * ranks, cat_dim=2, cat=self.tokens)
+        (gathered,) = Exchange.apply(self.group, 0, (1,) * ranks, 2, self.tokens, copies)
         return gathered.squeeze(0)
 
 

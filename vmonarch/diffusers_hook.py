@@ -4,9 +4,6 @@ diffusers' pipelines lack this method. On a model it gives one object to all att
 and tells it neither its layer nor the video's grid nor the step, which ours need. So pipelines get the method, and on
 models it hands our processors to `vmonarch.apply`. Beside this `vmonarch.pipeline_calls` alone changes classes of
 diffusers.
-
-`import vmonarch` must not import diffusers, which takes seconds, and may come before or after it. So the classes are
-changed when their modules have been imported, or at once if they have been already.
 """
 
 from __future__ import annotations
@@ -69,11 +66,7 @@ def _change_models(module: ModuleType) -> None:
 
 
 def _spec_of(ours: list[Any], several: bool) -> Any:
-    """The processor to apply to a transformer that is given these of ours, of which layers may have one each.
-
-    Raises:
-        ValueError: there are several, or they have learnt, or their plan is for several transformers.
-    """
+    """The processor to apply to a transformer that is given these of ours, of which layers may have one each."""
     # Those that `dense_layers` keep have one of their own.
     specs = {getattr(known, "spec", known) for known in ours if not (several and getattr(known, "kept", False))}
     spec: Any = next(iter(specs), None)

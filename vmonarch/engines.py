@@ -13,6 +13,9 @@ from typing import Any
 from vmonarch.context_parallel import TokenSplit, check_ring
 from vmonarch.grid import LatentGrid
 
+# xfuser's module of groups of processes.
+GROUPS = "xfuser.core.distributed"
+
 
 def add_member(enumeration: Any, name: str, value: str) -> Any:
     """The member of an enumeration with this name and value, added if it is not there.
@@ -61,12 +64,8 @@ def import_xfuser(name: str) -> Any:
         raise ImportError(f"xfuser {version} cannot be imported: {error}; {supported}") from error
 
 
-def xfuser_groups() -> Any:
-    return import_xfuser("xfuser.core.distributed")
-
-
 def ulysses_rank(groups: Any) -> tuple[int, int]:
-    """(P, this rank).
+    """(P, this rank), as xfuser's module of groups tells them; torch.compile cannot follow an import of it.
 
     Raises:
         NotImplementedError: ring attention.
@@ -87,7 +86,7 @@ def split_video(grid: LatentGrid, tokens: int) -> TokenSplit | None:
         NotImplementedError: ring attention.
         ValueError: s is not what the grid makes it.
     """
-    groups = xfuser_groups()
+    groups = import_xfuser(GROUPS)
     ranks, rank = ulysses_rank(groups)
     if tokens != -(-grid.tokens // ranks):
         raise ValueError(

@@ -61,7 +61,6 @@ class Family:
             which ours takes the place of; its "to_fractal" says that the tokens of a frame are not in raster order.
         videos: how many videos of the grid a layer's sequence holds, one after the other, of its config, the number of
             the layer and of all layers.
-        batched: whether the module's processor computes the softmax of all samples in one call.
         by_step: arguments of a model's forward, beside the latents `hidden_states`, that change from one denoising step
             to the next.
         spread: how its tokens are spread over ranks; None of models that context parallelism does not support, and of
@@ -76,13 +75,12 @@ class Family:
     unseen_mask: str | None = None
     sparse: str | None = None
     videos: Callable[[Any, int, int], int] = lambda config, layer, layers: 1
-    batched: bool = True
     by_step: tuple[str, ...] = ("timestep",)
     spread: Spread | None = None
 
     def layers(self, transformer: Any) -> list[tuple[int, torch.nn.Module]]:
         """(layer, module) of every self-attention module of the video, in the order of `blocks`."""
-        blocks = list(enumerate(block for name in self.blocks for block in getattr(transformer, name)))
+        blocks = list(enumerate(self.blocks_of(transformer)))
         if hasattr(transformer, "vace_blocks"):
             # A control block of VACE counts as the layer that it feeds.
             blocks += zip(transformer.config.vace_layers, transformer.vace_blocks, strict=True)
@@ -96,15 +94,13 @@ class Family:
         """The attention modules that have the video among their keys, which `spread` splits."""
         assert self.spread is not None
         names = (self.attention, *self.spread.across)
-        return [
-            module
-            for blocks in self.blocks
-            for block in getattr(transformer, blocks)
-            for module in _modules_named(block, names)
-        ]
+        return [module for block in self.blocks_of(transformer) for module in _modules_named(block, names)]
+
+    def blocks_of(self, transformer: Any) -> list[torch.nn.Module]:
+        return [block for name in self.blocks for block in getattr(transformer, name)]
 
     def number_of_layers(self, transformer: Any) -> int:
-        return sum(len(getattr(transformer, name)) for name in self.blocks)
+        return len(self.blocks_of(transformer))
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _named, (next(name for name, family in FAMILIES.items() if family is self),)
@@ -145,20 +141,31 @@ def _of_arguments(arguments: Arguments, config: Any) -> LatentGrid | None:
     return None if None in sizes else LatentGrid(*sizes)  # type: ignore[arg-type]
 
 
+def _raster(places: torch.Tensor) -> LatentGrid | None:
+    """The grid whose raster the coordinates [3, S] of tokens (frame, row, column) are; None if of none."""
+    # Frames may come twice, rows and columns do not.
+    height, width = (len(axis.unique()) for axis in places[1:])
+    frames = places.shape[1] // max(height * width, 1)
+    if not frames or frames * height * width != places.shape[1]:
+        return None
+    time, rows, columns = places = places.unflatten(1, (frames, height, width))
+    raster = torch.broadcast_tensors(time[:, :1, :1], rows[:1, :, :1], columns[:1, :1])
+    return LatentGrid(frames, height, width) if torch.equal(torch.stack(raster), places) else None
+
+
 def _of_ltx(arguments: Arguments, config: Any) -> LatentGrid | None:
     """The grid of LTX; of its coordinates [B, 3, S] where the pipeline of several prompts leaves the sizes at 1."""
     grid, coordinates = _of_arguments(arguments, config), arguments.get("video_coords")
-    if grid != (1, 1, 1) or coordinates is None:
-        return grid
-    # Frames may come twice, rows and columns do not.
-    height, width = (len(axis.unique()) for axis in coordinates[0, 1:])
-    frames = coordinates.shape[2] // (height * width)
-    if frames * height * width != coordinates.shape[2]:
+    return grid if grid != (1, 1, 1) or coordinates is None else _raster(coordinates[0])
+
+
+def _of_packed(arguments: Arguments, config: Any) -> LatentGrid | None:
+    """The grid of MiniMax-H3, by the coordinates [S, 3] of what comes after the last sound: the video that is made."""
+    places, sound = arguments.get("position_ids"), arguments.get("audio_indices")
+    # torch.compile of a whole transformer does not know values.
+    if places is None or sound is None or not len(sound) or torch.compiler.is_compiling():
         return None
-    places = coordinates[0].unflatten(1, (frames, height, width))
-    time, rows, columns = places
-    raster = torch.broadcast_tensors(time[:, :1, :1], rows[:1, :, :1], columns[:1, :1])
-    return LatentGrid(frames, height, width) if torch.equal(torch.stack(raster), places) else None
+    return _raster(places[int(sound[-1]) + 1 :].T)
 
 
 def _of_one_item(arguments: Arguments, config: Any) -> LatentGrid | None:
@@ -322,14 +329,14 @@ FAMILIES = {
     "CogVideoXTransformer3DModel": _COGVIDEOX,
     "ConsisIDTransformer3DModel": _COGVIDEOX,
     "MochiTransformer3DModel": Family(
-        _BCTHW, ("transformer_blocks",), "attn1", batched=False, spread=Spread(_mochi, others_whole=True)
+        _BCTHW, ("transformer_blocks",), "attn1", spread=Spread(_mochi, others_whole=True)
     ),
     "EasyAnimateTransformer3DModel": Family(_BCTHW, ("transformer_blocks",), "attn1", _all_before, spread=_TEXT_WHOLE),
     "AllegroTransformer3DModel": Family(_BCTHW, ("transformer_blocks",), "attn1"),
     "HeliosTransformer3DModel": Family(_BCTHW, ("blocks",), "attn1", _all_before),
     "AnyFlowTransformer3DModel": Family(_BTCHW, ("blocks",), "attn1", by_step=("timestep", "r_timestep")),
     "MiniMaxH3Transformer3DModel": Family(
-        lambda arguments, config: None,
+        _of_packed,
         ("transformer_blocks",),
         "attn",
         _all_before,
@@ -361,7 +368,7 @@ OUT_OF_SCOPE = {
     "SanaWMTransformer3DModel": "most of whose attention is linear already",
     "SanaWMLTX2RefinerTransformer3DModel": "which attends to frames before by a cache of keys",
     "AnyFlowFARTransformer3DModel": "which attends to frames before by a cache of keys",
-    "WanAnimate2Transformer3DModel": "whose self-attention has a mask of blocks",
+    "WanAnimate2Transformer3DModel": "each of whose frames attends to reference keys of its own",
     "Kandinsky6SRTransformer3DModel": "whose attention is block-sparse already",
 }
 
@@ -413,8 +420,7 @@ def transformers_in(pipe: object) -> dict[str, Any]:
             "pipe_or_transformer must be a pipeline with a video transformer, or such a transformer"
             f" ({SUPPORTED}), got {describe(pipe)}"
         )
-    components = {name: getattr(pipe, name, None) for name in _COMPONENTS}
-    present = {name: component for name, component in components.items() if component is not None}
+    present = {name: found for name in _COMPONENTS if (found := getattr(pipe, name, None)) is not None}
     if not present:
         raise ValueError(f"the {type(pipe).__name__} has no transformer: transformer and transformer_2 are both None")
     return present

@@ -7,7 +7,6 @@ import json
 import os
 import re
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from vmonarch.configs import InputError
@@ -50,9 +49,7 @@ class AtomicFiles:
         if not self._overwrite and path.exists():
             raise FileExistsError(f"{path} exists and is not overwritten")
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         # Paths that hold nothing: these alone are removed again when not all could be renamed.
         empty: set[Path] = set()
         try:

@@ -13,7 +13,6 @@ S tokens, T frames of P positions, d head dim. Source: docs/attention.md, "FLOPs
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,16 +48,23 @@ def first_order_flops(grid: LatentGrid, head_dim: int, options: FirstOrderOption
     return float(grid.tokens * (2 * (boxes + 1) * head_dim**2 + (6 * boxes + 2) * head_dim))
 
 
-def full_attention_work(tokens: int, heads: int, head_dim: int, *, itemsize: int, training: bool) -> StageWork:
-    """Work of exact attention over all pairs: q, k, v, out and lse; in the backward pass also dq, dk, dv, do."""
-    flops = pair_flops(tokens**2, head_dim, training=training)
-    elements = (4 + 8 * training) * tokens * head_dim
-    return StageWork("attention", heads * flops, heads * (elements * itemsize + 4 * tokens * (1 + training)))
+def attention_work(
+    grid: LatentGrid,
+    heads: int,
+    head_dim: int,
+    options: TwoResolutionOptions | None = None,
+    *,
+    itemsize: int,
+    training: bool,
+) -> StageWork:
+    """Work of exact attention, or with options of `two_resolution_attention`.
 
-
-def _stage(heads: int, size: int, name: str, flops: float, elements: float, statistics: float) -> StageWork:
-    """Of one head's work, of which `elements` are vectors of so many bytes, and `statistics` numbers in float32."""
-    return StageWork(name, heads * flops, heads * (elements * size + statistics * 4))
+    Bytes are those of q, k, v, out and lse, in the backward pass also of dq, dk, dv and do, and for means of k and v.
+    """
+    pairs = grid.tokens**2 if options is None else two_resolution_pairs(tiling_of(grid, options), options)
+    vectors = 4 + 8 * training + 2 * (options is not None)
+    numbers = grid.tokens * (vectors * head_dim * itemsize + 4 * (1 + training))
+    return StageWork("attention", heads * pair_flops(pairs, head_dim, training=training), heads * numbers)
 
 
 def vmonarch_work(
@@ -91,34 +97,32 @@ def vmonarch_work(
         row = row_options(options)
         pairs -= len(options.pattern.rows) * (P * S - two_resolution_pairs(tiling_of(grid, row, query_frames=1), row))
     n, n_keys = sum(map(bool, exact)) * P, len(set().union(*exact)) * P
-    stage = functools.partial(_stage, heads, head_dim * itemsize)
+
+    def stage(name: str, flops: float, vectors: float, statistics: float) -> StageWork:
+        return StageWork(name, heads * flops, heads * (vectors * d * itemsize + statistics * 4))
+
     pool = [stage("pool", 0, S + cells, 0)] if coarse > 1 else []
     stages = ([stage("exact", 4 * pairs * d, 2 * n + 2 * n_keys, n)] if exact else []) + pool
-    for i in range(t):
-        if i < t - 1:
-            stages.append(stage(f"R{i + 1}", 4 * P * cells * d, 2 * S + cells, S))
-            stages.append(stage(f"L{i + 1}", 4 * S * T * d, 3 * S, S + 2 * S * training))
-        else:
-            stages.append(stage(f"R{i + 1}", 2 * (1 + sums) * P * S * d, (3 + sums) * S, S))
-            stages.append(stage(f"L{i + 1}", 4 * S * T * d, 4 * S + n, 2 * S))
+    for i in range(1, t):
+        stages.append(stage(f"R{i}", 4 * P * cells * d, 2 * S + cells, S))
+        stages.append(stage(f"L{i}", 4 * S * T * d, 3 * S, S + 2 * S * training))
+    stages.append(stage(f"R{t}", 2 * (1 + sums) * P * S * d, (3 + sums) * S, S))
+    stages.append(stage(f"L{t}", 4 * S * T * d, 4 * S + n, 2 * S))
     if not training:
         return stages
     # Gradients that a stage adds to are read and written.
     stages += pool
-    for i in reversed(range(t)):
-        dz = 2 * S if i == 0 else S
-        if i == t - 1:
-            # q, do, out, dq; aL, y, daL, dy
-            stages.append(stage(f"L{i + 1} backward", 10 * S * T * d, 8 * S + n, 5 * S))
-            # z, dz; k, v, dk, dv; daL, dy
-            work = (6 + 4 * sums) * P * S * d
-            stages.append(stage(f"R{i + 1} backward", work, dz + (7 + sums) * S, 4 * S))
-        else:
-            # q, dq (added to); aL, daR, daL
-            stages.append(stage(f"L{i + 1} backward", 10 * S * T * d, 6 * S, 6 * S))
-            # z, dz; k, dk (added to); daL
-            keys = cells * 2 + 2 * S if coarse > 1 else 3 * S
-            stages.append(stage(f"R{i + 1} backward", 10 * P * cells * d, dz + keys + 2 * S, 4 * S))
+    # q, do, out, dq; aL, y, daL, dy
+    stages.append(stage(f"L{t} backward", 10 * S * T * d, 8 * S + n, 5 * S))
+    # z, dz; k, v, dk, dv; daL, dy
+    dz = 2 * S if t == 1 else S
+    stages.append(stage(f"R{t} backward", (6 + 4 * sums) * P * S * d, dz + (7 + sums) * S, 4 * S))
+    for i in range(t - 1, 0, -1):
+        # q, dq (added to); aL, daR, daL
+        stages.append(stage(f"L{i} backward", 10 * S * T * d, 6 * S, 6 * S))
+        # z, dz; k, dk (added to); daL
+        dz, keys = 2 * S if i == 1 else S, cells * 2 + 2 * S if coarse > 1 else 3 * S
+        stages.append(stage(f"R{i} backward", 10 * P * cells * d, dz + keys + 2 * S, 4 * S))
     # q, do, out and dq of the rows; k, v, dk, dv
     return stages + ([stage("exact backward", 10 * pairs * d, 5 * n + 6 * n_keys, 2 * n)] if exact else [])
 
@@ -137,27 +141,9 @@ def two_resolution_pairs(n: Tiling, options: TwoResolutionOptions) -> float:
     return n.query_frames * positions * keys + n.of_queries.tiles * n.tiles / 2
 
 
-def two_resolution_work(
-    grid: LatentGrid,
-    heads: int,
-    head_dim: int,
-    options: TwoResolutionOptions,
-    *,
-    itemsize: int,
-    training: bool = False,
-) -> StageWork:
-    """Work of `two_resolution_attention`; bytes are those of exact attention, and keys and values for the means."""
-    whole = full_attention_work(grid.tokens, heads, head_dim, itemsize=itemsize, training=training)
-    flops = two_resolution_flops(grid, head_dim, options, training=training)
-    means = 2 * heads * grid.tokens * head_dim * itemsize
-    return StageWork("attention", heads * flops, whole.bytes + means)
-
-
-def two_resolution_flops(
-    grid: LatentGrid, head_dim: int, options: TwoResolutionOptions, *, training: bool = False
-) -> float:
+def two_resolution_flops(grid: LatentGrid, head_dim: int, options: TwoResolutionOptions) -> float:
     """Of one head with these options."""
-    return pair_flops(two_resolution_pairs(tiling_of(grid, options), options), head_dim, training=training)
+    return pair_flops(two_resolution_pairs(tiling_of(grid, options), options), head_dim)
 
 
 def vmonarch_flops(grid: LatentGrid, head_dim: int, options: VMonarchOptions | None = None, **named: Any) -> float:

@@ -32,6 +32,7 @@ class Record:
         bound: what `apply` made of the processor, in the order of layers.
         sharing: the residuals of the pipeline, if they are shared between steps.
         grid: of the latest call, in any thread.
+        steps: of the latest run, where `dense_steps` need to know them.
         lora: name of the LoRA layers that came with the processor's parameters (`load_adapter`), which go with it.
     """
 
@@ -42,6 +43,7 @@ class Record:
     bound: list[Bound]
     sharing: ResidualSharing | None
     grid: LatentGrid | None = None
+    steps: int = 0
     lora: str | None = None
 
 
@@ -100,11 +102,13 @@ def _begin_call(transformer: torch.nn.Module, args: tuple[Any, ...], kwargs: dic
     dense, branch, steps = False, None, DenseSet("dense_steps", record.processor.dense_steps)
     if steps.some:
         step = denoising_step(transformer, arguments.get("timestep"), "dense_steps", "use dense_steps=0")
-        dense = steps.contains(step.step, step.steps)
+        dense, record.steps = steps.contains(step.step, step.steps), step.steps
     if record.sharing is not None:
         branch = record.sharing.begin(transformer, arguments, record.family.by_step)
+    exact = branch is not None and branch.exact
     shared: dict[Any, Any] | None = None if compiling else {}
-    running.now["call"] = Call(grid, record.family.before(arguments), dense=dense, branch=branch, shared=shared)
+    before = record.family.before(arguments)
+    running.now["call"] = Call(grid, before, dense=dense, exact=exact, branch=branch, shared=shared)
 
 
 def _enter(transformer: torch.nn.Module) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -28,8 +27,8 @@ from vmonarch.own import Bound, ours_of
 from vmonarch.parallelism import (
     check_parallelism,
     check_restorable,
-    replace_enabling,
-    restore_enabling,
+    enable_parallelism,
+    has_hook,
     share_parallel_config,
 )
 from vmonarch.pipeline_calls import is_ours
@@ -57,16 +56,12 @@ class Installation:
     @property
     def grid(self) -> LatentGrid | None:
         """The latent grid of the most recent forward call of the first transformer that was called; None before."""
-        for transformer in self.transformers.values():
-            record = record_of(transformer)
-            if record is not None and record.grid is not None:
-                return record.grid
-        return None
+        records = map(record_of, self.transformers.values())
+        return next((record.grid for record in records if record is not None and record.grid is not None), None)
 
     def __repr__(self) -> str:
-        parts = [type(self.processor).__name__]
-        parts += [f"{name}={type(transformer).__name__}" for name, transformer in self.transformers.items()]
-        return f"Installation({', '.join(parts)})"
+        parts = (f", {name}={type(transformer).__name__}" for name, transformer in self.transformers.items())
+        return f"Installation({type(self.processor).__name__}{''.join(parts)})"
 
     def restore(self) -> None:
         """Put the original processors back; see `restore`."""
@@ -102,11 +97,6 @@ def _unwrap(module: torch.nn.Module, argument: str = "pipe_or_transformer") -> t
         reason = "" if refused is None else f", {OUT_OF_SCOPE[refused.__name__]}"
         raise TypeError(f"{argument} must be (or wrap) one of {SUPPORTED}, got {type(module).__name__}{reason}")
     return found[0]
-
-
-def self_attention_modules(transformer: Any) -> list[tuple[int, torch.nn.Module]]:
-    """(layer, module) of every self-attention module of the video."""
-    return known_family(transformer).layers(transformer)
 
 
 def _with_processor(transformer: torch.nn.Module) -> list[Any]:
@@ -185,7 +175,8 @@ def apply(pipe_or_transformer: Any, processor: VideoAttentionProcessor | str = "
         ours = [made for made in bound.values() if isinstance(made, Bound)]
         keep(transformer, Record(processor, family, names, originals, ours, sharing))
         share_parallel_config(transformer)
-        replace_enabling(transformer)
+        if not family.own:
+            vars(transformer)["enable_parallelism"] = functools.partial(enable_parallelism, transformer)
     return Installation(processor, transformers)
 
 
@@ -212,19 +203,16 @@ def _bind(name: str, transformer: torch.nn.Module, processor: VideoAttentionProc
     family, model = known_family(transformer), type(transformer).__name__
     if processor.LEARNS and not family.own:
         raise ValueError(f"{type(processor).__name__} supports the transformers of the Wan family, got {model}")
-    if processor.refresh is not None and not family.batched:
-        raise ValueError(f"refresh is not supported with {model}, whose samples attend one by one; {NO_REFRESH}")
     check_parallelism(transformer, processor, applied=record_of(transformer) is not None)
     if any(parameters_of(module.processor) for module in _with_processor(transformer)):
         raise ValueError(f"{name} has a processor with parameters, which applying another would lose: {_KEEP}")
-    registries = [getattr(module, "_diffusers_hook", None) for module in transformer.modules()]
-    if processor.LEARNS and any(found is not None and found.get_hook("group_offloading") for found in registries):
+    if processor.LEARNS and has_hook(transformer, "group_offloading"):
         raise ValueError(
             f"{name} is offloaded in groups, whose hooks would leave new parameters where they are: apply the processor"
             " before enable_group_offload"
         )
     originals = original_processors(transformer)
-    bound = bind_all(transformer, processor, name, dict(originals))
+    bound = bind_all(transformer, processor, name)
     for attn, made in bound.items():
         before: Any = ours_of(attn)
         if hasattr(before, "_attention_backend"):
@@ -241,35 +229,25 @@ def _set_processor(attn: torch.nn.Module, processor: Any) -> None:
 
 
 def _refuse_processor(attn: Any, processor: Any) -> None:
-    """`set_processor` of a module while a processor that learns is applied: `set_attn_processor` sets all of them.
-
-    Raises:
-        ValueError: it is another than the module has.
-    """
+    """`set_processor` of a module while a processor that learns is applied: `set_attn_processor` sets all of them."""
     if processor is not attn.processor:
         raise ValueError(
             f"set_attn_processor({type(processor).__name__}) would lose what a BasedProcessor has learnt: {_KEEP}"
         )
 
 
-def bind_all(
-    transformer: Any,
-    processor: VideoAttentionProcessor,
-    component: str,
-    originals: Mapping[torch.nn.Module, Any],
-) -> dict[torch.nn.Module, Any]:
+def bind_all(transformer: Any, processor: VideoAttentionProcessor, component: str) -> dict[torch.nn.Module, Any]:
     """What `processor` makes of itself for each self-attention module of the video; nothing is installed.
 
     Args:
         component: the name of the transformer in its pipeline.
-        originals: the modules' processors so far.
 
     Raises:
         ValueError: `dense_layers`, or an option of the processor, does not fit the transformer.
     """
     family = known_family(transformer)
     dense_layers, blocks = DenseSet("dense_layers", processor.dense_layers), family.number_of_layers(transformer)
-    bound = {}
+    originals, bound = dict(original_processors(transformer)), {}
     for place, (block, attn) in enumerate(family.layers(transformer)):
         original = originals[attn]
         layer = Layer(attn, place, block, blocks, family, transformer, component)
@@ -316,12 +294,7 @@ def restore(pipe_or_transformer: Any) -> None:
 def is_applied(pipe_or_transformer: Any) -> bool:
     """Whether one of our processors is at work in any of the transformers."""
     transformers = find_transformers(pipe_or_transformer).values()
-    return any(map(_has_ours, transformers))
-
-
-def _has_ours(transformer: torch.nn.Module) -> bool:
-    """Whether a module has a processor of ours, applied or not."""
-    return any(is_ours(module.processor) for module in _with_processor(transformer))
+    return any(is_ours(module.processor) for each in transformers for module in _with_processor(each))
 
 
 def _restore(transformers: dict[str, Any]) -> None:
@@ -330,12 +303,12 @@ def _restore(transformers: dict[str, Any]) -> None:
             check_restorable(transformer)
     for transformer in transformers.values():
         record = record_of(transformer)
-        if record is None and not _has_ours(transformer):
+        if record is None and not is_applied(transformer):
             continue
         originals = original_processors(transformer)
         if record is not None:
             keep(transformer, None)
-            restore_enabling(transformer)
+            vars(transformer).pop("enable_parallelism", None)
             there = getattr(transformer, "peft_config", None) or {}
             if record.lora in there and len(there) == 1:
                 # Leaves the plain layers behind, not ones wrapped for adapters to come.

@@ -4,26 +4,24 @@ from __future__ import annotations
 
 import importlib
 import sys
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from vmonarch.requirements import warn_of_versions
+from vmonarch.requirements import unsupported_versions
 
 
 def lazy_names(
-    package: str,
-    *,
-    names: Mapping[str, str] | None = None,
-    modules: Sequence[str] = (),
+    package: str, modules: Sequence[str], names: Mapping[str, str] = {}
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
     """`__getattr__` and `__dir__` of a package.
 
     Args:
         package: its name.
-        names: what it offers from modules: name -> the module that defines it.
         modules: which of its own modules it offers.
+        names: what else it offers: name -> the module that defines it.
     """
-    offered = {**dict.fromkeys(modules, ""), **(names or {})}
+    offered = dict.fromkeys(modules, "") | {**names}
 
     def resolve(name: str) -> Any:
         if name not in offered:
@@ -31,7 +29,8 @@ def lazy_names(
                 f"module {package!r} has no attribute {name!r}; it offers {', '.join(sorted(offered))}"
             )
         if name != "__version__":
-            warn_of_versions()
+            for sentence in unsupported_versions().values():
+                warnings.warn(sentence, stacklevel=2)
         if not offered[name]:
             return importlib.import_module(f"{package}.{name}")
         value = getattr(importlib.import_module(offered[name]), name)

@@ -15,16 +15,6 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 Class = TypeVar("Class", bound=type)
 
 
-def _frame_indices(name: str, frames: object) -> tuple[int, ...]:
-    """Sorted, unique frame indices from one integer or an iterable of them."""
-    items: list[Any] = (
-        list(frames) if isinstance(frames, Iterable) and not isinstance(frames, (str, bytes)) else [frames]
-    )
-    for item in items:
-        check_integer(f"a frame in ExactBlocks.{name}", item)
-    return tuple(sorted({int(item) for item in items}))
-
-
 @dataclass(frozen=True)
 class ExactBlocks:
     """A pattern of exact blocks, the union of rows, columns and a band (quality dial from VMonarch to full attention).
@@ -49,8 +39,12 @@ class ExactBlocks:
     aware: bool = True
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "rows", _frame_indices("rows", self.rows))
-        object.__setattr__(self, "columns", _frame_indices("columns", self.columns))
+        for name in ("rows", "columns"):
+            frames: Any = getattr(self, name)
+            items = [frames] if isinstance(frames, (str, bytes)) or not isinstance(frames, Iterable) else list(frames)
+            for item in items:
+                check_integer(f"a frame in ExactBlocks.{name}", item)
+            object.__setattr__(self, name, tuple(sorted({int(item) for item in items})))
         if self.band is not None:
             check_integer("ExactBlocks.band", self.band)
             object.__setattr__(self, "band", int(self.band))
@@ -97,22 +91,6 @@ class ExactBlocks:
 FIRST_FRAME = ExactBlocks(rows=(0,), aware=False)
 
 
-def resolve_exact(exact: object) -> ExactBlocks | None:
-    """Turn the `exact` argument of the ops into a pattern, or None for no exact block.
-
-    Raises:
-        TypeError, ValueError: `exact` is none of None, "first_frame" and an `ExactBlocks`.
-    """
-    if exact is None or isinstance(exact, ExactBlocks):
-        return exact
-    supported = 'None, "first_frame" or an ExactBlocks(rows=…, columns=…, band=…)'
-    if isinstance(exact, str):
-        if exact == "first_frame":
-            return FIRST_FRAME
-        raise ValueError(f"exact must be {supported}, got {exact!r}")
-    raise TypeError(f"exact must be {supported}, got {type(exact).__name__}")
-
-
 class Options:
     """What an op computes, as one frozen dataclass, which checks its fields when it is made.
 
@@ -144,8 +122,8 @@ class Options:
 
     def changed(self) -> dict[str, Any]:
         """The options that differ from the defaults."""
-        usual = {field.name: field.default for field in dataclasses.fields(self)}  # type: ignore[arg-type]
-        return {name: value for name, default in usual.items() if (value := getattr(self, name)) != default}
+        fields = dataclasses.fields(self)  # type: ignore[arg-type]
+        return {field.name: value for field in fields if (value := getattr(self, field.name)) != field.default}
 
     def check_grid(self, grid: LatentGrid) -> None:
         """Raise ValueError if an option does not fit videos of this latent grid."""
@@ -221,12 +199,16 @@ class VMonarchOptions(Options):
             raise ValueError("coarse pools the keys of all iterations but the last; with num_iterations=1 it must be 1")
         if isinstance(self.exact, Mapping):
             object.__setattr__(self, "exact", ExactBlocks.of(self.exact))
-        pattern = resolve_exact(self.exact)
+        supported = 'None, "first_frame" or an ExactBlocks(rows=…, columns=…, band=…)'
+        if isinstance(self.exact, str) and self.exact != "first_frame":
+            raise ValueError(f"exact must be {supported}, got {self.exact!r}")
+        if not isinstance(self.exact, (str, ExactBlocks, type(None))):
+            raise TypeError(f"exact must be {supported}, got {type(self.exact).__name__}")
         check_share("row_share", self.row_share)
         check_flag("last_l_update", self.last_l_update)
         if not self.last_l_update and self.num_iterations == 1:
             raise ValueError("last_l_update must be True with num_iterations=1, which has no L before")
-        if self.row_share != 1 and (pattern is None or not pattern.rows):
+        if self.row_share != 1 and (self.pattern is None or not self.pattern.rows):
             raise ValueError(f"row_share must be 1 where exact has no rows, got {self.row_share}")
         check_number("min_mass", self.min_mass)
         if self.min_mass < 0:
@@ -235,7 +217,8 @@ class VMonarchOptions(Options):
     @property
     def pattern(self) -> ExactBlocks | None:
         """The exact blocks; None if there are none."""
-        return resolve_exact(self.exact)
+        pattern: ExactBlocks | None = FIRST_FRAME if self.exact == "first_frame" else self.exact
+        return pattern
 
     def check_grid(self, grid: LatentGrid) -> None:
         """Raise ValueError if `exact` names a frame that is not there."""
@@ -244,9 +227,6 @@ class VMonarchOptions(Options):
                 self.pattern.key_frames(grid.frames)
         except ValueError as error:
             raise ValueError(f"exact does not fit: {error}") from error
-
-
-OPTION_FIELDS = dataclasses.fields(VMonarchOptions)
 
 
 def check_share(name: str, share: object) -> None:

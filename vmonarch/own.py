@@ -207,7 +207,9 @@ class Own(Bound):
         self, attn: Any, hidden_states: torch.Tensor, rotary_emb: Rotary, call: Call, split: TokenSplit | None
     ) -> torch.Tensor:
         """What a module computes before its output projection: [B, s, C] -> [B, s, C]."""
-        query, key, value = project(attn, hidden_states, rotary_emb, self.spec.implementation)
+        # Exact steps round where the model does, to the last bit.
+        by = "torch" if call.exact else self.spec.implementation
+        query, key, value = project(attn, hidden_states, rotary_emb, by)
         return run_stack(self.attend, query, key, value, call, split).flatten(2, 3)
 
     @torch.compiler.disable(reason="attention under context parallelism exchanges tokens between processes")

@@ -13,7 +13,7 @@ from vmonarch.base import VideoAttentionProcessor
 from vmonarch.borrowed import Borrowed
 from vmonarch.call import current_call
 from vmonarch.context_parallel import context_parallel_config, own_tokens
-from vmonarch.engines import ulysses_rank, xfuser_groups
+from vmonarch.engines import GROUPS, import_xfuser, ulysses_rank
 from vmonarch.families import Family, Spread, heads_of, known_family
 
 
@@ -23,11 +23,7 @@ def _config_of(transformer: Any) -> Any:
 
 
 def _spread_of(transformer: Any) -> Spread:
-    """How the tokens of a transformer beyond the Wan family are spread over ranks.
-
-    Raises:
-        NotImplementedError: they cannot be.
-    """
+    """How the tokens of a transformer beyond the Wan family are spread over ranks; an error if they cannot be."""
     spread = known_family(transformer).spread
     if spread is None:
         raise NotImplementedError(f"context parallelism is not supported with {type(transformer).__name__}")
@@ -63,41 +59,27 @@ def check_parallelism(transformer: Any, processor: VideoAttentionProcessor, appl
         processor.check_context_parallel(config, heads_of(attn), joint=not family.own)
 
 
+def has_hook(transformer: Any, name: str) -> bool:
+    """Whether a module of the transformer has the hook of diffusers with this name."""
+    registries = (getattr(module, "_diffusers_hook", None) for module in transformer.modules())
+    return any(found is not None and found.get_hook(name) is not None for found in registries)
+
+
 def check_no_first_block_cache(transformer: Any) -> None:
     """Raise NotImplementedError if ranks share tokens and First Block Cache may skip blocks."""
     in_xfuser = type(transformer).__module__.startswith("xfuser.")
-    if _config_of(transformer) is None and not (in_xfuser and ulysses_rank(xfuser_groups())[0] > 1):
+    if _config_of(transformer) is None and not (in_xfuser and ulysses_rank(import_xfuser(GROUPS))[0] > 1):
         return
-    from diffusers.hooks.first_block_cache import FBCBlockHook, FBCHeadBlockHook
-
-    for block in (block for name in known_family(transformer).blocks for block in getattr(transformer, name)):
-        registry = getattr(block, "_diffusers_hook", None)
-        hooks = () if registry is None else registry.hooks.values()
-        if any(isinstance(hook, (FBCHeadBlockHook, FBCBlockHook)) for hook in hooks):
-            raise NotImplementedError(
-                "First Block Cache is not supported under context parallelism: each rank decides by its own tokens"
-                " whether to skip blocks, and ranks that decide differently wait for each other for ever;"
-                " disable_cache, and use one that does not look at the tokens, such as MagCacheConfig"
-            )
+    if has_hook(transformer, "fbc_leader_block_hook"):
+        raise NotImplementedError(
+            "First Block Cache is not supported under context parallelism: each rank decides by its own tokens"
+            " whether to skip blocks, and ranks that decide differently wait for each other for ever;"
+            " disable_cache, and use one that does not look at the tokens, such as MagCacheConfig"
+        )
 
 
-def replace_enabling(transformer: Any) -> None:
-    """Let `enable_parallelism` of a transformer beyond the Wan family do what a processor of ours needs."""
-    if not known_family(transformer).own:
-        transformer.enable_parallelism = functools.partial(_enable_parallelism, transformer)
-
-
-def restore_enabling(transformer: Any) -> None:
-    """Undo `replace_enabling`."""
-    vars(transformer).pop("enable_parallelism", None)
-
-
-def _enable_parallelism(transformer: Any, *, config: Any, cp_plan: Any = None) -> None:
-    """`enable_parallelism` of a transformer beyond the Wan family.
-
-    Args:
-        config: as in diffusers.
-        cp_plan: to be left alone for context parallelism.
+def enable_parallelism(transformer: Any, *, config: Any, cp_plan: Any = None) -> None:
+    """`enable_parallelism` of a transformer beyond the Wan family while a processor of ours is applied to it.
 
     Raises:
         NotImplementedError: ring attention, or a model that is not supported.

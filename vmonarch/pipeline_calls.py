@@ -41,8 +41,7 @@ class _Finder(importlib.abc.MetaPathFinder):
         if fullname not in self.functions:
             return None
         following = sys.meta_path[sys.meta_path.index(self) + 1 :]
-        specs = (finder.find_spec(fullname, path, target) for finder in following if hasattr(finder, "find_spec"))
-        spec = next((spec for spec in specs if spec is not None), None)
+        spec = next((spec for finder in following if (spec := finder.find_spec(fullname, path, target))), None)
         if spec is None or not hasattr(spec.loader, "exec_module"):
             return spec
         # Loaders may be shared between modules.

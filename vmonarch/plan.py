@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 
+from vmonarch.configs import FOLDER
 from vmonarch.files import write_json
 from vmonarch.flops import first_order_flops, full_flops, two_resolution_flops, vmonarch_flops
 from vmonarch.grid import LatentGrid
@@ -32,6 +33,7 @@ from vmonarch.kernels.two_resolution.api import two_resolution_attention
 from vmonarch.options import ExactBlocks, FirstOrderOptions, Options, TwoResolutionOptions, VMonarchOptions
 
 FORMAT = "vmonarch-plan-1"
+_SHIPPED = FOLDER / "plans"
 # What plans of `vmonarch calibrate` call exact attention.
 FULL = "full"
 # By the options of what a head may compute beside exact attention: the op, and the forward operations of one head.
@@ -48,10 +50,6 @@ def parse_method(name: str, options: Any) -> Options | None:
     Raises:
         TypeError, ValueError: an unknown option, or an unsupported value; the message begins with "plan".
     """
-    if options is None:
-        return None
-    if not isinstance(options, (Options, Mapping)):
-        raise TypeError(f"plan: method {name!r} must be null or a mapping of options, got {options!r}")
     if isinstance(options, Mapping):
         named = dict(options)
         op = named.pop("kind", VMonarchOptions.op)
@@ -68,6 +66,8 @@ def parse_method(name: str, options: Any) -> Options | None:
             options = options_of(**named)
         except (TypeError, ValueError) as error:
             raise type(error)(f"plan: method {name!r}: {error}") from error
+    if options is not None and not isinstance(options, Options):
+        raise TypeError(f"plan: method {name!r} must be null or a mapping of options, got {options!r}")
     if isinstance(options, TwoResolutionOptions) and options.beta is not None:
         raise ValueError(f"plan: method {name!r}: beta is not for plans, whose work is known beforehand; give share")
     return options
@@ -91,18 +91,12 @@ def method_attention(
 
 def plan_names() -> list[str]:
     """Names of the plans that ship in `configs/plans/`: of the embedded model."""
-    return sorted(path.stem for path in _shipped().glob("*.json"))
-
-
-def _shipped() -> Path:
-    from vmonarch.configs import FOLDER
-
-    return FOLDER / "plans"
+    return sorted(path.stem for path in _SHIPPED.glob("*.json"))
 
 
 def plan_file(plan: str | Path) -> Path:
     """The file of a plan: one that ships, by its name, or a path."""
-    return _shipped() / f"{plan}.json" if str(plan) in plan_names() else Path(plan).expanduser()
+    return _SHIPPED / f"{plan}.json" if str(plan) in plan_names() else Path(plan).expanduser()
 
 
 def method_flops(options: Options | None, grid: LatentGrid, head_dim: int) -> float:

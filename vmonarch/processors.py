@@ -38,7 +38,8 @@ class VMonarchProcessor(VideoAttentionProcessor):
             follow the block that they feed. Needs `vmonarch.apply`.
         refresh: None, or when attention is exact and renews the residual, exact minus VMonarch attention, that is added
             to VMonarch attention in all other steps: the number of such steps (int), a fraction (float), a collection
-            of step indices, or a `vmonarch.Refresh`. For inference. Needs `vmonarch.apply(pipe, …)`.
+            of step indices, or a `vmonarch.Refresh`, which also takes a tolerance. For inference. Needs
+            `vmonarch.apply(pipe, …)`.
         grid: (frames, height, width) in tokens; None to learn it from the transformer, call by call.
         implementation: as in `vmonarch_attention`.
         **options: the `VMonarchOptions` by name: num_iterations, exact, coarse, …
@@ -155,8 +156,8 @@ class FirstOrderProcessor(VideoAttentionProcessor):
 
 # Of the methods in `configs/attention.yaml`, those to choose from; the others are controls and parts of studies.
 _PRESETS = {
-    "near-lossless": "exact attention in 28 % of the steps, the closest to full attention",
-    "fast": "exact attention in 16 % of the steps, faster and less close",
+    "near-lossless": "exact attention where this video needs it, the closest to full attention",
+    "fast": "exact attention in fewer steps, faster and less close",
     "vmonarch-dense-start": "exact attention in the first fifth of the steps, no memory for residuals",
     "vmonarch-first-band1": "exact near in time, in every step",
     "vmonarch": "the paper's method in every step, for finetuned models",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import importlib.metadata
-import warnings
 
 try:
     # An installation takes it from the repository's tag.
@@ -32,11 +31,11 @@ def unsupported_versions() -> dict[str, str]:
 
     found: dict[str, str] = {}
     try:
-        needed = [Requirement(text) for text in importlib.metadata.requires("vmonarch") or ()]
+        needed = importlib.metadata.requires("vmonarch") or ()
     except importlib.metadata.PackageNotFoundError:
         # A checkout that was never installed.
         return found
-    for requirement in needed:
+    for requirement in map(Requirement, needed):
         name, specifier, marker = requirement.name, requirement.specifier, requirement.marker
         if name not in CHECKED or (marker is not None and not marker.evaluate({"extra": ""})):
             continue
@@ -58,9 +57,3 @@ def check_versions() -> None:
     """
     if found := unsupported_versions():
         raise UnsupportedVersion("; ".join(found.values()))
-
-
-def warn_of_versions() -> None:
-    """Warn whoever uses a name of vmonarch of each version that vmonarch does not support."""
-    for sentence in unsupported_versions().values():
-        warnings.warn(sentence, stacklevel=3)

@@ -11,102 +11,25 @@ from __future__ import annotations
 
 import dataclasses
 import threading
+import warnings
 import weakref
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
 
 from vmonarch.host_memory import Arriving, HostMemory
-from vmonarch.kernels.residual.api import (
-    DTYPES,
-    add_residual,
-    attention_residual,
-    check_residual_dtype,
-    residual_bytes,
-)
+from vmonarch.kernels.residual.api import DTYPES, attention_residual, renew_residual, residual_bytes
 from vmonarch.kernels.residual.reference import Residual
 from vmonarch.pipeline_calls import at_end_of_call, watch_calls
+from vmonarch.refresh import Refresh, Schedule
 from vmonarch.steps import DenoisingStep, denoising_step
-from vmonarch.validation import DenseSet, check_flag
 
 # What errors tell to use in its place, by the name of a preset too: "near-lossless" is the default.
 NO_REFRESH = 'use refresh=None, or the preset "vmonarch", which has none'
 # Steps that a guidance branch may sit out and still find its residual.
 _IDLE_STEPS = 2
-
-
-def spaced_steps(count: int, steps: int) -> tuple[int, ...]:
-    """`count` of `steps` denoising steps, from the first on at intervals that grow evenly.
-
-    The i-th is at steps · (i / count)², rounded, and at least at i: 8 of 50 are 0, 1, 3, 7, 12, 20, 28, 38. Attention
-    changes most at the start of a run.
-    """
-    return tuple(max(i, round(steps * (i / count) ** 2)) for i in range(count))
-
-
-@dataclasses.dataclass(frozen=True)
-class Refresh:
-    """Which denoising steps are computed with exact attention and renew the residual, and how that is kept.
-
-    Args:
-        steps: how many (int), which fraction, rounded up (float), both spaced by `spaced_steps`; or a collection of
-            step indices. A step in which a layer has no residual is always such a step: the first, the first of the
-            second transformer in a pipeline of two, and the first after one that a cache has skipped.
-        dtype: of the residuals: "int8", with a scale for every token and head, or "bfloat16", of twice the size.
-        offload: keep them in the host's pinned memory, from where they come back one layer ahead. On a GPU only.
-
-    Raises:
-        TypeError, ValueError: an option has an unsupported value.
-    """
-
-    steps: Any
-    dtype: str = "int8"
-    offload: bool = False
-
-    def __post_init__(self) -> None:
-        chosen = DenseSet("refresh", self.steps)
-        if not chosen.some:
-            raise ValueError(f"refresh must name at least one step, got {self.steps!r}; None leaves residuals out")
-        check_residual_dtype(self.dtype, "refresh.dtype")
-        check_flag("refresh.offload", self.offload)
-        object.__setattr__(self, "steps", chosen.dense)
-
-    @classmethod
-    def parse(cls, refresh: object) -> Refresh | None:
-        """What an option `refresh` stands for: None, a `Refresh`, a mapping of its arguments, or its `steps`.
-
-        Raises:
-            TypeError, ValueError: it is none of these, or has an unsupported value.
-        """
-        if refresh is None or isinstance(refresh, Refresh):
-            return refresh
-        if not isinstance(refresh, Mapping):
-            return cls(refresh)
-        names = [field.name for field in dataclasses.fields(cls)]
-        unknown = sorted(set(refresh) - set(names))
-        if unknown or "steps" not in refresh:
-            raise TypeError(f"refresh must have steps, and of {', '.join(names)} no others, got {dict(refresh)!r}")
-        return cls(**refresh)
-
-    def schedule(self, steps: int) -> tuple[int, ...]:
-        """The steps of a run of `steps` that refresh.
-
-        Raises:
-            ValueError: there are fewer steps than asked for.
-        """
-        chosen = DenseSet("refresh", self.steps)
-        found = tuple(step for step in range(steps) if chosen.contains(step, steps))
-        return found if isinstance(chosen.dense, tuple) else spaced_steps(len(found), steps)
-
-    def at(self, step: int, steps: int) -> tuple[int, bool]:
-        """(the step since which a residual must have been made to be used in this one, whether one of this is kept).
-
-        The first step has no residual, whether it is in the schedule or not; one that the next step renews is not made.
-        """
-        schedule = self.schedule(steps)
-        due = max((chosen for chosen in schedule if chosen <= step), default=0)
-        return due, step + 1 < steps and step + 1 not in schedule
 
 
 class _Kept(NamedTuple):
@@ -123,31 +46,164 @@ class Branch:
 
     Args:
         sharing: what they are shared by.
+        schedule: of the run, which all its branches share.
         layers: how many keep a residual.
-        step: of the latest call.
-        due: a residual must have been made in this step or later to be used.
-        kept: whether the residual of this step is of use in the next.
-        residuals: by layer, in the order of layers; see `ResidualSharing.attend`.
+        residuals: by layer, in the order of layers; see `layer_of`.
+        calls: how often each layer has attended in the latest call.
         arriving: those that are on their way from the host.
+        errors: of the layers in this call, squared: [2, B] each, as `renew_residual` measures them.
+        group: of the ranks that each compute some heads; None where this process computes all.
     """
 
     sharing: ResidualSharing
+    schedule: Schedule
     layers: int
-    step: int = -1
-    due: int = 0
-    kept: bool = False
     residuals: dict[Any, _Kept] = dataclasses.field(default_factory=dict)
+    calls: Counter[Any] = dataclasses.field(default_factory=Counter)
     arriving: dict[Any, Arriving] = dataclasses.field(default_factory=dict)
+    errors: list[torch.Tensor] = dataclasses.field(default_factory=list)
+    group: Any = None
 
     def layers_on(self, device: torch.device) -> int:
         """How many layers may keep their residual on a device."""
         return self.layers
 
-    def enter(self, step: int, steps: int) -> None:
-        """A forward call begins in this step of so many."""
-        self.step = step
-        self.due, self.kept = self.sharing.refresh.at(step, steps)
+    @property
+    def exact(self) -> bool:
+        """Whether this call is exact in all layers."""
+        return self.schedule.due == self.schedule.step or not self.residuals
+
+    def begin_call(self, step: int) -> None:
+        """A forward call begins in this step; what its first layer needs is on its way from the host then."""
+        self.schedule.enter(step)
+        self.calls.clear()
         self.arriving.clear()
+        self.errors.clear()
+        self._fetch(next(iter(self.residuals), None))
+
+    def end_call(self) -> None:
+        """A forward call is over: its error is that of the worst sample, in the mean of its layers."""
+        if self.errors:
+            sums = torch.stack([error.to(self.errors[0].device) for error in self.errors])
+            self.errors.clear()
+            if self.group is not None:
+                torch.distributed.all_reduce(sums, group=self.group)
+            change, size = sums.unbind(1)
+            self.schedule.measured((change / size).sqrt().mean(0).max())
+
+    def free(self) -> None:
+        """Drop all residuals."""
+        self.residuals.clear()
+        self.arriving.clear()
+
+    def layer_of(self, layer: Any, samples: int) -> Any:
+        """What tells the residuals of a layer that attends now with so many samples from others.
+
+        FasterCache leaves half of a batch out of some steps, and the samples of Mochi attend one by one.
+        """
+        self.calls[layer] += 1
+        return layer, samples, self.calls[layer]
+
+    def residual_of(self, layer: Any) -> Residual | None:
+        """What the layer's approximate attention lacks in this step; None where that is to be computed."""
+        kept = self.residuals.get(layer)
+        if kept is None or kept.step < self.schedule.due:
+            return None
+        return self._take(layer, kept)
+
+    def renew(self, layer: Any, exact: torch.Tensor, approximate: Callable[[], torch.Tensor], by: str) -> None:
+        """Keep what approximate attention lacks in this step, if it is of use later, and measure the last one's error.
+
+        Args:
+            exact: attention of the layer, [B, S, H, E]; `approximate` computes what comes near to it.
+            by: the implementation.
+        """
+        schedule, kept = self.schedule, self.residuals.get(layer)
+        schedule.computed = True
+        if not schedule.kept:
+            self.residuals.pop(layer, None)
+            return
+        if kept is not None and schedule.refresh.tolerance is not None:
+            residual = self._take(layer, kept)
+            self.errors.append(renew_residual(residual, exact, approximate(), implementation=by))
+        else:
+            self._check_memory(exact)
+            residual = attention_residual(exact, approximate(), dtype=schedule.refresh.dtype, implementation=by)
+        self.residuals[layer] = self._store(residual, kept)
+
+    def _offloads(self, device: torch.device) -> bool:
+        return self.schedule.refresh.offload and device.type == "cuda"
+
+    def _check_memory(self, out: torch.Tensor) -> None:
+        """Check, with the first residual of a branch on a device, that there is memory for those of all its layers.
+
+        Raises:
+            torch.OutOfMemoryError: there is not.
+        """
+        first = all(kept.residual.values.device != out.device for kept in self.residuals.values())
+        free = _free_bytes(out.device) if first and not self._offloads(out.device) else None
+        if free is None:
+            return
+        (B, S, H, E), layers, refresh = out.shape, self.layers_on(out.device), self.schedule.refresh
+        needed = {dtype: layers * residual_bytes(B, S, H, E, dtype) for dtype in DTYPES}
+        if needed[refresh.dtype] > free:
+            smaller = {dtype: size for dtype, size in needed.items() if size <= free}
+            fit = [f'dtype="{dtype}" ({size / 2**30:.1f} GiB)' for dtype, size in smaller.items()]
+            raise torch.OutOfMemoryError(
+                f"refresh needs {needed[refresh.dtype] / 2**30:.1f} GiB for the residuals of {layers} layers, for"
+                f" each guidance branch, but {free / 2**30:.1f} GiB are free on {out.device}; give"
+                f" vmonarch.Refresh(…) {' or '.join([*fit, 'offload=True'])}"
+            )
+
+    def _store(self, residual: Residual, before: _Kept | None) -> _Kept:
+        """A residual that has just been made, where it is to be kept: in place of the layer's last one."""
+        step, device = self.schedule.step, residual.values.device
+        if not self._offloads(device):
+            return _Kept(step, residual, None)
+        host = self.sharing.host_of(device)
+        places = None if before is None else before.residual
+        return _Kept(step, Residual(*host.store(residual, places)), host)
+
+    def _fetch(self, layer: Any) -> None:
+        """Begin to bring back what the layer needs, if that is in the host's memory and not on its way."""
+        kept, schedule = self.residuals.get(layer), self.schedule
+        if kept is None or kept.host is None or layer in self.arriving:
+            return
+        if kept.step >= schedule.due or schedule.refresh.tolerance is not None:
+            self.arriving[layer] = kept.host.fetch(kept.residual)
+
+    def _take(self, layer: Any, kept: _Kept) -> Residual:
+        """The residual of a layer, where it is needed; that of the next layer is on its way then."""
+        if kept.host is None:
+            return kept.residual
+        self._fetch(layer)
+        residual = Residual(*self.arriving.pop(layer).wait())
+        layers = list(self.residuals)
+        for following in layers[layers.index(layer) + 1 :][:1]:
+            self._fetch(following)
+        return residual
+
+
+@dataclasses.dataclass
+class Run:
+    """One denoising loop of a pipeline with one transformer; a branch makes one forward call a step in it.
+
+    Args:
+        schedule: of the run.
+        timesteps: of the scheduler, another tensor for each loop.
+        pipeline, transformer: whose it is.
+        residual_bytes: memory of the residuals, when they were freed.
+    """
+
+    schedule: Schedule
+    timesteps: weakref.ref[torch.Tensor]
+    pipeline: weakref.ref[Any]
+    transformer: weakref.ref[torch.nn.Module]
+    residual_bytes: int = 0
+
+    def is_of(self, step: DenoisingStep, transformer: torch.nn.Module) -> bool:
+        """Whether that step, in which this transformer is called, belongs to it."""
+        return self.timesteps() is step.timesteps and self.transformer() is transformer
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -155,25 +211,22 @@ class PipelineBranch(Branch):
     """A branch in one run of a pipeline of diffusers, with one call a step.
 
     Args:
-        run: the timesteps of the run.
-        pipeline: whose it is.
-        transformer: which is called.
+        run: that it is in.
         conditioning: what the transformer is called with, without latents and timestep.
         versions: of the tensors in there, which tell of changes in place.
-        evaluation: of the latest call.
+        step, evaluation: of the latest call.
         last: whether no other one follows.
     """
 
-    run: weakref.ref[torch.Tensor]
-    pipeline: weakref.ref[Any]
-    transformer: weakref.ref[torch.nn.Module]
+    run: Run
     conditioning: Mapping[str, Any]
     versions: list[int]
+    step: int = -1
     evaluation: int = -1
     last: bool = False
 
     def layers_on(self, device: torch.device) -> int:
-        transformer = self.transformer()
+        transformer = self.run.transformer()
         assert transformer is not None
         devices = [next(layer.parameters()).device for layer in _sharing_layers(transformer)]
         # Offloaded layers come to the device where the others are.
@@ -181,20 +234,28 @@ class PipelineBranch(Branch):
 
     def may_go_on(self, step: DenoisingStep, transformer: torch.nn.Module) -> bool:
         """Whether what the branch holds may be of use in that step, in which this transformer is called, or later."""
-        if self.run() is not step.timesteps:
+        timesteps = self.run.timesteps()
+        if timesteps is not step.timesteps:
             # The run of another pipeline goes on, as long as its scheduler has not begun another one.
-            pipeline = self.pipeline()
-            return pipeline is not None and pipeline.scheduler.timesteps is self.run()
-        if self.transformer() is not transformer:
+            pipeline = self.run.pipeline()
+            return pipeline is not None and pipeline.scheduler.timesteps is timesteps
+        if self.run.transformer() is not transformer:
             # A pipeline with two of them goes on to the second for good.
             return self.step == step.step
         return step.step - 1 - _IDLE_STEPS <= self.step <= step.step
 
     def is_of(self, step: DenoisingStep, transformer: torch.nn.Module, conditioning: Mapping[str, Any]) -> bool:
         """Whether a call is the next one of the branch."""
-        follows = self.run() is step.timesteps and self.evaluation < step.evaluation
-        unchanged = self.transformer() is transformer and self.versions == _versions(self.conditioning)
+        follows = self.run.is_of(step, transformer) and self.evaluation < step.evaluation
+        unchanged = self.versions == _versions(self.conditioning)
         return follows and unchanged and same_arguments(self.conditioning, conditioning)
+
+    def free(self) -> None:
+        kept = (tensor for kept in self.residuals.values() for tensor in kept.residual if tensor is not None)
+        self.run.residual_bytes += sum(tensor.nbytes for tensor in kept)
+        super().free()
+        # An interrupted call may still hold the branch.
+        self.conditioning = {}
 
 
 def _versions(conditioning: Mapping[str, Any]) -> list[int]:
@@ -240,11 +301,15 @@ class ResidualSharing:
 
     Args:
         refresh: the option.
+
+    Attributes:
+        runs: of the latest call of each pipeline, also where its residuals are freed.
     """
 
     def __init__(self, refresh: Refresh) -> None:
         watch_calls()
         self.refresh = refresh
+        self.runs: list[Run] = []
         self._branches: list[PipelineBranch] = []
         self._lock = threading.RLock()
         # By device: a transformer may be spread over several.
@@ -274,123 +339,72 @@ class ResidualSharing:
             self._drop(lambda branch: not branch.may_go_on(step, transformer))
             branch = next((b for b in self._branches if b.is_of(step, transformer, conditioning)), None)
             if branch is None:
+                run = self._run(step, transformer)
                 branch = PipelineBranch(
                     sharing=self,
+                    schedule=run.schedule,
                     layers=len(_sharing_layers(transformer)),
-                    run=weakref.ref(step.timesteps),
-                    pipeline=weakref.ref(step.pipeline),
-                    transformer=weakref.ref(transformer),
+                    run=run,
                     conditioning=conditioning,
                     versions=_versions(conditioning),
                 )
                 self._branches.append(branch)
                 at_end_of_call(step.pipeline, self.end_runs_of)
-            branch.evaluation, branch.last = step.evaluation, step.last
-            branch.enter(step.step, step.steps)
-        self._fetch(branch, next(iter(branch.residuals), None))
+            branch.step, branch.evaluation, branch.last = step.step, step.evaluation, step.last
+            branch.begin_call(step.step)
         return branch
+
+    def _run(self, step: DenoisingStep, transformer: torch.nn.Module) -> Run:
+        """The run of a new branch: that of another branch, or a new one, which begins with this step."""
+        for branch in self._branches:
+            if branch.run.is_of(step, transformer):
+                return branch.run
+        self.runs = [
+            run for run in self.runs if run.timesteps() is step.timesteps or run.pipeline() is not step.pipeline
+        ]
+        times = () if self.refresh.tolerance is None else step.noise_changes()
+        spent = sum(len(run.schedule.exact) for run in self.runs if run.timesteps() is step.timesteps)
+        schedule = Schedule(self.refresh, step.steps, times, spent)
+        run = Run(schedule, weakref.ref(step.timesteps), weakref.ref(step.pipeline), weakref.ref(transformer))
+        self.runs.append(run)
+        return run
 
     def end(self, branch: PipelineBranch | None) -> None:
         """The forward call is over: after a run's last one its residuals are freed."""
-        if branch is not None and branch.last:
-            self._drop(lambda other: other is branch)
+        if branch is None:
+            return
+        branch.end_call()
+        if not branch.last:
+            return
+        self._drop(lambda other: other is branch)
+        refresh = self.refresh
+        if branch.schedule.held and all(other.run is not branch.run for other in self._branches):
+            warnings.warn(
+                f"the error of residual sharing grew beyond tolerance={refresh.tolerance}, because"
+                f" at_most={refresh.at_most} allows no more exact steps: raise it, or see vmonarch.report(pipe)",
+                stacklevel=2,
+            )
 
     def end_runs_of(self, pipeline: Any) -> None:
         """The call of a pipeline is over, also where it has ended before its last step."""
-        self._drop(lambda branch: branch.pipeline() is pipeline)
+        self._drop(lambda branch: branch.run.pipeline() is pipeline)
 
     def forget(self) -> None:
         """Free all residuals."""
         self._drop(lambda branch: True)
 
+    def host_of(self, device: torch.device) -> HostMemory:
+        """Through what residuals of a device go to the host."""
+        with self._lock:
+            host = self._hosts[device] = self._hosts.get(device) or HostMemory(device)
+        return host
+
     def _drop(self, over: Callable[[PipelineBranch], bool]) -> None:
         """Free the residuals of some branches, which the traceback of an exception may still hold."""
         with self._lock:
             for branch in filter(over, self._branches):
-                branch.residuals.clear()
-                branch.arriving.clear()
-                # An interrupted call may still hold the branch.
-                branch.conditioning = {}
+                branch.free()
             self._branches = [branch for branch in self._branches if not over(branch)]
-
-    def attend(
-        self,
-        branch: Branch,
-        layer: Any,
-        exact: Callable[[], torch.Tensor],
-        approximate: Callable[[], torch.Tensor],
-        implementation: str,
-    ) -> torch.Tensor:
-        """Attention of one layer: exact where the residual is due, else approximate with the residual.
-
-        Args:
-            layer: what tells its residuals from others: its number, and that of samples, since FasterCache
-                leaves half of a batch out of some steps.
-            exact, approximate: compute [B, S, H, E]; what the second returns may be written to.
-        """
-        kept = branch.residuals.get(layer)
-        if kept is not None and kept.step >= branch.due:
-            return add_residual(approximate(), self._take(branch, layer), implementation=implementation)
-        out = exact()
-        if branch.kept:
-            self._check_memory(branch, out)
-            residual = attention_residual(out, approximate(), dtype=self.refresh.dtype, implementation=implementation)
-            branch.residuals[layer] = self._store(branch, residual, kept)
-        else:
-            branch.residuals.pop(layer, None)
-        return out
-
-    def _offloads(self, device: torch.device) -> bool:
-        return self.refresh.offload and device.type == "cuda"
-
-    def _check_memory(self, branch: Branch, out: torch.Tensor) -> None:
-        """Check, with the first residual of a branch on a device, that there is memory for those of all its layers.
-
-        Raises:
-            torch.OutOfMemoryError: there is not.
-        """
-        first = all(kept.residual.values.device != out.device for kept in branch.residuals.values())
-        free = _free_bytes(out.device) if first and not self._offloads(out.device) else None
-        if free is None:
-            return
-        (B, S, H, E), layers = out.shape, branch.layers_on(out.device)
-        needed = {dtype: layers * residual_bytes(B, S, H, E, dtype) for dtype in DTYPES}
-        if needed[self.refresh.dtype] > free:
-            smaller = [f'dtype="{dtype}" ({size / 2**30:.1f} GiB)' for dtype, size in needed.items() if size <= free]
-            raise torch.OutOfMemoryError(
-                f"refresh needs {needed[self.refresh.dtype] / 2**30:.1f} GiB for the residuals of {layers} layers, for"
-                f" each guidance branch, but {free / 2**30:.1f} GiB are free on {out.device}; these fit:"
-                f" vmonarch.Refresh({self.refresh.steps!r}, {' or '.join([*smaller, 'offload=True'])})"
-            )
-
-    def _store(self, branch: Branch, residual: Residual, before: _Kept | None) -> _Kept:
-        """A residual that has just been made, where it is to be kept: in place of the layer's last one."""
-        device = residual.values.device
-        if not self._offloads(device):
-            return _Kept(branch.step, residual, None)
-        with self._lock:
-            host = self._hosts.get(device) or HostMemory(device)
-            self._hosts[device] = host
-        places = None if before is None else before.residual
-        return _Kept(branch.step, Residual(*host.store(residual, places)), host)
-
-    def _fetch(self, branch: Branch, layer: Any) -> None:
-        """Begin to bring back what the layer needs, if that is in the host's memory and not on its way."""
-        kept = branch.residuals.get(layer)
-        if kept is not None and kept.host is not None and kept.step >= branch.due and layer not in branch.arriving:
-            branch.arriving[layer] = kept.host.fetch(kept.residual)
-
-    def _take(self, branch: Branch, layer: Any) -> Residual:
-        """The residual of a layer, where it is needed; that of the next layer is on its way then."""
-        kept = branch.residuals[layer]
-        if kept.host is None:
-            return kept.residual
-        self._fetch(branch, layer)
-        residual = Residual(*branch.arriving.pop(layer).wait())
-        layers = list(branch.residuals)
-        for following in layers[layers.index(layer) + 1 :][:1]:
-            self._fetch(branch, following)
-        return residual
 
 
 def _sharing_layers(transformer: torch.nn.Module) -> list[torch.nn.Module]:

@@ -57,6 +57,8 @@ class DenoisingStep(NamedTuple):
         evaluation: of the model, from 0; a scheduler of order 2 has two of them in a step.
         last: whether there is no evaluation after it.
         timesteps: of the scheduler; a pipeline makes another tensor for every loop.
+        first: of them, the one that the loop begins with.
+        order: evaluations in a step.
         pipeline: which runs the loop.
     """
 
@@ -65,7 +67,15 @@ class DenoisingStep(NamedTuple):
     evaluation: int
     last: bool
     timesteps: torch.Tensor
+    first: int
+    order: int
     pipeline: Any
+
+    def noise_changes(self) -> list[float]:
+        """[steps]: how far the noise level has moved before each step; waits for the GPU."""
+        levels = self.timesteps[self.first :: self.order].tolist()
+        moves = (abs(after - before) for before, after in itertools.pairwise(levels))
+        return list(itertools.accumulate(moves, initial=0.0))
 
 
 @torch.compiler.disable(reason="dense_steps and refresh look for the pipeline; compile_repeated_blocks leaves that out")
@@ -98,9 +108,10 @@ def denoising_step(transformer: torch.nn.Module | None, timestep: Any, needed_by
         skipped = len(timesteps) - run
         kept = getattr(pipe, "_current_timestep", None)
         place = next((place for t in (kept, timestep) if (place := _place(t, timesteps)) is not None), None)
-        # A pipeline that keeps a timestep of another schedule does not step this one. Mochi keeps 1000 - t.
+        # A pipeline that keeps a timestep of another schedule does not step this one. Mochi keeps 1000 - t, and Allegro
+        # that of an equal schedule, since it sets the timesteps twice.
         steps_it = not isinstance(kept, torch.Tensor) or any(
-            cls.__name__ == "MochiPipeline" for cls in type(pipe).__mro__
+            cls.__name__ in ("MochiPipeline", "AllegroPipeline") for cls in type(pipe).__mro__
         )
         if place is None and steps_it and hasattr(scheduler, "step_index"):
             # It counts from its first step on.
@@ -108,7 +119,7 @@ def denoising_step(transformer: torch.nn.Module | None, timestep: Any, needed_by
         if place is not None and skipped <= place < len(timesteps):
             evaluation = place - skipped
             steps, last = -(-run // order), evaluation == run - 1
-            return DenoisingStep(evaluation // order, steps, evaluation, last, timesteps, pipe)
+            return DenoisingStep(evaluation // order, steps, evaluation, last, timesteps, skipped, order, pipe)
     raise RuntimeError(
         f"{needed_by} needs the denoising step, but {type(scheduler).__name__}, the scheduler of {type(pipe).__name__},"
         " does not tell it here: the pipeline goes through other timesteps than its scheduler's, or another has begun"

@@ -20,7 +20,7 @@ import torch
 from vmonarch.base import Layer, VideoAttentionProcessor
 from vmonarch.call import Call
 from vmonarch.context_parallel import Part
-from vmonarch.engines import add_member, import_xfuser, ulysses_rank, xfuser_groups
+from vmonarch.engines import GROUPS, add_member, import_xfuser, ulysses_rank
 from vmonarch.grid import LatentGrid
 from vmonarch.own import run_stack
 from vmonarch.processors import FlashBiasProcessor, VMonarchProcessor
@@ -66,14 +66,13 @@ def register(processor: VideoAttentionProcessor, name: str = "vmonarch") -> Any:
     if not isinstance(name, str) or not name.isidentifier():
         raise ValueError(f"name must be one word of letters, digits and underscores, got {name!r}")
 
-    core = "xfuser.core.distributed"
-    backends = import_xfuser(f"{core}.attention_backend")
-    state = import_xfuser(f"{core}.runtime_state").RuntimeState
+    backends = import_xfuser(f"{GROUPS}.attention_backend")
+    state = import_xfuser(f"{GROUPS}.runtime_state").RuntimeState
     functions = backends.ATTENTION_FUNCTION_REGISTRY
     # Without a configuration, its own choice for this machine; nothing of the state is read.
     dense = functions[state._select_attention_backend(None)]
     member = add_member(backends.AttentionBackendType, name.upper(), f"{name.upper()} of vmonarch")
-    functions[member] = _attention_function(processor, dense, xfuser_groups())
+    functions[member] = _attention_function(processor, dense, import_xfuser(GROUPS))
     return member
 
 
@@ -119,15 +118,13 @@ def _attention_function(
 
 
 def _grid(given: LatentGrid | None, thw: Sequence[int] | None, tokens: int) -> LatentGrid:
-    if thw is None:
-        if given is None:
-            raise RuntimeError(
-                f"xfuser's backend vmonarch was given {tokens} tokens without a grid: the model publishes no"
-                " attention_kwargs['thw'] (Wan's wrapper does if it is given attention_kwargs={}); register a processor"
-                " with grid=(frames, height, width), or choose another backend for what is no video"
-            )
-        return given
-    grid = LatentGrid.parse(tuple(thw), argument="attention_kwargs['thw']")
+    grid = given if thw is None else LatentGrid.parse(tuple(thw), argument="attention_kwargs['thw']")
+    if grid is None:
+        raise RuntimeError(
+            f"xfuser's backend vmonarch was given {tokens} tokens without a grid: the model publishes no"
+            " attention_kwargs['thw'] (Wan's wrapper does if it is given attention_kwargs={}); register a processor"
+            " with grid=(frames, height, width), or choose another backend for what is no video"
+        )
     if given is not None and given != grid:
         raise ValueError(f"grid={tuple(given)}, but xfuser's transformer was given the grid {tuple(grid)}")
     return grid

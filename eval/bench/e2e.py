@@ -28,6 +28,7 @@ from vmonarch.eval.bench.runner import Bench, Way, Ways, choose, failure, profil
 from vmonarch.eval.render.tables import shown_number
 from vmonarch.eval.wan_models import WanModel, read_model, share_weights
 from vmonarch.files import check_output, write_json
+from vmonarch.hooks import record_of
 from vmonarch.pipelines import recipes
 
 FORMAT = "vmonarch-e2e-1"
@@ -196,6 +197,14 @@ class Steps(WanPipeline):
         self.marks.append((step, self.began, self.clock.mark()))
         return {"latents": self.noise}
 
+    def kinds(self) -> list[str]:
+        """What the latest run did in every step, of a method whose errors decide."""
+        record = record_of(self.transformer)
+        assert record is not None and record.sharing is not None
+        (schedule,) = (run.schedule for run in record.sharing.runs)
+        of = lambda step: "kept" if step in schedule.renewals else "exact" if step in schedule.exact else "approximate"
+        return [of(step) for step in range(self.options.steps)]
+
     def seconds(self, clock: Clock, last: int, kinds: Sequence[str]) -> dict[str, Any]:
         """{"step_s", "kinds"}: seconds of a video's mean step, and of every kind of steps, of the slowest process.
 
@@ -269,7 +278,8 @@ def ways(rows: Rows, options: Options, setting: Setting, device: torch.device, d
     def way(method: AttentionMethod, mode: str) -> Way:
         pipe = pipeline(method, mode, options.ranks)
         kinds = step_kinds(method, pipe.names)
-        steps = steps_to_measure(kinds)
+        # Which steps are exact follows from all before them where their errors decide.
+        steps = list(range(len(kinds))) if method.decides_steps else steps_to_measure(kinds)
         named = lambda velocities: {f"step {n}": x.movedim(1, -1) for n, x in zip(steps, velocities, strict=True)}
 
         def found(velocities: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -286,7 +296,8 @@ def ways(rows: Rows, options: Options, setting: Setting, device: torch.device, d
             return {name: x.float() for name, x in named(pipeline(eager, "eager", 1).do(steps).values()).items()}
 
         def more(clock: Clock, row: dict[str, Any]) -> None:
-            row.update(pipe.seconds(clock, row["rounds"] * len(steps), kinds), options=method.to_dict())
+            found = pipe.kinds() if method.decides_steps else kinds
+            row.update(pipe.seconds(clock, row["rounds"] * len(steps), found), options=method.to_dict())
             row["kernels"] = profiled(lambda: pipe.do(steps), clock)
 
         # Layers in float8 round what compiled code and eager code have summed up in another order.

@@ -17,7 +17,7 @@ from vmonarch import flops
 from vmonarch.configs import InputError
 from vmonarch.eval.bench.attention import ATTENTION, attention_way, case_of, exact, randn, sdpa
 from vmonarch.eval.bench.runner import Bench, Case, Way, Ways, choose, profiled
-from vmonarch.flops import full_attention_work, two_resolution_work, vmonarch_work
+from vmonarch.flops import attention_work, vmonarch_work
 from vmonarch.grid import LatentGrid
 from vmonarch.kernels.monarch.api import vmonarch_attention
 from vmonarch.kernels.two_resolution.api import two_resolution_attention
@@ -76,9 +76,9 @@ def work(case: Case, method: str, itemsize: int) -> dict[str, float]:
     """FLOPs and bytes of a method on a case; see `vmonarch.flops`."""
     sizes: dict[str, Any] = {"itemsize": itemsize, "training": case.training}
     if method in EXACT:
-        stages = [full_attention_work(case.grid.tokens, case.heads, case.head_dim, **sizes)]
+        stages = [attention_work(case.grid, case.heads, case.head_dim, **sizes)]
     elif method == "two-resolution":
-        stages = [two_resolution_work(case.grid, case.heads, case.head_dim, TwoResolutionOptions(), **sizes)]
+        stages = [attention_work(case.grid, case.heads, case.head_dim, TwoResolutionOptions(), **sizes)]
     else:
         stages = vmonarch_work(case.grid, case.heads, case.head_dim, **sizes, **VMONARCH.get(method, {}))
     return {"flops": sum(stage.flops for stage in stages), "bytes": sum(stage.bytes for stage in stages)}

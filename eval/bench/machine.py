@@ -115,12 +115,8 @@ def allocated(device: torch.device) -> int:
 
 def summary(values: Sequence[float]) -> dict[str, float]:
     """Median, minimum, 20th and 80th percentile."""
-    return {
-        "median": statistics.median(values),
-        "min": min(values),
-        "p20": float(np.percentile(values, 20)),
-        "p80": float(np.percentile(values, 80)),
-    }
+    percentiles = {f"p{share}": float(np.percentile(values, share)) for share in (20, 80)}
+    return {"median": statistics.median(values), "min": min(values), **percentiles}
 
 
 def measure(

@@ -15,14 +15,10 @@ def digits(value: float) -> str:
 def caption(run: dict[str, Any]) -> str:
     """One line: where, when and how it was measured, and what is missing."""
     versions, settings, rates = run["versions"], run["settings"], run.get("rates")
-    speeds = (
-        ""
-        if not rates
-        else (
-            f" Measured there: matmul {rates['matmul_flops_per_second'] / 1e12:.0f} TFLOP/s,"
-            f" copy {rates['copy_bytes_per_second'] / 1e12:.2f} TB/s."
-        )
-    )
+    speeds = ""
+    if rates:
+        matmul, copy = (rates[f"{name}_per_second"] / 1e12 for name in ("matmul_flops", "copy_bytes"))
+        speeds = f" Measured there: matmul {matmul:.0f} TFLOP/s, copy {copy:.2f} TB/s."
     left = "; ".join(f"{entry['case']} ({entry['why']})" for entry in run["left_out"])
     return (
         f"{run['hardware']}, {run['date'][:10]}, torch {versions['torch_build']}, Triton {versions['triton']},"

@@ -34,8 +34,9 @@ from vmonarch.attend import Result
 from vmonarch.base import Layer, VideoAttentionProcessor
 from vmonarch.call import Call
 from vmonarch.configs import InputError
+from vmonarch.families import known_family
 from vmonarch.grid import LatentGrid
-from vmonarch.installation import find_transformers, self_attention_modules
+from vmonarch.installation import find_transformers
 from vmonarch.kernels.flash_entropy.api import flash_entropy_attention
 from vmonarch.options import Options, VMonarchOptions
 from vmonarch.plan import FULL, AttentionPlan, method_attention, method_dict, method_flops
@@ -177,7 +178,7 @@ def watched(recorder: Recorder, pipe: Any) -> Iterator[list[Rerun]]:
         noise = torch.randn(recorder.again.velocity.shape, generator=recorder.noise).to(recorder.again.velocity.device)
         differentiate(recorder.again, lambda found: (found.float() * noise).sum())  # noqa: B023
     recorder.again, recorder.watched = None, False
-    sizes = {name: len(self_attention_modules(module)) for name, module in find_transformers(pipe).items()}
+    sizes = {name: len(known_family(module).layers(module)) for name, module in find_transformers(pipe).items()}
     options = {recorder.reference: recorder.candidates[recorder.reference], FULL: None}
     heads = recorder.inputs[0].shape[2] if calls else 0
     for layer in sorted({layer for layers in sizes.values() for layer in replaced_layers(layers)}):

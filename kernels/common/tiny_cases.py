@@ -12,7 +12,7 @@ from vmonarch.kernels.flash_entropy.api import flash_entropy_attention
 from vmonarch.kernels.merge.api import merge_partials
 from vmonarch.kernels.monarch.api import vmonarch_attention
 from vmonarch.kernels.norm_rotary.api import norm_rotary
-from vmonarch.kernels.residual.api import DTYPES, add_residual, attention_residual
+from vmonarch.kernels.residual.api import DTYPES, add_residual, attention_residual, renew_residual
 from vmonarch.kernels.taylor.api import taylor_attention
 from vmonarch.kernels.two_resolution.api import two_resolution_attention
 from vmonarch.kernels.window.api import window_attention
@@ -132,13 +132,17 @@ def _residual(gpu: bool) -> Case:
     dtypes = DTYPES if gpu else ("int8",)
 
     def call(implementation: str, exact: torch.Tensor, approximate: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        residuals = (
-            attention_residual(exact, approximate, dtype=dtype, implementation=implementation) for dtype in dtypes
-        )
-        return tuple(add_residual(approximate.clone(), each, implementation=implementation) for each in residuals)
+        found = []
+        for dtype in dtypes:
+            residual = attention_residual(approximate, exact, dtype=dtype, implementation=implementation)
+            change = renew_residual(residual, exact, approximate, implementation=implementation)
+            found += [add_residual(approximate.clone(), residual, implementation=implementation), change]
+        return tuple(found)
 
     shape = (1, 300, 2, 128) if gpu else (1, 4, 2, 16)
-    outputs = {f"the sum ({dtype})": shape for dtype in dtypes}
+    outputs: dict[str, tuple[int, ...]] = {}
+    for dtype in dtypes:
+        outputs |= {f"the sum ({dtype})": shape, f"the change ({dtype})": (2, 1)}
     return Case({"exact": shape, "approximate": shape}, outputs, call, gradients=False)
 
 

@@ -15,14 +15,13 @@ from vmonarch.kernels.common.launch import learns, needs_operator
 from vmonarch.kernels.monarch.call import MonarchCall
 from vmonarch.kernels.monarch.fused import backward, forward, saved_shapes
 from vmonarch.kernels.monarch.places import Places
-from vmonarch.options import OPTION_FIELDS, ExactBlocks, VMonarchOptions
+from vmonarch.options import ExactBlocks, VMonarchOptions
 
 _PLACES = len(Places._fields)
 # Options that are one number; places and the pattern of exact blocks hold the others.
-_INTEGERS = {
-    field.name: {"int": int, "bool": bool}[field.type] for field in OPTION_FIELDS if field.type in ("int", "bool")
-}
-_REALS = [field.name for field in OPTION_FIELDS if field.type == "float"]
+_TYPES = {field.name: field.type for field in dataclasses.fields(VMonarchOptions)}
+_INTEGERS = {name: {"int": int, "bool": bool}[of] for name, of in _TYPES.items() if of in ("int", "bool")}
+_REALS = [name for name, of in _TYPES.items() if of == "float"]
 
 
 def _encode(call: MonarchCall) -> tuple[list[int], list[float]]:

@@ -26,7 +26,8 @@ def norm_rotary(
 ) -> torch.Tensor:
     """Queries or keys of a Wan transformer from their projection: RMS norm over all heads, then rotary embedding.
 
-    Everything is computed in float32 (or float64 for float64 inputs) and rounded once; diffusers rounds in between.
+    Each of the two is computed in float32 (or float64 for float64 inputs) and rounded to the dtype of x, as diffusers
+    does.
 
     Args:
         x: [B, S, C], C = heads·D, D even; any strides.

@@ -1,6 +1,6 @@
 """RMS norm over all heads and rotation of channel pairs in Triton, one token at a time; a pass over memory each way.
 
-    r = 1/√(mean_c x_c² + ε),  y = x·r·w;  (out₂ᵢ, out₂ᵢ₊₁) = (y₂ᵢ·cos − y₂ᵢ₊₁·sin, y₂ᵢ·sin + y₂ᵢ₊₁·cos)
+    r = 1/√(mean_c x_c² + ε),  y = x·r·w, rounded;  (out₂ᵢ, out₂ᵢ₊₁) = (y₂ᵢ·cos − y₂ᵢ₊₁·sin, y₂ᵢ·sin + y₂ᵢ₊₁·cos)
 
 Backward recomputes r: with g the gradient rotated back and h = g·w,
 
@@ -56,7 +56,10 @@ def norm_rotary_kernel(
     weight_even, weight_odd = _load_pairs(weight_ptr, C, P)
     cos, sin = _angles(cos_ptr, sin_ptr, stride_cos, stride_sin, s, pairs, C, D)
     r = tl.rsqrt(tl.sum(even * even + odd * odd, 0) / C + eps)
-    even, odd = even * r * weight_even, odd * r * weight_odd
+    # As the model does, which normalises and rotates in two steps.
+    dtype = out_ptr.dtype.element_ty
+    even = (even * r * weight_even).to(dtype).to(tl.float32)
+    odd = (odd * r * weight_odd).to(dtype).to(tl.float32)
     _store_pairs(out_ptr + token * C, even * cos - odd * sin, even * sin + odd * cos, C, P)
 
 

@@ -6,7 +6,12 @@ import torch
 
 from vmonarch.kernels.common.checks import SUPPORTED_DTYPES
 from vmonarch.kernels.common.launch import carry_tangents, learns, use_triton
-from vmonarch.kernels.residual.reference import Residual, add_residual_reference, attention_residual_reference
+from vmonarch.kernels.residual.reference import (
+    Residual,
+    add_residual_reference,
+    attention_residual_reference,
+    renew_residual_reference,
+)
 from vmonarch.validation import check_implementation
 
 DTYPES = ("int8", "bfloat16")
@@ -52,6 +57,40 @@ def attention_residual(
     return attention_residual_reference(exact, approximate, dtype=dtype)
 
 
+def renew_residual(
+    residual: Residual, exact: torch.Tensor, approximate: torch.Tensor, *, implementation: str = "auto"
+) -> torch.Tensor:
+    """Write the residual of this step over that of an earlier one, and measure how wrong the earlier one was here.
+
+    For inference: there is no gradient.
+
+    Args:
+        residual: from `attention_residual`, contiguous; it is overwritten.
+        exact, approximate, implementation: as in `attention_residual`.
+
+    Returns:
+        float32 [2, B]: ‖exact − (approximate + earlier residual)‖² and ‖exact‖² of every sample, over [S, H, E].
+
+    Raises:
+        TypeError, ValueError: an argument is not as described; the message names it.
+        RuntimeError: an input requires a gradient, and gradients are enabled; or forward-mode AD goes through it.
+        NotImplementedError: implementation="triton", and the kernel cannot take this call; the message says why.
+    """
+    _check_output("exact", exact)
+    _check_output("approximate", approximate)
+    _check_like("approximate", approximate, "exact", exact, exact.dtype)
+    _check_residual(residual, "exact", exact)
+    if not all(part is None or part.is_contiguous() for part in residual):
+        raise ValueError("residual must be contiguous: it is overwritten")
+    _check_inference(exact=exact, approximate=approximate)
+    check_implementation(implementation)
+    if use_triton("renew_residual", implementation, exact, approximate, op="residual"):
+        from vmonarch.kernels.residual.kernels import renew_residual_triton
+
+        return renew_residual_triton(residual, exact, approximate)
+    return renew_residual_reference(residual, exact, approximate)
+
+
 def add_residual(out: torch.Tensor, residual: Residual, *, implementation: str = "auto") -> torch.Tensor:
     """Add to the output of approximate attention, in place, what it left out in an earlier denoising step.
 
@@ -73,12 +112,7 @@ def add_residual(out: torch.Tensor, residual: Residual, *, implementation: str =
     _check_output("out", out)
     if any(stride == 0 and size > 1 for stride, size in zip(out.stride(), out.shape, strict=True)):
         raise ValueError(f"out must have a place for every number, got strides {out.stride()} for {tuple(out.shape)}")
-    if not isinstance(residual, Residual):
-        raise TypeError(f"residual must be a Residual, got {type(residual).__name__}")
-    values, scale = residual
-    _check_like("residual.values", values, "out", out, torch.bfloat16 if scale is None else torch.int8)
-    if scale is not None:
-        _check_like("residual.scale", scale, "out[..., 0]", out[..., 0], torch.float32)
+    _check_residual(residual, "out", out)
     _check_inference(out=out)
     check_implementation(implementation)
     if use_triton("add_residual", implementation, out, op="residual"):
@@ -108,6 +142,15 @@ def _check_output(name: str, x: object) -> None:
     if x.dtype not in SUPPORTED_DTYPES:
         supported = ", ".join(str(dtype).removeprefix("torch.") for dtype in SUPPORTED_DTYPES)
         raise TypeError(f"{name} must be one of {supported}, got {str(x.dtype).removeprefix('torch.')}")
+
+
+def _check_residual(residual: object, model: str, like: torch.Tensor) -> None:
+    if not isinstance(residual, Residual):
+        raise TypeError(f"residual must be a Residual, got {type(residual).__name__}")
+    values, scale = residual
+    _check_like("residual.values", values, model, like, torch.bfloat16 if scale is None else torch.int8)
+    if scale is not None:
+        _check_like("residual.scale", scale, f"{model}[..., 0]", like[..., 0], torch.float32)
 
 
 def _check_like(name: str, x: torch.Tensor, model: str, like: torch.Tensor, dtype: torch.dtype) -> None:

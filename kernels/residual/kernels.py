@@ -2,6 +2,8 @@
 
     x = exact − approximate,  scale = max_E |x| / 127,  values = round(x / scale);  out ← out + values·scale
 
+In place of an older residual, the kernel also sums (x − values·scale)² with the older one's, and exact².
+
 A program takes some tokens of one head (`tokens_of_a_head`). Products and sums are not fused, so that the kernels give
 the bits of the reference.
 
@@ -21,15 +23,25 @@ from vmonarch.kernels.residual.reference import Residual
 
 @triton.jit(do_not_specialize=["S", "H"])
 def attention_residual_kernel(
-    exact_ptr, approximate_ptr, values_ptr, scale_ptr, stride_eb, stride_es, stride_eh, stride_ab, stride_as, stride_ah,
-    S, H, E: tl.constexpr, BLOCK_E: tl.constexpr, ROWS: tl.constexpr,
+    exact_ptr, approximate_ptr, values_ptr, scale_ptr, change_ptr, size_ptr, stride_eb, stride_es, stride_eh, stride_ab,
+    stride_as, stride_ah, S, H, E: tl.constexpr, BLOCK_E: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """values [B, S, H, E] and, unless that is None, scale [B, S, H]."""
+    """values [B, S, H, E] and, unless that is None, scale [B, S, H].
+
+    With change [B, S, H], they hold an older residual at first; change is Σ_E (x − old)², size Σ_E exact².
+    """
     b, h, token, exists = tokens_of_a_head(S, H, ROWS)
     exact = load_rows(exact_ptr + b * stride_eb + h * stride_eh, stride_es, token, exists, E, BLOCK_E, True)
     approximate = load_rows(approximate_ptr + b * stride_ab + h * stride_ah, stride_as, token, exists, E, BLOCK_E, True)
     x = exact.to(tl.float32) - approximate.to(tl.float32)
     row = (b * S + token) * H + h
+    if change_ptr is not None:
+        old = load_rows(values_ptr, E, row, exists, E, BLOCK_E, True).to(tl.float32)
+        if scale_ptr is not None:
+            old *= tl.load(scale_ptr + row, mask=exists, other=0.0)[:, None]
+        tl.store(change_ptr + row, tl.sum((x - old) * (x - old), 1), mask=exists)
+        exact = exact.to(tl.float32)
+        tl.store(size_ptr + row, tl.sum(exact * exact, 1), mask=exists)
     if scale_ptr is not None:
         # As integers, magnitudes keep their order, and infinity and NaN are above all numbers.
         largest = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1).to(tl.float32, bitcast=True)
@@ -62,10 +74,26 @@ def attention_residual_triton(exact: torch.Tensor, approximate: torch.Tensor, *,
     """The residual by the kernel; arguments as in `attention_residual`, already checked."""
     values = exact.new_empty(exact.shape, dtype=getattr(torch, dtype))
     scale = exact.new_empty(exact.shape[:3], dtype=torch.float32) if dtype == "int8" else None
-    strides = (*exact.stride()[:3], *approximate.stride()[:3])
-    arguments = exact, approximate, values, scale, *strides
-    launch_on_tokens(attention_residual_kernel, values, *arguments, enable_fp_fusion=False)
+    _launch(exact, approximate, Residual(values, scale), None, None)
     return Residual(values, scale)
+
+
+def renew_residual_triton(residual: Residual, exact: torch.Tensor, approximate: torch.Tensor) -> torch.Tensor:
+    """Write a residual over an older one by the kernel; arguments and result as in `renew_residual`."""
+    change, size = (exact.new_empty(exact.shape[:3], dtype=torch.float32) for _ in range(2))
+    _launch(exact, approximate, residual, change, size)
+    return torch.stack([change.sum((1, 2)), size.sum((1, 2))])
+
+
+def _launch(
+    exact: torch.Tensor,
+    approximate: torch.Tensor,
+    residual: Residual,
+    change: torch.Tensor | None,
+    size: torch.Tensor | None,
+) -> None:
+    arguments = exact, approximate, *residual, change, size, *exact.stride()[:3], *approximate.stride()[:3]
+    launch_on_tokens(attention_residual_kernel, residual.values, *arguments, enable_fp_fusion=False)
 
 
 def add_residual_triton(out: torch.Tensor, residual: Residual) -> torch.Tensor:

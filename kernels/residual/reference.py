@@ -36,6 +36,18 @@ def attention_residual_reference(exact: torch.Tensor, approximate: torch.Tensor,
     return Residual(steps.round().to(torch.int8), scale)
 
 
+def renew_residual_reference(residual: Residual, exact: torch.Tensor, approximate: torch.Tensor) -> torch.Tensor:
+    """Arguments and result as in `renew_residual`."""
+    wide, (values, scale) = torch.promote_types(exact.dtype, torch.float32), residual
+    before = values.float() if scale is None else values.float() * scale.unsqueeze(-1)
+    change = (exact.to(wide) - approximate.to(wide)).float() - before
+    new = attention_residual_reference(exact, approximate, dtype="bfloat16" if scale is None else "int8")
+    values.copy_(new.values)
+    if scale is not None and new.scale is not None:
+        scale.copy_(new.scale)
+    return torch.stack([x.square().sum((1, 2, 3)) for x in (change, exact.float())])
+
+
 def add_residual_reference(out: torch.Tensor, residual: Residual) -> torch.Tensor:
     """Arguments and result as in `add_residual`."""
     wide = torch.promote_types(out.dtype, torch.float32)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import itertools
 import json
 import logging
 import math
@@ -23,13 +24,14 @@ from typing import Any, NamedTuple
 
 import torch
 
-from vmonarch.attend import Attend, Beside, Exact
+from vmonarch.attend import Attend, Beside, Exact, Residual, Result
 from vmonarch.base import Layer
 from vmonarch.call import Call
 from vmonarch.configs import InputError
 from vmonarch.configs.methods import resolve_method
 from vmonarch.grid import LatentGrid
-from vmonarch.residuals import Branch, Refresh, ResidualSharing
+from vmonarch.refresh import Refresh, Schedule
+from vmonarch.residuals import Branch, ResidualSharing
 
 PRESETS = ("near-lossless", "fast", "vmonarch", "vmonarch-lite", "vmonarch-t1", "vmonarch-t3", "two-resolution")
 # What ComfyUI calls the override, and what keeps ours apart from those of other nodes.
@@ -145,7 +147,8 @@ def parse_refresh(refresh: str, preset: str, *, dtype: str = "int8", offload: bo
     """When attention is exact and renews the residuals; None if there are none.
 
     Args:
-        refresh: a count, a fraction, or indices with commas between them, as text; "none"; or empty for the preset's.
+        refresh: as text, a count, a fraction, indices with commas between them, "tolerance=" and a number, "none", or
+            nothing for the preset's.
         dtype, offload: as in `Refresh`.
 
     Raises:
@@ -154,15 +157,17 @@ def parse_refresh(refresh: str, preset: str, *, dtype: str = "int8", offload: bo
     text = refresh.strip()
     try:
         if not text:
-            steps = resolve_method(preset).options["refresh"]
+            found = Refresh.parse(resolve_method(preset).options["refresh"])
         elif text == "none":
-            steps = None
+            found = None
+        elif (number := text.removeprefix("tolerance=")) != text:
+            found = Refresh(tolerance=float(number))
         else:
             (*several,) = json.loads(f"[{text}]")
-            steps = several[0] if len(several) == 1 else several
-        return None if steps is None else Refresh(steps, dtype=dtype, offload=offload)
+            found = Refresh(several[0] if len(several) == 1 else several)
+        return None if found is None else dataclasses.replace(found, dtype=dtype, offload=offload)
     except (TypeError, ValueError, RecursionError) as error:
-        what = 'a count ("6"), a fraction ("0.28"), indices ("0, 1, 3, 7"), "none", or empty for the preset\'s own'
+        what = 'a count ("6"), a fraction ("0.28"), indices ("0, 1, 3, 7"), "tolerance=0.1", "none", or empty'
         raise InputError("refresh", f"must be {what}, got {refresh!r}: {error}") from error
 
 
@@ -199,6 +204,7 @@ class Run:
     refreshed: set[int] = dataclasses.field(default_factory=set)
     untouched: Counter[str] = dataclasses.field(default_factory=Counter)
     residual_bytes: int = 0
+    schedule: Schedule | None = None
     branches: dict[Any, Branch] = dataclasses.field(default_factory=dict)
 
     def __str__(self) -> str:
@@ -254,7 +260,7 @@ class OverrideAttention:
         preset: what computes attention; near-lossless is the nearest to exact attention. Presets without refresh need
             no memory for residuals.
         refresh: steps with exact attention, which renews the residuals: a count (6), a fraction (0.28), indices
-            (0, 1, 3, 7) or none. Empty: what the preset says.
+            (0, 1, 3, 7), where their error asks for it (tolerance=0.1), or none. Empty: what the preset says.
         start_percent: attention is exact before this part of the schedule.
         end_percent: attention is exact after this part of the schedule.
         dense_blocks: transformer blocks whose attention stays exact, such as 0, 1, 38-39.
@@ -339,8 +345,7 @@ class OverrideAttention:
         for branch in run.branches.values():
             tensors = (tensor for kept in branch.residuals.values() for tensor in kept.residual if tensor is not None)
             run.residual_bytes += sum(tensor.nbytes for tensor in tensors)
-            branch.residuals.clear()
-            branch.arriving.clear()
+            branch.free()
         if run.forwards:
             self.report = run
             _LOG.log(logging.INFO if run.attended else logging.WARNING, "%s", run)
@@ -364,6 +369,8 @@ class OverrideAttention:
                 options[OVERRIDE] = previous
             else:
                 options.pop(OVERRIDE, None)
+            if call.branch is not None:
+                call.branch.end_call()
 
     @torch.compiler.disable
     def _begin_call(self, run: Run, model: Any, arguments: Arguments, options: Arguments) -> _Call:
@@ -373,15 +380,20 @@ class OverrideAttention:
             schedule = options["sample_sigmas"].tolist()
             run.steps = len(schedule) - 1
             step = step_of(sigma, schedule)
+            if run.sharing is not None and run.schedule is None:
+                moves = (abs(after - before) for before, after in itertools.pairwise(schedule[:-1]))
+                changes = list(itertools.accumulate(moves, initial=0.0))
+                run.schedule = Schedule(run.sharing.refresh, run.steps, changes)
         branch = None
-        if run.sharing is not None and step is not None and options.get("uuids"):
+        if run.sharing is not None and run.schedule is not None and step is not None and options.get("uuids"):
             x = x if isinstance(x, torch.Tensor) else x[0]
             window = getattr(options.get("context_window"), "index_list", ())
             # Guidance may ask once more, with some blocks left out.
             replaced = {kind: frozenset(blocks) for kind, blocks in options.get("patches_replace", {}).items()}
             key = (tuple(options["uuids"]), x.shape, x.dtype, x.device, tuple(window), frozenset(replaced.items()))
-            branch = run.branches.setdefault(key, Branch(sharing=run.sharing, layers=known.layers(model)))
-            branch.enter(step, run.steps)
+            there = Branch(sharing=run.sharing, schedule=run.schedule, layers=known.layers(model))
+            branch = run.branches.setdefault(key, there)
+            branch.begin_call(step)
         if sigma is not None and not run.sigma_end <= sigma <= run.sigma_start:
             why = "outside of start_percent to end_percent"
         elif run.sharing is not None and branch is None:
@@ -423,18 +435,15 @@ class OverrideAttention:
         # Rotary embeddings may leave them in another dtype.
         query, key = query.to(value.dtype), key.to(value.dtype)
 
-        def approximate() -> torch.Tensor:
-            return Beside(attend, Exact())(query, key, value, place)[0]
-
-        def renewing() -> torch.Tensor:
+        def renewing(*_: Any) -> Result:
             run.exact += 1
             run.refreshed.add(call.step)  # type: ignore[arg-type]
-            return _by_heads(exact(), heads, skip_output_reshape)
+            return _by_heads(exact(), heads, skip_output_reshape), None
 
-        if run.sharing is None or call.branch is None:
-            out = approximate()
-        else:
-            out = run.sharing.attend(call.branch, (layer, len(query)), renewing, approximate, "auto")
+        attend = Beside(attend, Exact())
+        if call.branch is not None:
+            attend = Residual(attend, renewing, layer)
+        out, _ = attend(query, key, value, place._replace(branch=call.branch))
         return out.transpose(1, 2) if skip_output_reshape else out.flatten(2)
 
     def _place(

@@ -23,7 +23,7 @@ from vmonarch.eval.evaluate import EvalConfig, Evaluation, Item, evaluate, promp
 from vmonarch.eval.report import quality_plot, report
 from vmonarch.eval.settings import CompareConfig
 from vmonarch.eval.similarity import similarity
-from vmonarch.eval.summary import MEASURES, TIMES, differences, interval, statistics
+from vmonarch.eval.summary import MEASURES, TIMES, differences, interval, low_end, statistics, summary_rows
 from vmonarch.pipelines import loading, outputs, sampling
 from vmonarch.pipelines.config import complete
 from vmonarch.pipelines.loading import load_model
@@ -246,6 +246,34 @@ def test_differences_are_paired() -> None:
     some = made_up(a=[1.0, 2.0])
     some[0]["results"][0]["prompt_score"] = 0.5
     assert statistics(some, "a")["a"]["prompt_score"]["items"] == 1
+
+
+def test_the_low_end_is_of_the_videos_and_percentiles_are_of_enough() -> None:
+    psnr = list(np.random.default_rng(3).normal(30, 3, 128))
+    low = statistics(made_up(a=psnr), "a")["a"]["psnr"]
+    assert (low["p1"], low["p5"]) == pytest.approx(tuple(np.percentile(psnr, [1, 5])))
+    assert 0 < low["below_27"] == sum(value < 27 for value in psnr) and low["items"] == 128
+    # One of 20 videos lies below p5, one of 100 below p1; and 27 dB is not below itself.
+    few = [low_end(made_up(a=[27.0] + [26.0] * (n - 1)), "a") for n in (19, 20, 99, 100)]
+    assert [row["p5"] for row in few] == [None, 26.0, 26.0, 26.0] and [row["p1"] for row in few] == [None] * 3 + [26.0]
+    assert [row["below_27"] for row in few] == [18, 19, 98, 99]
+    assert low_end(made_up(a=[1.0] + ["inf"] * 20), "a") == {"p1": None, "p5": "inf", "below_27": 1, "items": 21}
+
+
+def test_every_table_has_the_low_end_beside_the_mean(whole: Evaluation) -> None:
+    record = copy.deepcopy(whole.record)
+    for item, value in zip(record["items"], (26.9, 27.0, "inf", 12.0), strict=True):
+        item["results"][1]["psnr"] = value
+    # Evaluations of before have it in their items alone.
+    record["statistics"]["vmonarch-plain"]["psnr"] = {"mean": 20.0, "low": None, "high": None, "items": 4}
+    heading, rows = summary_rows(record)
+    assert heading[2:5] == ["PSNR dB", "p5", "< 27 dB"] and rows[0][2:5] == ["–"] * 3
+    assert rows[1][2:5] == ["20.00", "–", "2 of 4"]
+    record["items"] *= 5
+    assert summary_rows(record)[1][1][2:5] == ["20.00", "12.00", "10 of 20"]
+    page = report(record, whole.folder)
+    assert '<td data-value="10">10 <span class="range">of 20</span></td>' in page and "&lt; 27 dB</button>" in page
+    assert whole.record["tables"][0]["header"][2:5] == heading[2:5]
 
 
 # VBench and LPIPS

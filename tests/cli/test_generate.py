@@ -53,6 +53,10 @@ def test_every_prompt_gets_every_seed_and_a_record_that_tells_all(cli) -> None:
     assert record["config"]["attention"]["num_iterations"] == 3 and record["config"]["attention"]["min_mass"] == 0.2
     assert all(value is not None for key, value in record["config"].items() if key not in OPTIONAL)
     assert record["environment"]["packages"]["torch"] == version("torch") and record["environment"]["device"] == "cpu"
+    # What ran is printed after each video, and stands in its record.
+    ran = record["attention"]
+    assert out.count(ran["text"]) == 4 and ran["method"].startswith("VMonarchProcessor(num_iterations=3, min_mass=0.2")
+    assert ran["grid"] == [3, 2, 3] and ran["heads"] == {"vmonarch": 4} and ran["exact"] == [] and ran["work"] > 0
     seconds = record["seconds"]
     assert {"load", "text", "denoise", "transformer", "decode", "total"} == seconds.keys()
     assert 0 < seconds["transformer"] < seconds["denoise"] < seconds["total"]
@@ -206,17 +210,6 @@ def test_an_interrupted_run_leaves_complete_videos_only(cli, forks, tiny_model: 
     for name in names:
         if name.endswith(".mp4"):
             assert read_video(cli.folder / "outputs/generate" / name)[0].shape == (9, 32, 48, 3)
-
-
-def test_ctrl_c_while_writing_takes_the_video_back(cli, monkeypatch: pytest.MonkeyPatch) -> None:
-    from vmonarch.pipelines import video_io
-
-    def interrupted(*_: object, **__: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(video_io, "contact_sheet", interrupted)
-    code, _, err = cli("generate", PROMPT)
-    assert code == 130 and "interrupted" in err and cli.outputs() == []
 
 
 def test_config_file_options_and_overrides_lie_in_that_order(cli) -> None:

@@ -34,7 +34,8 @@ def test_help_takes_less_than_a_second_and_loads_nothing_heavy() -> None:
 
 def test_every_command_has_help_with_its_options_and_examples(capsys: pytest.CaptureFixture[str]) -> None:
     helps = {}
-    for parser in build_parser().leaves():
+    commands = build_parser().commands.values()
+    for parser in (leaf for command in commands for leaf in command.commands.values() or [command]):
         assert main([*parser.prog.split()[1:], "--help"]) == 0
         helps[parser.prog] = capsys.readouterr().out
         assert helps[parser.prog].startswith(f"usage: {parser.prog} ") and "--debug" in helps[parser.prog]

@@ -6,6 +6,8 @@ import math
 import pytest
 import torch
 from diffusers import WanTransformer3DModel
+from diffusers.models.transformers import transformer_wan
+from tiny_families import FAMILIES, first
 
 import vmonarch
 from vmonarch import ExactBlocks, LatentGrid, vmonarch_attention
@@ -13,7 +15,7 @@ from vmonarch.call import Call
 from vmonarch.configs import InputError
 from vmonarch.configs.methods import resolve_method
 from vmonarch.eval.controls import CONTROLS, ControlProcessor
-from vmonarch.installation import self_attention_modules
+from vmonarch.families import known_family
 from vmonarch.own import project
 from vmonarch.pipelines.embedded import embedded_model_path
 
@@ -183,6 +185,7 @@ def test_local_attention_is_softmax_over_the_pattern(pattern):
 # --- Methods ---
 
 NAMES = {
+    "exact": "full-triton:implementation=torch",
     "controlled": "vmonarch-controlled:fix_cr=all,fix_cl=first,recompute=true",
     "sink_average": "vmonarch-sink-average",
     "factorised": "monarch-w4:blocks=2",
@@ -217,9 +220,38 @@ def test_a_method_runs_its_control_in_every_layer_and_goes_away(transformer, con
     again = ControlProcessor.from_config(processors[0].config)
     assert again.config == processors[0].config == method.processor().config
     changed = forward(transformer)
-    assert torch.isfinite(changed).all() and (changed - before).abs().max() > 1e-3
+    least, most = (0, 1e-4) if control == "exact" else (1e-3, math.inf)
+    assert torch.isfinite(changed).all() and least < (changed - before).abs().max() < most
     resolve_method("full").install(transformer)
     assert torch.equal(forward(transformer), before)
+
+
+def test_another_exact_kernel_takes_every_softmax_and_nothing_else(tiny, monkeypatch):
+    calls = []
+
+    def softmax_of_the_stock_model(query, key, value, *, implementation):
+        calls.append(implementation)
+        return transformer_wan.dispatch_attention_fn(query, key, value), None, None
+
+    model = tiny.transformer().bfloat16()
+    stock = tiny.run(model, dtype=torch.bfloat16)
+    monkeypatch.setattr("vmonarch.attend.flash_entropy_attention", softmax_of_the_stock_model)
+    # As where kernels could compute norms and rotary embeddings, too.
+    monkeypatch.setattr("vmonarch.own.why_not_triton", lambda *tensors: None)
+    monkeypatch.setattr("vmonarch.own.norm_rotary", lambda *given, **options: pytest.fail("norms are a kernel's"))
+    model.set_attn_processor(resolve_method("full-triton").processor())
+    assert torch.equal(tiny.run(model, dtype=torch.bfloat16), stock)
+    assert calls == ["triton"] * len(model.blocks)
+
+
+@torch.no_grad()
+def test_another_exact_kernel_attends_to_text_and_masks_it(monkeypatch):
+    model, inputs = FAMILIES["hunyuan"].make(), FAMILIES["hunyuan"].call()
+    stock = first(model(**inputs))
+    resolve_method(NAMES["exact"]).install(model)
+    of_diffusers = "diffusers.models.attention_dispatch.dispatch_attention_fn"
+    monkeypatch.setattr(of_diffusers, lambda *given, **options: pytest.fail("a backend attends"))
+    torch.testing.assert_close(first(model(**inputs)), stock, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -278,7 +310,7 @@ def means(x):
 def inputs(tiny):
     """(transformer, its first self-attention, hidden states, rotary embedding)."""
     model = tiny.transformer()
-    _, attn = next(iter(self_attention_modules(model)))
+    _, attn = next(iter(known_family(model).layers(model)))
     given = []
     attn.register_forward_pre_hook(lambda _, args, kwargs: given.append((args, kwargs)), with_kwargs=True)
     tiny.run(model, tuple(GRID))

@@ -17,7 +17,7 @@ from tiny_families import FAMILIES, GRID
 from torch.utils._pytree import tree_map_only
 from transformers import UMT5Config, UMT5EncoderModel
 
-from vmonarch import VMonarchOptions, plan, residuals
+from vmonarch import VMonarchOptions, attend, plan
 from vmonarch.attend import Exact, Op
 from vmonarch.cli import main
 from vmonarch.configs import InputError, preset_names
@@ -144,15 +144,23 @@ def test_dense_steps_a_cache_and_a_second_transformer_count(measure, monkeypatch
     assert dense == {0: {"FeedForward": 2}, 1: whole} and skipping == {0: whole, 6: whole, 7: {}}
 
 
+def test_all_steps_are_measured_where_errors_decide_which_are_exact(measure):
+    controlled = "{tolerance: 1.0e-9, at_most: 3}"
+    rows = measure("vmonarch:refresh=3", f"vmonarch:refresh={controlled}", steps=6, guidance=False)
+    fixed, found = ({kind: of["steps"] for kind, of in row["kinds"].items()} for row in rows.values())
+    # As many are exact, each of which measures the error of the last one; of the fixed schedule, one is not kept.
+    assert fixed == {"exact": 1, "kept": 2, "approximate": 3} and found == {"kept": 3, "approximate": 3}
+
+
 def test_an_approximate_step_that_is_wrong_is_noticed(measure, monkeypatch):
-    right, calls = residuals.add_residual, []
+    right, calls = attend.add_residual, []
 
     def add(*inputs, **options):
         calls.append(inputs)
         # Two layers, two texts: the compiled row's first turn is wrong, what it is compared with is right.
         return (2 if len(calls) <= 4 else 1) * right(*inputs, **options)
 
-    monkeypatch.setattr(residuals, "add_residual", add)
+    monkeypatch.setattr(attend, "add_residual", add)
     (row,) = measure("vmonarch:refresh=1", modes=("compiled",), steps=3).values()
     assert row["status"] == "wrong" and "step 1 is off by" in row["problem"] and "step_s" not in row
 

@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from vmonarch.eval.bench import attention, based, bias, kernels, norm, sequence
 from vmonarch.eval.bench.attention import case_of, exact, sdpa
 from vmonarch.eval.bench.runner import compare
-from vmonarch.flops import full_attention_work, vmonarch_work
+from vmonarch.flops import attention_work, vmonarch_work
 from vmonarch.grid import LatentGrid
 from vmonarch.kernels.common.launch import interpreted
 from vmonarch.kernels.window.neighbours import neighbours
@@ -141,7 +141,7 @@ TABLES = {
 
 
 def test_a_multiply_add_counts_two():
-    of = functools.partial(full_attention_work, 100, 3, 8, itemsize=2)
+    of = functools.partial(attention_work, LatentGrid(1, 10, 10), 3, 8, itemsize=2)
     assert [of(training=training).flops for training in (False, True)] == [f * 3 * 100**2 * 8 for f in (4, 14)]
     case = based.based_case("video", 1, 100, 3, 64)
     F = 1 + 16 + 16**2

@@ -10,11 +10,10 @@ import json
 import os
 import subprocess
 import sys
-import threading
 import time
+import urllib.request
 import zipfile
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -276,33 +275,23 @@ def test_what_cannot_be_scored_is_named_before_anything_runs(bench: Bench, tmp_p
 
 
 @pytest.fixture
-def server(tmp_path: Path) -> Iterator[str]:
-    """A server of the folder `served`; of files named `cut` it announces a byte more than it sends."""
-    folder = tmp_path / "served"
+def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The address of the folder `served`; of files named `cut` a byte more is announced than there is."""
+    folder, opened = tmp_path / "served", urllib.request.urlopen
     folder.mkdir()
+    for served in ("cut", "plain"):
+        (folder / served).write_bytes(b"data")
+    with zipfile.ZipFile(folder / "models.zip", "w") as archive:
+        archive.writestr("models/raft.pth", b"member")
 
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            path = folder / self.path.lstrip("/")
-            if not path.is_file():
-                self.send_error(404)
-                return
-            self.send_response(200)
-            self.send_header("Content-Length", str(path.stat().st_size + (path.name == "cut")))
-            self.end_headers()
-            self.wfile.write(path.read_bytes())
+    def announced(url: str, timeout: float) -> Any:
+        response = opened(url, timeout=timeout)
+        if url.endswith("cut"):
+            response.headers.replace_header("Content-Length", "5")
+        return response
 
-        def log_message(self, *_: Any) -> None:
-            pass
-
-    with HTTPServer(("127.0.0.1", 0), Handler) as running:
-        threading.Thread(target=running.serve_forever, daemon=True).start()
-        for served in ("cut", "plain"):
-            (folder / served).write_bytes(b"data")
-        with zipfile.ZipFile(folder / "models.zip", "w") as archive:
-            archive.writestr("models/raft.pth", b"member")
-        yield f"http://127.0.0.1:{running.server_port}"
-        running.shutdown()
+    monkeypatch.setattr(urllib.request, "urlopen", announced)
+    return folder.as_uri()
 
 
 def download(monkeypatch: pytest.MonkeyPatch, folder: Path, *files: dict[str, str]) -> list[str]:
@@ -317,7 +306,7 @@ def download(monkeypatch: pytest.MonkeyPatch, folder: Path, *files: dict[str, st
 @pytest.mark.parametrize(
     ("name", "settings", "message"),
     [
-        ("gone", {}, "404"),
+        ("gone", {}, "No such file"),
         ("cut", {}, "ended after 4 of 5 bytes"),
         ("plain", {"sha256": "0" * 64}, "another file than its authors'"),
         ("plain", {"member": "models/raft.pth"}, "not a zip file"),

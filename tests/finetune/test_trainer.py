@@ -9,6 +9,7 @@ from itertools import islice
 import diffusers
 import pytest
 import tiny_folders
+import tiny_wan as tiny
 import torch
 from safetensors.torch import load_file
 
@@ -22,18 +23,16 @@ from vmonarch.finetune.export import comfyui_name, export
 from vmonarch.finetune.models import Experts, compile_blocks, lora_layers, share_clips
 from vmonarch.finetune.trainer import Trainer, TrainingError, _flat
 from vmonarch.own import ours_of
+from vmonarch.pipelines import config
 from vmonarch.pipelines.config import recommended_settings
 from vmonarch.pipelines.model_folder import find_model
 from vmonarch.plan import AttentionPlan
 
 
 @pytest.fixture(scope="module")
-def place(tiny, tmp_path_factory):
-    """Folders of tiny models and of data."""
+def place(tmp_path_factory):
+    """Folders of data, and of tiny models once they are asked for."""
     folder = tmp_path_factory.mktemp("finetune")
-    for kind in ("t2v", "t2v-2.2", "t2v-5b", "i2v-2.1"):
-        tiny.pipeline(kind).save_pretrained(folder / kind)
-    tiny_folders.save("ltx", folder / "ltx")
     write_shard(folder / "clips" / "a.parquet", tiny.clips(0, 13), rows_per_group=4)
     write_shard(folder / "held-out" / "a.parquet", tiny.clips(100, 5))
     write_shard(folder / "images" / "a.parquet", tiny.clips(0, 6, image=True))
@@ -41,9 +40,16 @@ def place(tiny, tmp_path_factory):
     return folder
 
 
+def model(place, kind):
+    folder = place / kind
+    if not folder.exists():
+        tiny_folders.save("ltx", folder) if kind == "ltx" else tiny.pipeline(kind).save_pretrained(folder)
+    return folder
+
+
 def settings(place, output, kind="t2v", clips="clips", **changes):
     values = {
-        "model": str(place / kind),
+        "model": str(model(place, kind)),
         "output_dir": str(output),
         "steps": 6,
         "batch_size": 2,
@@ -79,22 +85,22 @@ def equal(a, b):
 @pytest.mark.parametrize("kind,workers", [("t2v", 0), ("t2v-2.2", 2), ("t2v-5b", 0), ("i2v-2.1", 0)])
 def test_a_resumed_run_is_the_same_run(place, tmp_path, kind, workers):
     """Bit for bit, from the middle of an epoch, with the optimizer, the average, dropped captions and two experts."""
-    options = {"steps": 30, "ema": 0.9, "attention": "vmonarch", "data": {"workers": workers, "caption_dropout": 0.3}}
+    options = {"steps": 12, "ema": 0.9, "attention": "vmonarch", "data": {"workers": workers, "caption_dropout": 0.3}}
     options |= {"objective": {"image_share": 0.5}} if kind == "t2v-5b" else {}
     clips = "images" if kind == "i2v-2.1" else "clips"
     whole = Trainer(settings(place, tmp_path / "whole", kind, clips, **options))
     before = weights(whole)
     whole.run()
     found = losses(tmp_path / "whole")
-    assert len(found) == 30 and all(map(math.isfinite, found.values()))
+    assert len(found) == 12 and all(map(math.isfinite, found.values()))
     moved = {name.split(".")[1] for name, value in weights(whole).items() if not torch.equal(value, before[name])}
     assert moved == ({"transformer", "transformer_2"} if kind == "t2v-2.2" else {"transformer"})
     parts = tmp_path / "parts"
-    Trainer(settings(place, parts, kind, clips, **options | {"steps": 17})).run()
+    Trainer(settings(place, parts, kind, clips, **options | {"steps": 9})).run()
     state = torch.get_rng_state()
     torch.rand(1)
     resumed = Trainer(settings(place, parts, kind, clips, **options))
-    assert resumed.step == 17 and torch.equal(torch.get_rng_state(), state)
+    assert resumed.step == 9 and torch.equal(torch.get_rng_state(), state)
     resumed.run()
     assert losses(parts) == found
     assert equal(weights(resumed), weights(whole)) and equal(average(resumed), average(whole))
@@ -148,21 +154,6 @@ def test_layers_move_from_full_attention_one_after_the_other(place, tmp_path):
     assert found[0] is None and isinstance(found[1].spec, vmonarch.VMonarchProcessor)
 
 
-@pytest.mark.deep
-@pytest.mark.parametrize("steps,tolerance", [(3, 1e-5), pytest.param(200, 2e-3, marks=pytest.mark.gpu)])
-def test_kernels_and_torch_learn_the_same(place, tmp_path, steps, tolerance):
-    """Losses of the same run through the kernels and through plain torch, step by step."""
-    curves = []
-    for how in ("torch", "triton"):
-        # The interpreter is slow; the kernels' own tests have batches.
-        options = {"batch_size": 1 if steps < 10 else 2, "attention": f"vmonarch:implementation={how}"}
-        trainer = Trainer(settings(place, tmp_path / how, steps=steps, **options))
-        trainer.run()
-        curves.append(torch.tensor(list(losses(tmp_path / how).values())))
-    torch.testing.assert_close(*curves, atol=tolerance, rtol=0)
-    assert (curves[0] - curves[0].mean()).abs().max() > 0.02
-
-
 @pytest.mark.parametrize("attention", ["vmonarch", "based:adapter=null,feature_dim=4"])
 def test_the_teacher_of_lora_layers_is_the_model_before_them(place, tmp_path, attention):
     """In the same weights: with full attention and without what is learnt; afterwards all is as it was."""
@@ -193,34 +184,6 @@ def test_the_teacher_of_lora_layers_is_the_model_before_them(place, tmp_path, at
     assert part.attn_processors == processors
 
 
-def compile_with(monkeypatch, backend):
-    """Blocks are traced, and run by a backend that takes no minute to compile."""
-    stock = diffusers.WanTransformer3DModel.compile_repeated_blocks
-
-    def traced(model, dynamic, options):
-        # With it torch 2.11 gets gradients of Wan's blocks wrong on a GPU; others may not have it.
-        wrong = {"triton.mix_order_reduction"}.intersection(torch._inductor.list_options())
-        assert options == dict.fromkeys(wrong, False)
-        stock(model, dynamic=dynamic, backend=backend)
-
-    monkeypatch.setattr(diffusers.WanTransformer3DModel, "compile_repeated_blocks", traced)
-    torch._dynamo.reset()
-
-
-@pytest.mark.deep
-@pytest.mark.parametrize("more", [{}, {"lora": {"rank": 4}, "objective": {"distillation": 1.0}}], ids=["all", "lora"])
-def test_compiled_blocks_learn_the_same(place, tmp_path, monkeypatch, more):
-    compile_with(monkeypatch, "aot_eager")
-    curves = []
-    for compile in (False, True):
-        trainer = Trainer(settings(place, tmp_path / str(compile), steps=3, compile=compile, **more))
-        torch._dynamo.utils.counters.clear()
-        trainer.run()
-        assert bool(torch._dynamo.utils.counters["stats"]["unique_graphs"]) == compile
-        curves.append(losses(tmp_path / str(compile)))
-    assert curves[0] == pytest.approx(curves[1], rel=1e-4)
-
-
 @pytest.mark.gpu
 def test_compiled_blocks_have_the_gradients_of_eager_ones():
     """Of a block of Wan2.1-1.3B, whose sums over 11,648 tokens torch 2.11 gets wrong without `compile_options`."""
@@ -244,7 +207,18 @@ def test_compiled_blocks_have_the_gradients_of_eager_ones():
 
 
 def test_blocks_that_are_compiled_wrongly_are_not_trained(place, tmp_path, monkeypatch):
-    compile_with(monkeypatch, lambda graph, inputs: lambda *given: [-out for out in graph(*given)])
+    """They are traced, and run by a backend that takes no minute to compile and turns their results round."""
+    stock = diffusers.WanTransformer3DModel.compile_repeated_blocks
+    backend = lambda graph, inputs: lambda *given: [-out for out in graph(*given)]
+
+    def traced(model, dynamic, options):
+        # With it torch 2.11 gets gradients of Wan's blocks wrong on a GPU; others may not have it.
+        wrong = {"triton.mix_order_reduction"}.intersection(torch._inductor.list_options())
+        assert options == dict.fromkeys(wrong, False)
+        stock(model, dynamic=dynamic, backend=backend)
+
+    monkeypatch.setattr(diffusers.WanTransformer3DModel, "compile_repeated_blocks", traced)
+    torch._dynamo.reset()
     trainer = Trainer(settings(place, tmp_path, steps=3, compile=True))
     before = weights(trainer)
     with pytest.raises(TrainingError, match="the gradient of compiled blocks differs .*; use compile=false"):
@@ -256,7 +230,7 @@ def test_blocks_that_are_compiled_wrongly_are_not_trained(place, tmp_path, monke
     "size,attention,fits",
     [(4, "vmonarch", False), (3, "full", False), (2, "vmonarch:dense_layers=1", True), (2, "full", True)],
 )
-def test_heads_that_processes_cannot_share_are_refused_before_training(tiny, monkeypatch, size, attention, fits):
+def test_heads_that_processes_cannot_share_are_refused_before_training(monkeypatch, size, attention, fits):
     model = tiny.transformer()
     resolve_method(attention).install(model)
     enabled = []
@@ -360,7 +334,7 @@ def test_another_run_is_not_resumed(place, tmp_path):
     for changes, message in (
         ({"optimizer": {"learning_rate": 2e-3}}, r"optimizer.learning_rate \(0.001, now 0.002\)"),
         ({"attention": "vmonarch-t3"}, "attention.num_iterations"),
-        ({"model": str(place / "t2v-5b")}, "was trained from another model"),
+        ({"model": str(model(place, "t2v-5b"))}, "was trained from another model"),
     ):
         with pytest.raises(CheckpointError, match=message):
             Trainer(settings(place, tmp_path, **changes))
@@ -384,8 +358,8 @@ def test_a_run_is_found_from_any_folder(place, tmp_path, monkeypatch):
     (tmp_path / "elsewhere").mkdir()
     heads = {"transformer": [["t1", "full"]] * 2}
     AttentionPlan({"t1": {"num_iterations": 1}, "full": None}, heads).save(tmp_path / "plan.json")
-    for name in ("t2v", "held-out"):
-        (tmp_path / name).symlink_to(place / name)
+    for path in (model(place, "t2v"), place / "held-out"):
+        (tmp_path / path.name).symlink_to(path)
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.chdir(place)
     data = {"path": "clips", "validation": "~/held-out"}
@@ -413,7 +387,7 @@ def test_another_number_of_processes_goes_on_if_that_is_waived(place, tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["t2v", "t2v-2.2"])
-def test_full_weights_become_a_folder_that_stock_diffusers_loads(tiny, place, tmp_path, kind):
+def test_full_weights_become_a_folder_that_stock_diffusers_loads(place, tmp_path, kind):
     trainer = Trainer(settings(place, tmp_path / "run", kind, ema=0.5, steps=12, checkpoints={"every": 6}))
     trainer.run()
     assert steps_in(tmp_path / "run" / "checkpoints") == [6, 12]
@@ -437,13 +411,13 @@ def test_full_weights_become_a_folder_that_stock_diffusers_loads(tiny, place, tm
     for name, tensor in stored.items():
         assert torch.equal(tensor, sixth[f"parts.transformer.{name}"].to(tensor.dtype))
     with pytest.raises(CheckpointError, match="was trained from another model"):
-        export(tmp_path / "run", tmp_path / "other", model=str(place / "t2v-5b"))
+        export(tmp_path / "run", tmp_path / "other", model=str(model(place, "t2v-5b")))
     with pytest.raises(InputError, match="model must be of the Wan family.*LTXPipeline"):
-        export(tmp_path / "run", tmp_path / "other", model=str(place / "ltx"))
+        export(tmp_path / "run", tmp_path / "other", model=str(model(place, "ltx")))
 
 
 @pytest.mark.parametrize("kind,train", [("t2v", "all"), ("t2v-2.2", "all"), ("t2v-2.2", "transformer_2")])
-def test_lora_layers_become_files_that_stock_diffusers_loads(tiny, place, tmp_path, kind, train):
+def test_lora_layers_become_files_that_stock_diffusers_loads(place, tmp_path, kind, train):
     """Under diffusers' names and under ComfyUI's, with which alpha is in the second factor."""
     targets = ["to_q", "to_k", "to_v", "to_out.0", "net.0.proj", "net.2", "time_proj"]
     lora = {"rank": 2, "alpha": 6.0, "targets": targets}
@@ -476,7 +450,9 @@ def test_lora_layers_become_files_that_stock_diffusers_loads(tiny, place, tmp_pa
 
 def test_validation_videos_and_their_sheets(tmp_path, monkeypatch):
     """One step of the embedded model, which can be watched while it trains, and goes on if it is killed after one."""
-    shape = (16, 16, 12, 20)
+    shape, whole = (16, 2, 4, 4), config.complete
+    small = {"height": 32, "width": 32, "num_frames": 5}
+    monkeypatch.setattr(config, "complete", lambda *given: dataclasses.replace(whole(*given), **small))
     generator = torch.Generator().manual_seed(0)
     rows = (Sample(f"{n}", torch.randn(shape, generator=generator), torch.randn(4, 128), caption="x") for n in range(2))
     write_shard(tmp_path / "clips" / "a.parquet", rows)

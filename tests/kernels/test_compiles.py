@@ -151,13 +151,13 @@ OPS = {
         BIAS_CASES, {89: "narrow-causal", 100: "rank-16", 120: "rank-64"}, BIAS_CASES,
         "flash_bias flash_bias_rows flash_bias_keys"),
     "linear": (
-        LINEAR_CASES, {80: "taylor-causal", 120: "taylor-wide"}, LINEAR_CASES,
+        LINEAR_CASES, {80: "taylor-causal", 120: "taylor"}, LINEAR_CASES,
         "state read prepare state gradient read"),
     "window": (
         WINDOW_CASES, {89: "sequence", 100: "video"}, WINDOW_CASES,
         "window window_rows window_keys"),
     "two resolutions": (
-        TWO_RESOLUTION_CASES, {80: "full", 89: "ragged", 100: "full"}, TWO_RESOLUTION_CASES,
+        TWO_RESOLUTION_CASES, {89: "ragged", 100: "full"}, TWO_RESOLUTION_CASES,
         "means best lists two_resolution lists two_resolution_rows two_resolution_cells lists two_resolution_keys"),
     "residual": (
         RESIDUAL_CASES, {80: "64-float16-bfloat16", 89: "80-float16-int8", 120: "128-bfloat16-bfloat16"},
@@ -171,6 +171,9 @@ OF_OPS = [
     *((*case, op) for op, (_, others, _, _) in OPS.items() for case in others.items()),
     *((90, next(iter(hopper)), op) for op, (_, _, hopper, _) in OPS.items()),
     *(deep(90, name, op) for op, (_, _, hopper, _) in OPS.items() for name in list(hopper)[1:]),
+    # Of minutes, or made like those of another architecture.
+    deep(120, "taylor-wide", "linear"),
+    deep(80, "full", "two resolutions"),
 ]
 
 

@@ -123,6 +123,16 @@ def test_nan_in_a_head_shows_there_and_leaves_the_other_as_it_is(op, how, device
         assert found[0][:, :, 1].isnan().any()
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("op", ["flash_bias", "flash_entropy"])
+def test_on_a_gpu_bits_repeat(op):
+    case, inputs, _ = drawn(op, torch.bfloat16, torch.device("cuda"))
+    run = lambda: with_gradients(lambda *x: case.call("triton", *x), inputs)
+    first = run()
+    for _ in range(250):
+        assert_bits(run(), first)
+
+
 class Operators(TorchDispatchMode):
     """The calls of our operators, with their arguments."""
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from op_checks import (
     assert_bits,
+    assert_precise,
     in_interpreter,
     quiet,
     with_gradients,
@@ -20,8 +21,6 @@ from vmonarch.kernels.common.launch import launch_overrides
 from vmonarch.kernels.flash_entropy import reference
 from vmonarch.kernels.flash_entropy.segments import (
     Segment,
-    column_work,
-    row_work,
     simplified,
     split_counts,
     transposed,
@@ -63,30 +62,6 @@ def plain(q, k, v, scale, dtype=torch.float64, mask=None):
     return out, scores.logsumexp(-1), -(P * log_p).sum(-1)
 
 
-def plain_gradients(q, k, v, scale, dtype, results, grads):
-    """Its gradients by torch from what a flash kernel keeps: P is 2 to the logit minus the log-partition (Algorithm 2).
-
-    Where logits are large, a float32 log-partition and its change of unit limit the precision of P, here as there.
-    """
-    wide = torch.promote_types(dtype, torch.float32)
-    q, k, v, (out, lse, entropy), (grad_out, grad_lse, grad_entropy) = (
-        x.to(wide) if isinstance(x, torch.Tensor) else [None if y is None else y.to(wide).unsqueeze(-1) for y in x]
-        for x in (q, k, v, results, grads)
-    )
-    log2_p = torch.einsum("bshd,bthd->bhst", q, k) * (scale / LN_2) - lse / LN_2
-    P, log_p = log2_p.exp2(), log2_p * LN_2
-    grad_out, out = grad_out.squeeze(-1), out.squeeze(-1)
-    grad_s = torch.einsum("bshd,bthd->bhst", grad_out, v) - (grad_out * out).sum(-1).transpose(1, 2).unsqueeze(-1)
-    grad_s = grad_s + grad_lse
-    if grad_entropy is not None:
-        grad_s = grad_s - grad_entropy * (log_p + entropy)
-    grad_s = (P * grad_s).to(dtype).to(wide)
-    dq = torch.einsum("bhst,bthd->bshd", grad_s, k) * scale
-    dk = torch.einsum("bhst,bshd->bthd", grad_s, q) * scale
-    dv = torch.einsum("bhst,bshd->bthd", P.to(dtype).to(wide), grad_out)
-    return tuple(x.to(dtype) for x in (dq, dk, dv))
-
-
 def cotangents(results):
     generator = torch.Generator().manual_seed(1)
     return [torch.randn(x.shape, generator=generator).to(x) for x in results]
@@ -114,37 +89,20 @@ def test_large_logits_stay_finite(dtype):
 # The kernels.
 
 
-def assert_within_budget(actual, budgeted, expected):
-    """Error of at most twice that of plain torch plus a few units in the last place of the largest element."""
-    for name, ours, theirs, exact in zip(NAMES, actual, budgeted, expected, strict=False):
-        assert ours.dtype == theirs.dtype and ours.shape == exact.shape, name
-        error, budget = ((x.double() - exact).abs().max().item() for x in (ours, theirs))
-        ulps = 8 if name.startswith("d") else 4
-        # A log-partition or an entropy is a difference of logarithms: it may be 0 where these are of order 1.
-        largest = max(exact.abs().max().item(), 1.0 if name in ("lse", "entropy") else 0.0)
-        budget = 2 * budget + ulps * torch.finfo(ours.dtype).eps * largest
-        assert error <= budget, f"{name}: error {error:.3g} > {budget:.3g}"
-
-
-def kernels(**options):
-    return lambda *x: flash_entropy_attention(*x, implementation="triton", **options)
-
-
-def check(tensors, *, scale=None, entropy_grad=False):
-    """Compare the kernels' results and gradients with float64."""
-    scale = tensors[0].shape[-1] ** -0.5 if scale is None else scale
-    dtype = tensors[0].dtype
-    budgeted = plain(*tensors, scale, dtype)
-    grads = cotangents(budgeted)
-    used = grads if entropy_grad else grads[:2]
-    expected = with_gradients(lambda *x: plain(*x, scale), [x.double() for x in tensors], used)
-    budgeted += plain_gradients(*tensors, scale, dtype, budgeted, grads if entropy_grad else [*used, None])
-    attend = kernels(scale=scale, entropy_grad=entropy_grad)
-    actual = with_gradients(attend, tensors, used)
-    assert all(x.isfinite().all() for x in actual)
-    assert_within_budget(actual, budgeted, expected)
+def check(tensors, *, slack=None, **options):
+    """The kernels' results and gradients are as precise as those of plain torch, or err by `slack` of their size."""
+    attend = lambda how: lambda *x: flash_entropy_attention(*x, implementation=how, **options)
+    grads = cotangents(plain(*tensors, 1.0, tensors[0].dtype))[: 3 if options.get("entropy_grad") else 2]
+    exact = with_gradients(attend("torch"), [x.double() for x in tensors], grads)
+    ours, budget = (with_gradients(attend(how), tensors, grads) for how in ("triton", "torch"))
+    for name, *found in zip(NAMES, ours, budget, exact, strict=True):
+        wide = name in ("lse", "entropy")
+        if slack is not None:
+            assert (found[0].double() - found[2]).norm() <= slack * (1 + found[2].norm()), name
+            continue
+        assert_precise(["lse" if wide else name], *([x] for x in found), torch.float32 if wide else tensors[0].dtype)
     with torch.no_grad():
-        assert_bits(attend(*tensors), actual[:3])
+        assert_bits(attend("triton")(*tensors), ours[:3])
 
 
 # queries, keys, head dimensions of keys and values, whether the entropy has a gradient
@@ -192,8 +150,10 @@ def test_any_size_of_logits_will_do(name):
     tensors, scale = SCALED[name]
     logits = torch.einsum("bshd,bthd->bhst", *(x.double() for x in tensors[:2])) * scale
     assert logits.abs().max() > 1e4 or "large" not in name
+    # Probabilities are computed again from log-partitions that float32 holds to one unit in the last place.
+    slack = 2**-22 * logits.abs().max() if logits.abs().max() > 1e3 else None
     for entropy_grad in (False, True):
-        check(tensors, scale=scale, entropy_grad=entropy_grad)
+        check(tensors, scale=scale, entropy_grad=entropy_grad, slack=slack)
 
 
 FAR = {
@@ -324,34 +284,6 @@ def test_block_sizes_change_nothing_but_rounding(block):
     torch.testing.assert_close(parts, whole, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("splits", [1, 2, 7, 100])
-@pytest.mark.parametrize("name", PATTERNS)
-def test_work_tables_hold_every_pair_once(name, splits):
-    S = FRAMES * POSITIONS
-    segments = segments_of(PATTERNS[name])
-    mask = mask_of(segments, S, S).long()
-    rows = row_work(segments, 16, 8, 1, 1, splits, CPU)
-    assert torch.equal(attended(rows, S, S), mask)
-    assert torch.equal(attended(column_work(segments, 16, 8, CPU), S, S), mask.T)
-    assert rows.covered == mask.any(1).sum()
-    used = [slot for *_, slot in rows.items.tolist() if slot >= 0]
-    merged = [] if rows.merges is None else rows.merges.tolist()
-    assert sorted(used) == sorted(s for *_, first, n in merged for s in range(first, first + n))
-    assert sorted(used) == list(range(rows.slots))
-
-
-def attended(work, queries, keys):
-    """How often the items of a table make each query attend to each key."""
-    count = torch.zeros(queries, keys, dtype=torch.long)
-    ranges = work.ranges.tolist()
-    for start, stop, first, last, _ in work.items.tolist():
-        assert start < stop
-        for a, b in ranges[first:last]:
-            assert a < b
-            count[start:stop, a:b] += 1
-    return count
-
-
 def test_overlapping_and_neighbouring_ranges_are_joined():
     segments = (Segment(8, 16, ((3, 9), (0, 4), (9, 12))), Segment(0, 8, ((0, 12),)), Segment(20, 24, ((5, 6),)))
     assert simplified(segments) == (Segment(0, 16, ((0, 12),)), Segment(20, 24, ((5, 6),)))
@@ -438,29 +370,3 @@ def test_on_the_device_exact_blocks_match_the_reference(name, splits, dtype):
     error = (out.transpose(1, 2)[0].double() - expected_out).norm() / expected_out.norm()
     assert error <= max(2 * torch.finfo(dtype).eps, 4e-6)
     torch.testing.assert_close(lse[0].double(), expected_lse, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.gpu
-def test_on_the_device_gradients_repeat_bit_by_bit():
-    tensors = [x.requires_grad_() for x in qkv(4368, 4368, 128, batch=1, dtype=torch.bfloat16, device="cuda")]
-
-    def gradients():
-        results = flash_entropy_attention(*tensors, entropy_grad=True, implementation="triton")
-        return torch.autograd.grad(sum(x.float().square().sum() for x in results), tensors)
-
-    first = gradients()
-    for _ in range(9):
-        assert_bits(gradients(), first)
-
-
-@pytest.mark.gpu
-def test_on_the_device_inductor_gives_the_same_numbers():
-    tensors = [x.requires_grad_() for x in qkv(300, 1456, 64, dtype=torch.bfloat16, device="cuda")]
-
-    def attend(q, k, v):
-        out, lse, entropy = flash_entropy_attention(q, k, v, entropy_grad=True, implementation="triton")
-        return out.float().sin().sum() + lse.cos().sum() + entropy.sin().sum()
-
-    compiled = torch.compile(attend, fullgraph=True)
-    ours, theirs = (torch.autograd.grad(f(*tensors), tensors) for f in (compiled, attend))
-    torch.testing.assert_close(ours, theirs)

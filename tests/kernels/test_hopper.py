@@ -49,35 +49,6 @@ def check(attend, query, key, value):
         assert relative_error(a, d) <= 1.1 * relative_error(c, d) + 1e-4
 
 
-def check_video(grid, *, B=2, H=3, dim=128, dtype=torch.bfloat16, **options):
-    inputs = torch.randn(B, math.prod(grid), 3, H, dim, device="cuda", dtype=dtype).unbind(2)
-    check(lambda q, k, v, **how: vmonarch_attention(q, k, v, grid=grid, return_lse=True, **options, **how), *inputs)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dim", [8, 64, 72, 96, 128])
-@pytest.mark.parametrize("frame", FRAMES, ids=lambda frame: "x".join(map(str, frame)))
-def test_sizes_of_frames(frame, dim):
-    check_video((5, *frame), dim=dim)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize(
-    "options",
-    [
-        dict(coarse=2),
-        dict(coarse=3, num_iterations=3),
-        dict(num_iterations=1),
-        dict(exact=ExactBlocks(band=1, rows=(0,))),
-        dict(exact=ExactBlocks(columns=(0, 3), aware=False)),
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize("frame", [(4, 6), (15, 17), (16, 24), (28, 52)], ids=lambda frame: "x".join(map(str, frame)))
-def test_options(frame, options):
-    check_video((5, *frame), dtype=torch.float16, **options)
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize("queries,keys", [(1, 1), (63, 64), (64, 129), (65, 200), (130, 31), (200, 4000), (1500, 5000)])
@@ -87,27 +58,29 @@ def test_flash_entropy_of_any_length(queries, keys, dim):
     check(lambda q, k, v, **how: flash_entropy_attention(q, k, v, **how), query, key, value)
 
 
+WHOLE_ROWS = [None, ExactBlocks(rows=(0,)), ExactBlocks(rows=(0,), aware=False), ExactBlocks(rows=(0, 7, 16))]
+HALF = {"dtype": torch.float16}
+EXACT = [ExactBlocks(band=1, rows=(0,)), ExactBlocks(columns=(0, 3), aware=False)]
+OPTIONS = [dict(coarse=2), dict(coarse=3, num_iterations=3), dict(num_iterations=1)]
+OPTIONS += [dict(exact=exact) for exact in EXACT]
+VIDEOS = [
+    *(((5, *frame), dict(dim=dim)) for frame in FRAMES for dim in (8, 64, 72, 96, 128)),
+    *(((5, *frame), HALF | options) for frame in ((4, 6), (15, 17), (16, 24), (28, 52)) for options in OPTIONS),
+    # Thousands of small blocks: every program goes round its buffers many times.
+    ((40, 7, 10), dict(B=4, H=40, dim=64)),
+    # Two positions to a tile, one, or half of one; an odd number of positions.
+    *(((frames, 5, 7), dict(dim=dim, exact=exact) | (HALF if frames % 2 else {}))
+      for frames in (17, 32, 33, 43, 64, 65, 128) for dim in (64, 80, 128) for exact in WHOLE_ROWS),
+]  # fmt: skip
+
+
 @pytest.mark.gpu
-def test_many_more_tiles_than_processors():
-    """Thousands of small blocks: every program goes round its buffers many times."""
-    check_video((40, 7, 10), B=4, H=40, dim=64)
-
-
-WHOLE_ROWS = [
-    None,
-    ExactBlocks(rows=(0,)),
-    ExactBlocks(rows=(0,), aware=False),
-    ExactBlocks(rows=(0, 7, 16)),
-]
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("exact", WHOLE_ROWS, ids=str)
-@pytest.mark.parametrize("dim", [64, 80, 128])
-@pytest.mark.parametrize("frames", [17, 32, 33, 43, 64, 65, 128])
-def test_numbers_of_frames(frames, dim, exact):
-    """Two positions to a tile, one, or half of one; an odd number of positions."""
-    check_video((frames, 5, 7), dim=dim, dtype=torch.float16 if frames % 2 else torch.bfloat16, exact=exact)
+@pytest.mark.parametrize(("grid", "options"), VIDEOS, ids=str)
+def test_videos_of_every_size(grid, options):
+    sizes = {"B": 2, "H": 3, "dim": 128, "dtype": torch.bfloat16} | options
+    B, H, dim, dtype = (sizes.pop(name) for name in ("B", "H", "dim", "dtype"))
+    inputs = torch.randn(B, math.prod(grid), 3, H, dim, device="cuda", dtype=dtype).unbind(2)
+    check(lambda q, k, v, **how: vmonarch_attention(q, k, v, grid=grid, return_lse=True, **sizes, **how), *inputs)
 
 
 @pytest.mark.gpu

@@ -73,19 +73,17 @@ def test_a_nan_shows_where_it_is(implementation):
         assert int(out.isnan().sum()) == out.shape[-1] and int(lse.isnan().sum()) == 1
 
 
-@in_interpreter
 @quiet
+@pytest.mark.parametrize("device", [pytest.param("cpu", marks=in_interpreter), pytest.param("cuda", marks=ON_GPU)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize("name", SHAPES)
-def test_kernels_are_as_precise_as_the_reference(name, dtype):
-    check_precision(parts_of(*SHAPES[name], dtype), dtype)
+def test_kernels_are_as_precise_as_the_reference(name, dtype, device):
+    check_precision(parts_of(*SHAPES[name], dtype, device), dtype)
 
 
 @ON_GPU
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", [*SHAPES, "video"])
-def test_kernels_are_as_precise_as_the_reference_on_the_gpu(name, dtype):
-    check_precision(parts_of(*SHAPES.get(name, (2, 9973, 12, 128)), dtype, "cuda"), dtype)
+def test_a_video_in_bfloat16():
+    check_precision(parts_of(2, 9973, 12, 128, torch.bfloat16, "cuda"), torch.bfloat16)
 
 
 @in_interpreter

@@ -91,19 +91,19 @@ CASES = {
     "sink-column": dict(grid=(3, 2, 5), exact=ExactBlocks(columns=(0,))),
     "rows-and-columns": dict(grid=(4, 3, 4), exact=ExactBlocks(rows=(1,), columns=(0, 2))),
 }
+# Of query and key, and of values.
+SIZES = {
+    **{f"{D}-{E}": (dict(dim=D, value_dim=E), dict(grid=(2, 3, 6), exact=ExactBlocks(columns=(0,))))
+       for D, E in ((20, 20), (8, 24), (80, 40))},
+    "batch": (dict(batch=2, heads=3, dim=8, value_dim=12), dict(grid=(2, 5, 3), coarse=2, min_mass=1.0)),
+}  # fmt: skip
 
 
 @in_interpreter
-@pytest.mark.parametrize("options", CASES.values(), ids=CASES)
-def test_vmonarch_forward_and_backward(options):
-    check_float32(qkv(math.prod(options["grid"])), **options)
-
-
-@in_interpreter
-@pytest.mark.parametrize("dims", [(20, 20), (8, 24), (80, 40)], ids=lambda d: f"{d[0]}-{d[1]}")
-def test_head_dimensions(dims):
-    tensors = qkv(2 * 18, dim=dims[0], value_dim=dims[1])
-    check_float32(tensors, grid=(2, 3, 6), exact=ExactBlocks(columns=(0,)))
+@pytest.mark.parametrize("name", [*CASES, *SIZES])
+def test_vmonarch_forward_and_backward(name):
+    sizes, options = SIZES.get(name) or ({}, CASES[name])
+    check_float32(qkv(math.prod(options["grid"]), **sizes), **options)
 
 
 @in_interpreter
@@ -122,11 +122,6 @@ def test_hoppers_way_of_storing_changes_nothing(grid):
         expected = with_gradients(attend, tensors, torch.float32)
     with launch_overrides({kernel: {**options, "TMA": 1} for kernel, options in SEVERAL_L_TILES.items()}):
         assert_bits(with_gradients(attend, tensors, torch.float32), expected)
-
-
-@in_interpreter
-def test_batch_and_heads():
-    check_float32(qkv(2 * 15, batch=2, heads=3, dim=8, value_dim=12), grid=(2, 5, 3), coarse=2, min_mass=1.0)
 
 
 @in_interpreter

@@ -5,7 +5,7 @@ import torch
 from op_checks import call_of, in_interpreter, refuses
 
 from vmonarch.kernels.common.launch import interpreted
-from vmonarch.kernels.residual.api import DTYPES, Residual, add_residual, attention_residual
+from vmonarch.kernels.residual.api import DTYPES, Residual, add_residual, attention_residual, renew_residual
 from vmonarch.kernels.residual.reference import add_residual_reference, attention_residual_reference
 
 ON_GPU = pytest.mark.gpu
@@ -71,6 +71,13 @@ def check_bits(exact, approximate, **options):
             # The interpreter cuts numbers to bfloat16, where it should round them.
             error = 2**-7 if interpreted() else 0
             torch.testing.assert_close(residual.values.cpu(), expected.values, rtol=error, atol=0)
+        older = attention_residual(approximate, exact, dtype=dtype, **options)
+        # What adding it would have given here.
+        shared = add_residual(approximate.double().cpu(), Residual(*(None if x is None else x.cpu() for x in older)))
+        expected = [(exact.double().cpu() - shared).square(), exact.double().cpu().square()]
+        change = renew_residual(older, exact, approximate, **options).double().cpu()
+        torch.testing.assert_close(change, torch.stack([x.sum((1, 2, 3)) for x in expected]), rtol=1e-5, atol=0)
+        assert all(x is y is None or torch.equal(x, y) for x, y in zip(older, residual, strict=True))
         kept = Residual(*(None if x is None else x.cpu() for x in residual))
         out = add_residual(approximate.clone(), residual, **options)
         assert torch.equal(out.cpu(), add_residual_reference(approximate.cpu().clone(), kept))
@@ -81,29 +88,24 @@ CASES = {
     "one-number": dict(B=1, S=1, H=1, E=1),
     "power-of-two": dict(B=1, S=40, H=2, E=64),
     "widest": dict(B=1, S=5, H=2, E=256),
-}
-
-
-@in_interpreter
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-@pytest.mark.parametrize("name", CASES)
-def test_kernels_give_the_bits_of_the_reference(name, dtype):
-    check_bits(*outputs(**CASES[name], dtype=dtype), implementation="triton")
-
-
-GPU_CASES = {
     "wan-1.3b": dict(B=1, S=23296, H=12, E=128),
     "wan-14b": dict(B=2, S=999, H=40, E=128),
     "narrow": dict(B=2, S=130, H=3, E=80),
-    **CASES,
 }
 
 
-@ON_GPU
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", GPU_CASES)
-def test_kernels_give_the_bits_of_the_reference_on_the_gpu(name, dtype):
-    check_bits(*outputs(**GPU_CASES[name], dtype=dtype, device="cuda"))
+@pytest.mark.parametrize(
+    ("name", "dtype", "device"),
+    [
+        *(pytest.param(name, dtype, "cpu", marks=in_interpreter) for name in list(CASES)[:4]
+          for dtype in (torch.float32, torch.float16)),
+        *(pytest.param(name, dtype, "cuda", marks=ON_GPU) for name in CASES
+          for dtype in (torch.float32, torch.float16, torch.bfloat16)),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_kernels_give_the_bits_of_the_reference(name, dtype, device):
+    check_bits(*outputs(**CASES[name], dtype=dtype, device=device), implementation="triton")
 
 
 @ON_GPU
@@ -153,6 +155,7 @@ INT8 = Residual(SMALL.to(torch.int8), SMALL[..., 0])
 LEARNS = SMALL.clone().requires_grad_()
 made = call_of(attention_residual, SMALL, SMALL)
 added = call_of(add_residual, SMALL, INT8)
+renewed = call_of(renew_residual, INT8, SMALL, SMALL)
 BAD = {
     "exact-type": (made(None, SMALL), TypeError, "exact must be a torch.Tensor"),
     "exact-empty": (made(SMALL[:0], SMALL), ValueError, "exact must be .* none of them 0"),
@@ -163,6 +166,12 @@ BAD = {
     "out-gradient": (added(LEARNS, INT8), RuntimeError, "out must not .* is for inference"),
     "out-expanded": (added(SMALL[:, :1].expand(1, 2, 3, 4), INT8), ValueError, "out must have a place"),
     "residual-type": (added(SMALL, tuple(INT8)), TypeError, "residual must be a Residual, got tuple"),
+    "renewed-dtype": (renewed(INT8, SMALL, SMALL.half()), ValueError, "approximate must be torch.float32"),
+    "renewed-strides": (
+        renewed(Residual(INT8[0].transpose(1, 2).contiguous().transpose(1, 2), INT8[1]), SMALL, SMALL),
+        ValueError,
+        "residual must be contiguous",
+    ),
     "residual-shape": (added(SMALL[:, :1], INT8), ValueError, "residual.values must have the shape"),
 }  # fmt: skip
 test_bad_arguments_are_named = refuses(BAD)

@@ -46,24 +46,25 @@ def attend(implementation="auto", **options):
     return lambda *x: window_attention(*x, return_lse=True, implementation=implementation, **options)
 
 
+SEQUENCES = [
+    (Sq, (1, 1, Sk), window) for Sq, Sk in ((1, 1), (1, 20), (7, 20), (23, 23)) for window in (1, 2, 5, 8, 100)
+]
+SEEN = [
+    (math.prod(grid), grid, window)
+    for grid in ((3, 4, 5), (5, 1, 3), (1, 3, 2), (2, 1, 6))
+    for window in ((1, 1, 1), (3, 3, 3), (2, 4, 1), (1, 2, 5), (9, 9, 9))
+]
+
+
 @pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("window", [1, 2, 5, 8, 100])
-@pytest.mark.parametrize(("Sq", "Sk"), [(1, 1), (1, 20), (7, 20), (23, 23)], ids=str)
-def test_a_sequence_is_seen_through_a_window(Sq, Sk, window, causal, monkeypatch):
+@pytest.mark.parametrize(("Sq", "grid", "window"), SEQUENCES + SEEN, ids=str)
+def test_a_sequence_and_a_video_are_seen_through_a_window(Sq, grid, window, causal, monkeypatch):
     monkeypatch.setattr(reference, "MAX_CHUNK_ELEMENTS", 1000)
-    inputs, mask = qkv(Sq, Sk), mask_of(Sq, (1, 1, Sk), (1, 1, window), causal)
-    found, expected = attend(window=window, causal=causal), lambda *x: masked(*x, mask)
-    torch.testing.assert_close(with_gradients(found, inputs), with_gradients(expected, inputs))
-
-
-@pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("window", [(1, 1, 1), (3, 3, 3), (2, 4, 1), (1, 2, 5), (9, 9, 9)], ids=str)
-@pytest.mark.parametrize("grid", [(3, 4, 5), (5, 1, 3), (1, 3, 2), (2, 1, 6)], ids=str)
-def test_a_video_is_seen_through_a_neighbourhood(grid, window, causal):
-    inputs = qkv(tokens := math.prod(grid), tokens)
-    found, expected = attend(grid=grid, window=window, causal=causal), mask_of(tokens, grid, window, causal)
-    theirs = with_gradients(lambda *x: masked(*x, expected), inputs)
-    torch.testing.assert_close(with_gradients(found, inputs), theirs)
+    of_video = isinstance(window, tuple)
+    mask = mask_of(Sq, grid, window if of_video else (1, 1, window), causal)
+    found = attend(window=window, causal=causal, **({"grid": grid} if of_video else {}))
+    inputs = qkv(Sq, math.prod(grid))
+    torch.testing.assert_close(with_gradients(found, inputs), with_gradients(lambda *x: masked(*x, mask), inputs))
 
 
 VIDEOS = [((3, 5, 7), (3, 3, 3)), ((5, 3, 6), (2, 4, 1)), ((2, 9, 3), (9, 9, 9))]

@@ -6,6 +6,7 @@ import json
 import logging
 import sys
 import tomllib
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
@@ -35,17 +36,16 @@ from vmonarch.configs.methods import resolve_method
 from vmonarch.kernels.residual.api import add_residual, attention_residual
 from vmonarch.pipelines import comfyui
 from vmonarch.pipelines.comfyui.override import PRESETS, OverrideAttention, step_of
-from vmonarch.residuals import Refresh
 
 FOLDER = Path(comfyui.__file__).resolve().parent
 SCHEDULE = [1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.2, 0.0]
-# Eight steps of near-lossless.
+# Of eight steps 28 %.
 DUE = (0, 1, 4)
 
 
 def patched(model, **settings):
     patcher = Patcher(model).clone()
-    seam = OverrideAttention(**settings)
+    seam = OverrideAttention(**({} if "preset" in settings else {"refresh": "0.28"}) | settings)
     seam.install(patcher, CALLBACKS, WRAPPERS)
     return patcher, seam
 
@@ -102,6 +102,19 @@ def test_every_step_that_is_due_renews_residuals_once(schedule, asked):
         for sigma in asked:
             ask(sigma)
     assert (seam.report.attended, seam.report.exact, seam.report.refreshed) == (len(asked), len(DUE), set(DUE))
+
+
+@pytest.mark.parametrize("schedule", [SCHEDULE, RISING], ids=["falling", "rising"])
+def test_a_tolerance_chooses_the_exact_steps(schedule):
+    patcher, seam = patched(WanModel(blocks=1), refresh="tolerance=0.9")
+    with sampling(patcher, schedule) as ask:
+        found = [ask(sigma)[0] for sigma in schedule[:-1]]
+    exact = sorted(seam.report.refreshed)
+    assert exact[:2] == [0, 1] and 2 <= len(exact) <= 4 and seam.report.exact == len(exact)
+    # As if these had been asked for.
+    patcher, seam = patched(WanModel(blocks=1), refresh=", ".join(map(str, exact)))
+    with sampling(patcher, schedule) as ask:
+        assert all(torch.equal(ask(sigma)[0], out) for sigma, out in zip(schedule, found, strict=False))
 
 
 @pytest.mark.parametrize(
@@ -249,7 +262,7 @@ def test_a_plan_decides_what_every_head_computes(tmp_path):
 def test_presets_are_the_named_methods(preset):
     seam, method = OverrideAttention(preset=preset, residuals="bfloat16"), resolve_method(preset).processor()
     assert seam.processor.options == method.options
-    expected = None if method.refresh is None else Refresh(method.refresh.steps, dtype="bfloat16")
+    expected = None if method.refresh is None else replace(method.refresh, dtype="bfloat16")
     assert seam.sharing == expected and (expected is not None) == (preset in ("near-lossless", "fast"))
     assert OverrideAttention(preset=preset, refresh="none").sharing is None
 
@@ -319,15 +332,17 @@ def test_the_nodes_patch_a_model_and_report(nodes, tmp_path):
     assert not before.wrappers and not before.attachments
     assert nodes.VMonarchReport.execute(patcher, "latents")[1] == "VMonarch has not run yet."
     with sampling(patcher, SCHEDULE) as ask:
-        ask(1.0), ask(0.9), ask(0.8)
+        for sigma in SCHEDULE[:4]:
+            ask(sigma)
     latents, text, _ = nodes.VMonarchReport.execute(patcher, "latents")
     assert latents == "latents"
-    assert "on WanModel: latent grid 3×2×4, steps 8, forward calls 3." in text
+    assert "on WanModel: latent grid 3×2×4, steps 8, forward calls 4." in text
+    # Its errors are large: as many steps are exact as half of them allow.
     assert (
-        "by plan plan.json: 1. Exact, to renew residuals: 2 (steps 0, 1). Residuals: 0.00 GiB, guidance branches 1."
+        "by plan plan.json: 1. Exact, to renew residuals: 3 (steps 0, 1, 2). Residuals: 0.00 GiB, guidance branches 1."
         in text
     )
-    assert "6 cross-attention; 3 that the plan leaves exact" in text
+    assert "8 cross-attention; 4 that the plan leaves exact" in text
     with pytest.raises(InputError, match="model has no VMonarch node before it"):
         nodes.VMonarchReport.execute(before, "latents")
 

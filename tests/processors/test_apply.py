@@ -15,13 +15,13 @@ import torch
 from diffusers.models.transformers.transformer_wan import WanAttnProcessor
 
 import vmonarch
-from vmonarch import VMonarchProcessor
+from vmonarch import Refresh, VMonarchProcessor
 from vmonarch.call import running
 from vmonarch.configs.methods import resolve_method
 from vmonarch.own import Bound
 
-NEAR_LOSSLESS = VMonarchProcessor(num_iterations=1, exact=None, refresh=0.28)
-FAST = VMonarchProcessor(num_iterations=1, exact=None, refresh=0.16)
+NEAR_LOSSLESS = VMonarchProcessor(num_iterations=1, exact=None, refresh=Refresh(tolerance=0.08))
+FAST = VMonarchProcessor(num_iterations=1, exact=None, refresh=Refresh(tolerance=0.13))
 
 
 def snapshot(model):

@@ -106,36 +106,6 @@ def test_gradient_checkpointing_gives_the_same_gradients(tiny, dynamo, compiled,
         torch.testing.assert_close(actual[name], gradient, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.deep
-def test_checkpointing_through_a_run_with_dense_steps(tiny, dynamo):
-    pipe = tiny.applied("t2v", dense_steps=1)
-    model, found = pipe.transformer.train(), []
-    sample = type(pipe).__call__.__wrapped__  # past its no_grad
-
-    def backward():
-        model.zero_grad()
-        video = sample(
-            pipe, tiny.PROMPT, height=tiny.HEIGHT, width=tiny.WIDTH, num_frames=tiny.FRAMES, num_inference_steps=2,
-            guidance_scale=1.0, output_type="latent", generator=torch.Generator().manual_seed(0),
-        ).frames  # fmt: skip
-        video.square().sum().backward()
-
-    for checkpointing in (False, True):
-        model.enable_gradient_checkpointing() if checkpointing else model.disable_gradient_checkpointing()
-        backward()
-        found.append({name: parameter.grad.clone() for name, parameter in model.named_parameters()})
-    for name, gradient in found[0].items():
-        torch.testing.assert_close(found[1][name], gradient, rtol=1e-5, atol=1e-6)
-    model.disable_gradient_checkpointing()
-    blocks = {*model.blocks}
-    apply_activation_checkpointing(model, check_fn=lambda module: module in blocks)
-    for compiled in (False, True):
-        if compiled:
-            model.compile_repeated_blocks(backend="eager")
-        with pytest.raises(RuntimeError, match="(?s)needs the grid.*enable_gradient_checkpointing"):
-            backward()
-
-
 def test_reentrant_checkpoints_are_computed_again_in_their_own_call(tiny):
     model = tiny.applied_transformer()
     batches = [tiny.inputs(grid) for grid in SAME_SIZE]

@@ -42,7 +42,7 @@ LINES = """
 import tiny_pipelines, tiny_wan, torch
 torch.set_num_threads(1)
 assert diffusers.ModularPipeline.set_attn_processor is diffusers.DiffusionPipeline.set_attn_processor
-pipelines = [(tiny_wan.pipeline("t2v-2.2"), tiny_wan.generate)]
+pipelines = [(tiny_wan.pipeline("t2v-2.2"), lambda pipe: tiny_wan.generate(pipe, steps=6))]
 for name in ("hunyuan", "ltx", "cogvideox"):
     pipe, call = tiny_pipelines.pipeline(name)
     pipelines.append((pipe, lambda pipe, call=call: tiny_pipelines.sample(pipe, call)))

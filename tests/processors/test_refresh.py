@@ -15,12 +15,16 @@ from types import SimpleNamespace
 import pytest
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler
+from op_checks import in_interpreter
 
 import vmonarch
-from vmonarch import Refresh, VMonarchProcessor, pipeline_calls, residuals
+from vmonarch import LatentGrid, Refresh, VMonarchOptions, VMonarchProcessor, attend, own, pipeline_calls, residuals
 from vmonarch.eval.attention_flops import transformers_by_step
+from vmonarch.flops import full_flops, vmonarch_flops
 from vmonarch.kernels.residual.api import add_residual, attention_residual, residual_bytes
-from vmonarch.residuals import PipelineBranch, ResidualSharing, spaced_steps
+from vmonarch.refresh import Schedule, spaced_steps
+from vmonarch.residuals import PipelineBranch, Run
+from vmonarch.steps import DenoisingStep
 
 
 @pytest.mark.parametrize(
@@ -77,6 +81,159 @@ def test_the_last_residual_of_the_branch_is_added(tiny, kind):
         assert torch.equal(tiny.generate(pipe, steps=5), expected)
 
 
+@pytest.mark.parametrize(
+    "timesteps, first, order, expected",
+    [
+        ([1000.0, 900.0, 500.0], 0, 1, [0.0, 100.0, 500.0]),
+        # Rising noise levels change, too.
+        ([100.0, 400.0, 1000.0], 0, 1, [0.0, 300.0, 900.0]),
+        # Video to video begins inside the schedule; of order 2, a step has two evaluations.
+        ([1000.0, 900.0, 700.0], 1, 1, [0.0, 200.0]),
+        ([1000.0, 800.0, 800.0, 300.0, 300.0], 0, 2, [0.0, 200.0, 700.0]),
+    ],
+    ids=["falling", "rising", "inside", "order-2"],
+)
+def test_how_far_the_noise_has_changed_before_each_step(timesteps, first, order, expected):
+    step = DenoisingStep(0, len(expected), 0, False, torch.tensor(timesteps), first, order, None)
+    assert step.noise_changes() == expected
+
+
+NAN = float("nan")
+
+
+def exact_steps(refresh, steps, rate=0.0099, times=None, skipped=()):
+    """Of a run in which the error grows by `rate` in each unit of time after an exact step; caches skip some steps."""
+    times = times or [float(step) for step in range(steps)]
+    schedule, last = Schedule(refresh, steps, times), None
+    for step in range(steps):
+        schedule.enter(step)
+        if schedule.due == step and step not in skipped:
+            schedule.computed = True
+            if last is not None:
+                schedule.measured(torch.tensor(rate * (times[step] - times[last])))
+            last = step
+    return tuple(schedule.exact), schedule.held
+
+
+@pytest.mark.parametrize(
+    "options, steps, expected",
+    [
+        # Six at the start; then intervals of twice the last one, up to five steps, in which the error comes to 0.05.
+        ({}, 50, ((*range(6), 7, 11, 16, 21, 26, 31, 36, 41, 46), False)),
+        # Half the steps, each with twice the noise: half the interval, rounded down.
+        ({"times": [2.0 * step for step in range(25)]}, 25, ((*range(3), *range(4, 23, 2)), False)),
+        # Where the noise changes faster, exact steps come closer together.
+        ({"times": [step + max(0, step - 20) for step in range(50)]}, 50,
+            ((*range(6), 7, 11, 16, *range(20, 49, 2)), False)),
+        ({"rate": 0.0}, 50, ((*range(6), 7, 11, 19, 35), False)),
+        ({"rate": NAN}, 8, ((0, 1, 2, 4), True)),
+        ({"rate": 1.0}, 4, ((0, 1), True)),
+        ({"skipped": (7, 8)}, 20, ((0, 1, 2, 4, 9, 14), False)),
+    ],
+    ids=["", "fewer-steps", "faster-noise", "nothing-changes", "nan", "at-most", "cache"],
+)  # fmt: skip
+def test_the_next_exact_step_comes_before_the_error_exceeds_the_tolerance(options, steps, expected):
+    assert exact_steps(Refresh(tolerance=0.05), steps, **options) == expected
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.02, 1.0, NAN])
+@pytest.mark.parametrize("steps", [4, 8])
+def test_few_steps_are_never_fewer_than_those_of_the_fixed_schedule(steps, rate):
+    found, _ = exact_steps(Refresh(tolerance=0.09), steps, rate=rate)
+    fixed = Refresh(0.28).schedule(steps)
+    assert all(mine <= theirs for mine, theirs in zip(found, fixed, strict=False)) and len(found) >= len(fixed)
+
+
+def test_at_most_so_many_steps_are_exact_however_large_the_error():
+    refresh = Refresh(tolerance=1e-3, at_most=0.28)
+    assert exact_steps(refresh, 50) == (spaced_steps(14, 50), True)
+    assert exact_steps(Refresh(tolerance=1e-3, at_most=3), 50) == (spaced_steps(3, 50), True)
+
+
+@pytest.fixture
+def errors_by_hand(monkeypatch):
+    """The errors of layers, [samples] each, by their definition and in float64, as they are measured."""
+    errors, right = [], residuals.renew_residual
+
+    def renew(residual, exact, approximate, **options):
+        shared = add_residual(approximate.double(), residual)
+        of = lambda x: x.square().sum((1, 2, 3))
+        errors.append((of(exact.double() - shared) / of(exact.double())).sqrt())
+        return right(residual, exact, approximate, **options)
+
+    monkeypatch.setattr(residuals, "renew_residual", renew)
+    return errors
+
+
+@pytest.mark.parametrize(
+    "kind, options", [("t2v", {}), ("i2v-2.1", {}), ("t2v", {"num_videos_per_prompt": 2, "seed": 3}), ("t2v-2.2", {})],
+    ids=["text", "image", "batch", "two-transformers"],
+)  # fmt: skip
+def test_a_tolerance_chooses_the_exact_steps(tiny, errors_by_hand, kind, options):
+    pipe, steps = tiny.pipeline(kind), 10
+    vmonarch.apply(pipe, VMonarchProcessor(refresh=Refresh(tolerance=0.2)))
+    found = tiny.generate(pipe, steps=steps, **options)
+    ran = vmonarch.report(pipe)
+    assert 3 <= len(ran.exact) <= 5
+    # Each layer of each of two branches; of a batch the worst sample counts.
+    measured = [error for error in ran.exact.values() if error is not None]
+    layers = len(errors_by_hand) // len(measured)
+    by_hand = [torch.stack(errors_by_hand[i : i + layers]) for i in range(0, len(errors_by_hand), layers)]
+    worst = [torch.stack([branch.mean(0).max() for branch in step.chunk(2)]).mean() for step in by_hand]
+    assert layers == 2 * 2 and measured == pytest.approx([error.item() for error in worst], rel=1e-4)
+    if kind == "t2v-2.2":
+        # The second transformer begins anew: its first step has nothing to measure.
+        boundary = transformers_by_step(pipe, steps).index("transformer_2")
+        assert ran.exact[boundary] is None and ran.exact[0] is None and boundary + 1 in ran.exact
+    vmonarch.apply(pipe, VMonarchProcessor(refresh=list(ran.exact)))
+    assert torch.equal(tiny.generate(pipe, steps=steps, **options), found)
+
+
+def test_the_report_says_what_ran(tiny):
+    pipe = tiny.pipeline("t2v")
+    with pytest.raises(ValueError, match="no processor is applied"):
+        vmonarch.report(pipe)
+    vmonarch.apply(pipe, VMonarchProcessor(refresh=[0, 2], dense_steps=[1], dense_layers=[0], coarse=2))
+    assert vmonarch.report(pipe).work is vmonarch.report(pipe).grid is None
+    tiny.generate(pipe, steps=4)
+    ran = vmonarch.report(pipe)
+    assert (ran.steps, ran.exact, ran.dense, ran.held) == (4, {0: None, 2: None}, (1,), False)
+    assert ran.heads == {"vmonarch": 2} and ran.kept == {"dense_layers": 1}
+    # One layer, in two branches.
+    assert ran.residual_bytes == 2 * residual_bytes(1, 18, 2, 12, "int8")
+    # In one of two layers three steps are exact, two of which also compute what is approximate, as the fourth does.
+    grid = LatentGrid(*ran.grid)
+    share = vmonarch_flops(grid, 128, VMonarchOptions(coarse=2)) / full_flops(grid, 128)
+    assert ran.work == pytest.approx((1 + (3 + 3 * share) / 4) / 2)
+    assert str(ran).splitlines()[1].startswith("3 of 4 steps exact (0–2); attention work")
+    assert "2 heads vmonarch; 1 layers left to the model (dense_layers)" in str(ran)
+    vmonarch.apply(pipe, VMonarchProcessor(dense_steps=2))
+    tiny.generate(pipe, steps=4)
+    assert "2 of 4 steps exact (0–1)" in str(vmonarch.report(pipe))
+    vmonarch.apply(pipe, VMonarchProcessor(refresh=Refresh(tolerance=1e-3, at_most=2)))
+    with pytest.warns(UserWarning, match="grew beyond tolerance=0.001, because at_most=2 allows no more"):
+        tiny.generate(pipe, steps=4)
+    ran = vmonarch.report(pipe)
+    assert ran.held and "more exact steps were needed than at_most allows" in str(ran) and len(ran.exact) == 2
+
+
+@pytest.mark.parametrize(
+    "options, error, message",
+    [
+        ({}, ValueError, "either steps or a tolerance"),
+        ({"steps": 2, "tolerance": 0.1}, ValueError, "either steps or a tolerance"),
+        ({"tolerance": 0}, ValueError, "refresh.tolerance must be above 0"),
+        ({"tolerance": "5 %"}, TypeError, "refresh.tolerance must be a number"),
+        ({"tolerance": 0.1, "at_most": [1]}, ValueError, "refresh.at_most must be a count or a fraction"),
+        ({"tolerance": 0.1, "at_most": 1.5}, ValueError, "refresh.at_most as a fraction must lie between"),
+    ],
+    ids=str,
+)
+def test_bad_tolerances_are_named(options, error, message):
+    with pytest.raises(error, match=message):
+        Refresh(**options)
+
+
 class Watching(VMonarchProcessor):
     """Notes of each call of the first layer whether it is exact."""
 
@@ -113,7 +270,7 @@ def test_the_second_transformer_takes_the_place_of_the_first(tiny):
     def callback(pipe, step, timestep, tensors):
         branches = pipe.transformer._vmonarch_record.sharing._branches
         names = {id(pipe.transformer): 1, id(pipe.transformer_2): 2}
-        holders.append([names[id(branch.transformer())] for branch in branches if branch.residuals])
+        holders.append([names[id(branch.run.transformer())] for branch in branches if branch.residuals])
         return {}
 
     tiny.generate(pipe, steps=5, callback_on_step_end=callback)
@@ -142,9 +299,9 @@ def test_offloaded_they_come_back_one_layer_ahead(tiny, monkeypatch, dtype):
     vmonarch.apply(pipe, VMonarchProcessor(refresh=Refresh([0, 2], dtype)))
     expected = tiny.quickly(pipe, 5)
     monkeypatch.setattr(residuals, "HostMemory", Host)
-    monkeypatch.setattr(residuals.ResidualSharing, "_offloads", lambda *_: True)
+    monkeypatch.setattr(residuals.Branch, "_offloads", lambda *_: True)
     adding = lambda *inputs, **options: host().log.append("add") or add_residual(*inputs, **options)
-    monkeypatch.setattr(residuals, "add_residual", adding)
+    monkeypatch.setattr(attend, "add_residual", adding)
     host = lambda: next(iter(pipe.transformer._vmonarch_record.sharing._hosts.values()))
     vmonarch.apply(pipe, VMonarchProcessor(refresh=Refresh([0, 2], dtype)))
     assert torch.equal(tiny.quickly(pipe, 5), expected)
@@ -173,15 +330,15 @@ def test_memory_is_asked_of_every_device_for_its_own_layers(monkeypatch):
     monkeypatch.setattr(residuals, "_free_bytes", free.get)
     at = lambda device: SimpleNamespace(shape=(1, 18, 2, 12), device=torch.device(device))
     kept = SimpleNamespace(residual=SimpleNamespace(values=at("cuda:0")))
-    sharing, nothing = ResidualSharing(Refresh(1)), {"run": None, "pipeline": None, "conditioning": {}, "versions": []}
-    branch = PipelineBranch(sharing=sharing, layers=4, transformer=lambda: layers, **nothing)
+    run, nothing = Run(Schedule(Refresh(1), 2), None, None, lambda: layers), {"conditioning": {}, "versions": []}
+    branch = PipelineBranch(sharing=None, schedule=run.schedule, layers=4, run=run, **nothing)
     # The layer on the CPU is offloaded: it will come to one of them.
-    sharing._check_memory(branch, at("cuda:0"))
+    branch._check_memory(at("cuda:0"))
     branch.residuals["layer"] = kept
-    sharing._check_memory(branch, at("cuda:1"))
+    branch._check_memory(at("cuda:1"))
     free[torch.device("cuda:1")] -= 1
     with pytest.raises(torch.OutOfMemoryError, match="residuals of 2 layers.*free on cuda:1"):
-        sharing._check_memory(branch, at("cuda:1"))
+        branch._check_memory(at("cuda:1"))
 
 
 @pytest.mark.parametrize("end", ["stopped", "Ctrl-C", "guidance", "restore", "apply"])
@@ -390,10 +547,37 @@ def test_gpu_offloaded_residuals(tiny):
     assert peaks[0] - peaks[1] > 16 * of_a_layer
 
 
+@pytest.mark.parametrize(
+    "device, dtype",
+    [
+        pytest.param("cpu", torch.float32, marks=in_interpreter),
+        pytest.param("cuda", torch.bfloat16, marks=pytest.mark.gpu),
+    ],
+    ids=["interpreter", "gpu"],
+)
+def test_a_step_that_is_exact_in_all_layers_is_stock_to_the_last_bit(tiny, device, dtype):
+    pipe = tiny.pipeline("t2v").to(device, dtype)
+    latents = {}
+
+    def generate(name, **options):
+        keep = lambda pipe, step, timestep, tensors: latents.setdefault(name, []).append(tensors["latents"]) or {}
+        return tiny.generate(pipe, steps=4, callback_on_step_end=keep, **options)
+
+    stock = generate("stock")
+    vmonarch.apply(pipe, VMonarchProcessor(refresh=1.0, implementation="triton"))
+    assert torch.equal(generate("exact"), stock)
+    vmonarch.apply(pipe, VMonarchProcessor(refresh=Refresh(tolerance=0.3), implementation="triton"))
+    generate("some")
+    equal = [torch.equal(mine, theirs) for mine, theirs in zip(latents["some"], latents["stock"], strict=True)]
+    assert equal == [True, True, False, False]
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("mode", ["eager", "default"])
-def test_gpu_residuals_compiled_or_not(tiny, mode):
+def test_gpu_residuals_compiled_or_not(tiny, monkeypatch, mode):
     """In bfloat16 with the kernels: as by hand, bit by bit, compiled nearly so; and the memory is given back."""
+    # Our exact steps round where the model does; those by hand cannot.
+    monkeypatch.setattr(own, "auto_takes_kernels", lambda device: False)
     pipe = tiny.pipeline("t2v").to("cuda", torch.bfloat16)
     options = lambda: {"steps": 5, "generator": torch.Generator("cuda").manual_seed(0)}
     expected = by_hand(tiny, pipe, (0, 2), **options())

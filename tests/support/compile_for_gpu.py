@@ -230,6 +230,7 @@ def launch_all(case):
     if "residual" in case:
         exact, out, _ = qkv(case["tokens"], 2)
         residual = residual_kernels.attention_residual_triton(exact, out, dtype=case["residual"])
+        residual_kernels.renew_residual_triton(residual, exact, out)
         residual_kernels.add_residual_triton(out, residual)
         return
     if "width" in case:

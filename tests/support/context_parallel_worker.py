@@ -24,13 +24,13 @@ from diffusers.models.transformers.transformer_helios import HeliosTransformer3D
 from tiny_families import FAMILIES, GRID, first
 
 import vmonarch
-from vmonarch import AttentionPlan, BasedProcessor, ExactBlocks, FlashBiasProcessor, TwoResolutionProcessor
+from vmonarch import AttentionPlan, BasedProcessor, ExactBlocks, FlashBiasProcessor, Refresh, TwoResolutionProcessor
 from vmonarch import VMonarchProcessor as VMonarch
 from vmonarch.base import FullAttentionProcessor
 from vmonarch.bias import SpatioTemporalDecay
 from vmonarch.families import FAMILIES as RECORDS
+from vmonarch.families import known_family
 from vmonarch.hooks import record_of
-from vmonarch.installation import self_attention_modules
 
 RANKS = 2
 
@@ -134,7 +134,7 @@ def family(name, processor=None, grid=GRID, **config):
     def build(tiny):
         case = FAMILIES[name]
         model = case.make(**config)
-        vmonarch.apply(model, processor or VMonarch(**{"grid": GRID} if case.needs_grid else {}))
+        vmonarch.apply(model, processor or VMonarch())
         return model, case.call(grid)
 
     return build
@@ -181,7 +181,7 @@ def gradients(build, autocast=False, checkpointed=False, **parallel):
             model.train().enable_gradient_checkpointing()
         if autocast:
             # As on CUDA, where autocast computes norms in float32.
-            for _, attn in self_attention_modules(model):
+            for _, attn in known_family(model).layers(model):
                 for norm in (attn.norm_q, attn.norm_k):
                     norm.register_forward_hook(lambda module, inputs, output: output.float())
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
@@ -237,7 +237,7 @@ def joint_orders(tiny, ranks):
     return found
 
 
-def pipeline(kind, processor, cache=None, heads=2, anything=False, **call):
+def pipeline(kind, processor, cache=None, heads=2, anything=False, report=False, **call):
     """A whole pipeline: its scheduler tells the steps, its cross-attention is with text and image."""
 
     def case(tiny, ranks):
@@ -248,7 +248,14 @@ def pipeline(kind, processor, cache=None, heads=2, anything=False, **call):
         if cache is not None:
             pipe.transformer.enable_cache(cache)
         ranks.enable(pipe.transformer, ulysses_anything=anything)
-        return {"out": tiny.generate(pipe, **{"steps": 3, "guidance": 3.0} | call)}
+        found = {"out": tiny.generate(pipe, **{"steps": 3, "guidance": 3.0} | call)}
+        if report:
+            exact = vmonarch.report(pipe).exact
+            found |= {
+                "exact": torch.tensor([*exact]),
+                "errors": torch.tensor([error or 0.0 for error in exact.values()]),
+            }
+        return found
 
     return case
 
@@ -286,7 +293,7 @@ def masked(tiny, ranks):
         parts = mask.split(tokens.shape[1], -1)
         return tokens, rotary, parts[dist.get_rank() if ranks.parallel else 0]
 
-    for _, attn in self_attention_modules(model):
+    for _, attn in known_family(model).layers(model):
         attn.register_forward_pre_hook(with_a_mask)
     out = run(model, inputs)
     mask[...] = True
@@ -328,10 +335,8 @@ ODD = (5, 7, 3)
 FRAME = (1, 4, 6)
 FORWARD_ONLY = ("ltx2", "kandinsky5")
 SUPPORTED = [name for name, case in FAMILIES.items() if RECORDS[case.model].spread is not None]
-# Pipelines, some of which have names of their own. Mochi has no `refresh`.
-REFRESHED = [
-    name for name in tiny_pipelines.PIPELINES if (name in SUPPORTED or name not in FAMILIES) and name != "mochi"
-]
+# Pipelines, some of which have names of their own.
+REFRESHED = {*SUPPORTED, "skyreels", "ltx-condition", "cosmos-transfer"} & set(tiny_pipelines.PIPELINES)
 # Of a plan the second layer is the model's own.
 THREE_HEADS = {
     "plain": VMonarch(),
@@ -356,6 +361,9 @@ SAME = {
     "refresh": pipeline("t2v", VMonarch(refresh=(0, 2)), steps=4, guidance=5.0, anything=True),
     "refresh-uneven-heads": pipeline(
         "t2v", VMonarch(refresh=(0, 2), bias=decay_of(3)), heads=3, steps=4, guidance=5.0, anything=True),
+    # Ranks measure the error of their own heads, and decide alike.
+    "refresh-tolerance": pipeline(
+        "t2v", VMonarch(refresh=Refresh(tolerance=0.2)), heads=3, steps=10, guidance=5.0, anything=True, report=True),
     "image": pipeline("i2v-2.1", VMonarch()),
     "chronoedit": pipeline("chronoedit", VMonarch()),
     "timestep-per-token": pipeline("t2v-5b", VMonarch()),
@@ -380,7 +388,7 @@ SAME = {
     "joint-gradients-three-heads": gradients(family("hunyuan-i2v", num_attention_heads=3)),
     "joint-gradients-checkpointed": gradients(family("hunyuan-i2v"), checkpointed=True),
     "joint-dense-steps": joint_pipeline("hunyuan", dense_steps=(0, 2)),
-    **{f"joint-refresh-{name}": joint_pipeline(name, dense_steps=1, refresh=(1, 3)) for name in REFRESHED},
+    **{f"joint-refresh-{name}": joint_pipeline(name, dense_steps=1, refresh=(1, 3)) for name in sorted(REFRESHED)},
     "joint-orders": joint_orders,
     "joint-masked": masked,
     "joint-compiled": forward(family("hunyuan"), compiled=True),

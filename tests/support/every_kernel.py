@@ -16,7 +16,7 @@ import vmonarch
 from vmonarch import ExactBlocks, taylor_attention, vmonarch_attention
 from vmonarch.kernels.common.launch import launch_overrides
 from vmonarch.kernels.norm_rotary.api import norm_rotary
-from vmonarch.kernels.residual.api import DTYPES, add_residual, attention_residual
+from vmonarch.kernels.residual.api import DTYPES, add_residual, attention_residual, renew_residual
 
 GRID, BRICK, LSE = {"grid": (3, 9, 17)}, {"grid": (7, 9, 5)}, {"return_lse": True}
 
@@ -59,6 +59,7 @@ def normed(x, weight, **options):
 def shared(exact, approximate, **options):
     approximate = approximate.transpose(1, 2)
     kept = attention_residual(exact, approximate, **options)
+    renew_residual(kept, exact, approximate, implementation=options["implementation"])
     add_residual(approximate, kept, implementation=options["implementation"])
 
 

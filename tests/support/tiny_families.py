@@ -39,8 +39,6 @@ class Tiny:
         modules: how many self-attention modules of the video it has.
         before: tokens of other kinds before the video in its joint attention.
         after: after it.
-        masks: the arguments that tell which text tokens are padding.
-        needs_grid: whether processors must be given the grid.
     """
 
     model: str
@@ -49,8 +47,6 @@ class Tiny:
     modules: int = 2
     before: int = 0
     after: int = 0
-    masks: tuple[str, ...] = ()
-    needs_grid: bool = False
 
     def whole_config(self) -> Inputs:
         known = inspect.signature(getattr(diffusers, self.model).__init__).parameters
@@ -256,6 +252,11 @@ def anyflow(T: int, H: int, W: int) -> Inputs:
     }
 
 
+def raster(T: int, H: int, W: int) -> torch.Tensor:
+    """Frame, row and column of every token [S, 3], of a step of their own each."""
+    return torch.cartesian_prod(torch.arange(T) / 3, torch.arange(H) / 5, torch.arange(W) / 7)
+
+
 def minimax_h3(T: int, H: int, W: int) -> Inputs:
     video, audio = T * H * W, 9
     tokens = TEXT + audio + video
@@ -269,7 +270,7 @@ def minimax_h3(T: int, H: int, W: int) -> Inputs:
         "timestep": torch.tensor([0.7, 0.3]),
         "timestep_indices": (tags == 2).long(),
         "token_tags": tags,
-        "position_ids": torch.rand(tokens, 3),
+        "position_ids": torch.cat([torch.rand(TEXT + audio, 3), raster(T, H, W)]),
         "video_indices": video_at,
         "audio_indices": audio_at,
         "text_indices": text_at,
@@ -326,17 +327,15 @@ COGVIDEOX: Inputs = {
 }
 # Of the history of Framepack and of Helios at GRID, patches of (1, 2, 2), (2, 4, 4) and (4, 8, 8) latents.
 HISTORY = 2 * 24 + 6 + 2
-MASK = ("encoder_attention_mask",)
 
 FAMILIES = {
-    "hunyuan": Tiny("HunyuanVideoTransformer3DModel", HUNYUAN, hunyuan, after=TEXT, masks=MASK),
+    "hunyuan": Tiny("HunyuanVideoTransformer3DModel", HUNYUAN, hunyuan, after=TEXT),
     # Image to video: the first frame has a noise level of its own.
     "hunyuan-i2v": Tiny(
         "HunyuanVideoTransformer3DModel",
         HUNYUAN | {"image_condition_type": "token_replace"},
         hunyuan,
         after=TEXT,
-        masks=MASK,
     ),
     "framepack": Tiny(
         "HunyuanVideoFramepackTransformer3DModel",
@@ -359,7 +358,6 @@ FAMILIES = {
         },
         hunyuan15,
         after=4 + 5 + TEXT,
-        masks=(*MASK, "encoder_attention_mask_2"),
     ),
     "ltx": Tiny("LTXVideoTransformer3DModel", LTX, ltx),
     "ltx2": Tiny(
@@ -394,7 +392,6 @@ FAMILIES = {
         motif,
         modules=3,
         after=5 + TEXT,
-        masks=MASK,
     ),
     "cosmos": Tiny(
         "CosmosTransformer3DModel",
@@ -440,7 +437,6 @@ FAMILIES = {
         },
         mochi,
         after=TEXT,
-        masks=MASK,
     ),
     "easyanimate": Tiny(
         "EasyAnimateTransformer3DModel",
@@ -474,6 +470,5 @@ FAMILIES = {
         },
         minimax_h3,
         before=TEXT + 9,
-        needs_grid=True,
     ),
 }

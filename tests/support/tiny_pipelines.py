@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import inspect
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import diffusers
 import numpy as np
 import torch
 from diffusers.guiders import ClassifierFreeGuidance
+from diffusers.modular_pipelines.minimax_h3 import modular_blocks_minimax_h3
 from diffusers.pipelines.consisid.pipeline_consisid import ConsisIDPipeline
 from diffusers.pipelines.ltx2 import LTX2TextConnectors, LTX2Vocoder
 from PIL import Image
 from tiny_families import FAMILIES, TEXT
 
-# 3 × 4 × 6 tokens in all of them but LTX, whose latents are of 32 × 32 pixels and 8 frames.
+# 3 × 4 × 6 tokens in all of them but MiniMax-H3; latents of LTX are of 32 × 32 pixels and 8 frames.
 SIZE = {"num_frames": 9, "height": 64, "width": 96}
 LTX_SIZE = {"num_frames": 17, "height": 128, "width": 192}
 GRID = (3, 4, 6)
+# Five seconds, the least.
+MINIMAX_GRID = (37, 2, 3)
 Pipeline = tuple[Any, dict[str, Any]]
 
 _VAE: dict[str, Any] = {
@@ -275,7 +279,7 @@ def _mochi() -> Pipeline:
 
 
 def _allegro() -> Pipeline:
-    pipe = _pipe(diffusers.AllegroPipeline, "allegro", scheduler=diffusers.DDIMScheduler())
+    pipe = _pipe(diffusers.AllegroPipeline, "allegro", scheduler=diffusers.EulerAncestralDiscreteScheduler())
     return pipe, SIZE | _guided(8) | {"negative_prompt": None}
 
 
@@ -323,6 +327,36 @@ def _framepack() -> Pipeline:
     return pipe, call | {"image": _image(), "latent_window_size": 3, "num_frames": 18}
 
 
+def _cosmos3() -> Pipeline:
+    transformer = FAMILIES["cosmos3"].make(latent_channel=4, latent_patch_size=2, patch_latent_dim=16)
+    tokenizer = SimpleNamespace(eos_token_id=0, convert_tokens_to_ids=len, __module__=__name__)
+    parts = transformer, tokenizer, _wan_vae(), diffusers.UniPCMultistepScheduler()
+    pipe = diffusers.Cosmos3OmniPipeline(*parts, enable_safety_checker=False)
+    pipe.tokenize_prompt = lambda *_, **__: (list(range(TEXT)), [1])
+    return pipe, SIZE | {"prompt": ""}
+
+
+def _minimax_h3(blocks: str = "MiniMaxH3CoreDenoiseStep", component: str = "transformer") -> Pipeline:
+    pipe = getattr(modular_blocks_minimax_h3, blocks)().init_pipeline()
+    pipe.update_components(
+        **{component: FAMILIES["minimax-h3"].make(in_channels=24, audio_in_channels=32)},
+        scheduler=diffusers.MiniMaxH3Scheduler(),
+        audio_scheduler=diffusers.MiniMaxH3Scheduler(shift=3.0),
+    )
+    size = {"num_frames": 124, "height": 64, "width": 96}
+    # Its steps count the last noise level, which is none. The sequence divides by two.
+    prompt = {"prompt_embeds": _noise(1, 8, 8), "text_token_tags": torch.ones(8, dtype=torch.long)}
+    return pipe, size | prompt | {"num_inference_steps": 5, "output": "latents"}
+
+
+def _minimax_h3_references() -> Pipeline:
+    """With an image of the video's size and another sound before its own."""
+    pipe, call = _minimax_h3("MiniMaxH3Ref2VACoreDenoiseStep", "transformer_ref")
+    kinds = [SimpleNamespace(kind="image"), SimpleNamespace(kind="audio")]
+    latents = {"condition_latents": [_noise(1, 24, 1, 4, 6)], "audio_condition_latents": [_noise(6, 32)]}
+    return pipe, call | latents | {"normalized_references": kinds}
+
+
 PIPELINES = {
     "hunyuan": _hunyuan,
     "skyreels": _skyreels,
@@ -343,6 +377,9 @@ PIPELINES = {
     "anyflow": _anyflow,
     "helios": _helios,
     "framepack": _framepack,
+    "cosmos3": _cosmos3,
+    "minimax-h3": _minimax_h3,
+    "minimax-h3-references": _minimax_h3_references,
 }
 
 
@@ -352,10 +389,11 @@ def pipeline(name: str) -> Pipeline:
         torch.manual_seed(0)
         pipe, call = PIPELINES[name]()
     pipe.set_progress_bar_config(disable=True)
-    return pipe, call | {"num_inference_steps": 4, "output_type": "latent"}
+    return pipe, {"num_inference_steps": 4, "output_type": "latent"} | call
 
 
 def sample(pipe: Any, call: dict[str, Any]) -> torch.Tensor:
-    frames = pipe(**call, generator=torch.Generator().manual_seed(1)).frames
+    out = pipe(**call, generator=torch.Generator().manual_seed(1))
+    frames = next((getattr(out, name) for name in ("frames", "video") if hasattr(out, name)), out)
     # Framepack gives what there is after each section.
     return frames[-1] if isinstance(frames, list) else frames

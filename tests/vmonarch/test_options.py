@@ -10,7 +10,7 @@ from vmonarch import ExactBlocks, LatentGrid, VMonarchOptions, VMonarchProcessor
 from vmonarch.kernels.monarch.call import MonarchCall
 from vmonarch.kernels.monarch.op import _decode, _encode
 from vmonarch.kernels.monarch.places import grid_places
-from vmonarch.options import OPTION_FIELDS, TwoResolutionOptions
+from vmonarch.options import TwoResolutionOptions
 from vmonarch.plan import method_dict, parse_method
 
 CHANGED = {
@@ -36,7 +36,7 @@ def test_named_options_and_the_object_are_the_same():
 
 def test_the_operator_loses_no_option():
     """What torch.compile sees of a call is numbers; every option is in them."""
-    assert CHANGED.keys() == {field.name for field in OPTION_FIELDS}
+    assert CHANGED.keys() == {field.name for field in dataclasses.fields(VMonarchOptions)}
     grid = LatentGrid(5, 4, 6)
     for exact in (CHANGED["exact"], None, ExactBlocks()):
         share = 0.3 if exact is CHANGED["exact"] else 1.0

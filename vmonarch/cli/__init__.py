@@ -67,7 +67,7 @@ def build_parser() -> Parser:
         line, _, epilog = inspect.cleandoc(run.__doc__).partition("\n\n")
         command = commands.add_parser(name, help=line, description=line, epilog=epilog)
         getattr(module, f"add_{name}")(command)
-        for leaf in command.leaves():
+        for leaf in command.commands.values() or [command]:
             leaf.add_argument("--debug", action="store_true", help="show the traceback of an error")
             # Information serves whatever versions of torch and diffusers are installed.
             leaf.set_defaults(command=run, needs_versions=name != "info")

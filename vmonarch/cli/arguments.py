@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NoReturn, TypeVar
 
 from vmonarch.configs import InputError, described, is_override, parse_overrides, preset_names, read_yaml, suggest
@@ -29,13 +29,6 @@ class Parser(argparse.ArgumentParser):
         commands = self.add_subparsers(title="commands", metavar="COMMAND", required=True)
         self.commands = commands.choices
         return commands
-
-    def leaves(self) -> Iterator[Parser]:
-        """The parsers of the commands in it that are no groups; of a command itself."""
-        if not self.commands:
-            yield self
-        for command in self.commands.values():
-            yield from command.leaves()
 
     def parse(self, words: Sequence[str]) -> tuple[Parser, argparse.Namespace]:
         """(parser of the command that `words` begin with, its arguments), which may stand in any order.

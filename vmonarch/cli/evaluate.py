@@ -26,6 +26,7 @@ from vmonarch.eval.settings import CompareConfig, EvalConfig
 from vmonarch.eval.vbench import installation, scoring
 from vmonarch.files import AtomicFiles, write_json
 from vmonarch.pipelines.config import SamplingConfig
+from vmonarch.pipelines.environment import shown_command
 
 if TYPE_CHECKING:
     from vmonarch.plan import AttentionPlan
@@ -51,7 +52,6 @@ def run_compare(arguments: argparse.Namespace) -> None:
     measured on float frames, before mp4 encoding.
     """
     from vmonarch.eval.compare import compare
-    from vmonarch.pipelines.environment import shown_command
     from vmonarch.pipelines.processes import check_alone
 
     check_alone()
@@ -84,7 +84,6 @@ def run_eval(arguments: argparse.Namespace) -> None:
     command goes on where it was stopped; several processes share the prompts and seeds out.
     """
     from vmonarch.eval.evaluate import evaluate
-    from vmonarch.pipelines.environment import shown_command
 
     config = sampling_config(EvalConfig, arguments)
     evaluation = evaluate(config, progress=not arguments.quiet, command=shown_command(("vmonarch",), arguments.words))

@@ -49,5 +49,7 @@ def run_generate(arguments: argparse.Namespace) -> None:
         print(video.video if arguments.quiet else f"{video.video}{about}")
         if video.contact_sheet is not None and not arguments.quiet:
             print(video.contact_sheet)
+        if video.record["attention"] is not None and not arguments.quiet:
+            print(video.record["attention"]["text"])
     if failure is not None:
         raise failure

@@ -1,0 +1,236 @@
+"""Which denoising steps are exact: chosen beforehand, or where the error of residual sharing asks for one.
+
+An exact step measures for nothing how wrong residual sharing was: with the exact output o, the approximate one a and
+the residual r of the last exact step, the error of a layer is
+
+    e = ‖o − (a + r)‖ / ‖o‖.
+
+Its mean over layers and guidance branches grows about evenly with the change of the noise level since the last exact
+step. The next exact step is the last one before which it stays below the tolerance, like the step size of a solver for
+differential equations. One decision holds for all layers, guidance branches and videos of a batch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from vmonarch.kernels.residual.api import check_residual_dtype
+from vmonarch.validation import DenseSet, check_flag, check_number
+
+# With a tolerance, this share of the steps at the start, in which the video's layout is decided, is exact throughout.
+START = 0.12
+# How much longer than the last interval between two exact steps the next may be.
+GROWTH = 2
+
+
+def spaced_steps(count: int, steps: int) -> tuple[int, ...]:
+    """`count` of `steps` denoising steps, from the first on at intervals that grow evenly.
+
+    The i-th is at steps · (i / count)², rounded, and at least at i: 8 of 50 are 0, 1, 3, 7, 12, 20, 28, 38. Attention
+    changes most at the start of a run.
+    """
+    return tuple(max(i, round(steps * (i / count) ** 2)) for i in range(count))
+
+
+@dataclasses.dataclass(frozen=True)
+class Refresh:
+    """Which denoising steps are computed with exact attention and renew the residual, and how that is kept.
+
+    Args:
+        steps: how many (int), which fraction, rounded up (float), both spaced by `spaced_steps`; or a collection of
+            step indices. None with a tolerance.
+        dtype: of the residuals: "int8", with a scale for every token and head, or "bfloat16", of twice the size.
+        offload: keep them in the host's pinned memory, from where they come back one layer ahead. On a GPU only.
+        tolerance: how large the error of residual sharing may become before attention is exact again, of the size of
+            exact attention's output: 0.1 for 10 %. The steps follow from the errors measured; see `Schedule`.
+        at_most: with a tolerance, the number (int) or fraction (float) of steps that may be exact.
+
+    A step in which a layer has no residual is exact in any case: the first, the first of the second transformer in a
+    pipeline of two, and the first after one that a cache has skipped.
+
+    Raises:
+        TypeError, ValueError: an option has an unsupported value.
+    """
+
+    steps: Any = None
+    dtype: str = "int8"
+    offload: bool = False
+    tolerance: float | None = None
+    at_most: Any = 0.5
+
+    def __post_init__(self) -> None:
+        check_residual_dtype(self.dtype, "refresh.dtype")
+        check_flag("refresh.offload", self.offload)
+        at_most = DenseSet("refresh.at_most", self.at_most)
+        if not isinstance(at_most.dense, (int, float)) or not at_most.some:
+            raise ValueError(f"refresh.at_most must be a count or a fraction above 0, got {self.at_most!r}")
+        object.__setattr__(self, "at_most", at_most.dense)
+        if (self.steps is None) == (self.tolerance is None):
+            raise ValueError(
+                f"refresh needs either steps or a tolerance, got steps={self.steps!r}, tolerance={self.tolerance!r}"
+            )
+        if self.tolerance is not None:
+            check_number("refresh.tolerance", self.tolerance)
+            if self.tolerance <= 0:
+                raise ValueError(f"refresh.tolerance must be above 0, got {self.tolerance}")
+            object.__setattr__(self, "tolerance", float(self.tolerance))
+            return
+        chosen = DenseSet("refresh", self.steps)
+        if not chosen.some:
+            raise ValueError(f"refresh must name at least one step, got {self.steps!r}; None leaves residuals out")
+        object.__setattr__(self, "steps", chosen.dense)
+
+    def __repr__(self) -> str:
+        changed = {f.name: v for f in dataclasses.fields(self) if (v := getattr(self, f.name)) != f.default}
+        return f"Refresh({', '.join(f'{name}={value!r}' for name, value in changed.items())})"
+
+    @classmethod
+    def parse(cls, refresh: object) -> Refresh | None:
+        """What an option `refresh` stands for: None, a `Refresh`, a mapping of its arguments, or its `steps`.
+
+        Raises:
+            TypeError, ValueError: it is none of these, or has an unsupported value.
+        """
+        if refresh is None or isinstance(refresh, Refresh):
+            return refresh
+        if not isinstance(refresh, Mapping):
+            return cls(refresh)
+        names = [field.name for field in dataclasses.fields(cls)]
+        unknown = sorted(set(refresh) - set(names))
+        if unknown or not {"steps", "tolerance"} & set(refresh):
+            known = ", ".join(names)
+            raise TypeError(f"refresh must have steps or tolerance, and of {known} no others, got {dict(refresh)!r}")
+        return cls(**refresh)
+
+    def schedule(self, steps: int) -> tuple[int, ...]:
+        """The steps of a run of `steps` that refresh; with a tolerance, the i-th exact step is no earlier than these.
+
+        Raises:
+            ValueError: there are fewer steps than asked for.
+        """
+        chosen = DenseSet("refresh", self.at_most if self.steps is None else self.steps)
+        if self.steps is None and isinstance(chosen.dense, int):
+            return spaced_steps(min(chosen.dense, steps), steps)
+        found = tuple(step for step in range(steps) if chosen.contains(step, steps))
+        return found if isinstance(chosen.dense, tuple) else spaced_steps(len(found), steps)
+
+
+@dataclasses.dataclass
+class Schedule:
+    """The exact steps of one run of a transformer.
+
+    Args:
+        refresh: the option.
+        steps: N, of the run.
+        times: [N], how far the noise has changed before each step, in any unit; only a tolerance needs them.
+        spent: exact steps of other transformers in the same denoising loop.
+
+    Attributes:
+        step: of the latest call.
+        due: the latest exact step; residuals of earlier ones are not used.
+        exact: the steps that were exact, with the error of residual sharing; None where there was no residual to
+            measure it by, and without a tolerance.
+        computed: whether a layer has computed exact attention in this step.
+        renewals: those of them that compute approximate attention, too, for a residual.
+        held: whether `at_most` has let the error grow beyond the tolerance.
+    """
+
+    refresh: Refresh
+    steps: int
+    times: Sequence[float] = ()
+    spent: int = 0
+    step: int = -1
+    due: int = -1
+    exact: dict[int, float | None] = dataclasses.field(default_factory=dict)
+    computed: bool = False
+    renewals: list[int] = dataclasses.field(default_factory=list)
+    held: bool = False
+    _earliest: tuple[int, ...] = dataclasses.field(init=False)
+    _next: int = 0
+    # Whether the next exact step comes later than wanted.
+    _waited: bool = False
+    _errors: list[_Error] = dataclasses.field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._earliest = self.refresh.schedule(self.steps)
+
+    def enter(self, step: int) -> None:
+        """A forward call begins in this step. With a tolerance it waits, after an exact step, for the GPU."""
+        if step == self.step:
+            return
+        self.read()
+        if self.step in self.exact and self.computed:
+            self._next = self._following(self.exact[self.step])
+        elif self.step in self.exact:
+            # A cache has skipped it, so that it is still due.
+            del self.exact[self.step]
+        self.step, self.computed = step, False
+        if step >= self._next:
+            self.due, self.exact[step] = step, None
+            if self.kept:
+                self.renewals.append(step)
+
+    @property
+    def kept(self) -> bool:
+        """Whether a residual of this step is of use: the next one adds it, or measures how wrong it is."""
+        following = self.step + 1
+        if self.refresh.tolerance is None:
+            return following < self.steps and following not in self._earliest
+        return following < self.steps and following >= self._start - 1
+
+    def measured(self, error: torch.Tensor) -> None:
+        """A forward call in this step has found this error; a number on any device."""
+        if self.due == self.step:
+            self._errors.append(_Error(error))
+
+    @property
+    def _start(self) -> int:
+        return math.ceil(START * self.steps)
+
+    def read(self) -> None:
+        """Note the mean error of the forward calls of this step, if there is one: waits for the GPU."""
+        if self._errors:
+            errors = [error.read() for error in self._errors]
+            self._errors.clear()
+            self.exact[self.step] = sum(errors) / len(errors)
+
+    def _following(self, error: float | None) -> int:
+        """The next exact step, after one with this error."""
+        step, tolerance, times, count = self.step, self.refresh.tolerance, self.times, self.spent + len(self.exact)
+        if tolerance is None:
+            return min((chosen for chosen in self._earliest if chosen > step), default=self.steps)
+        earliest = self._earliest[count] if count < len(self._earliest) else self.steps
+        last = max((done for done in self.exact if done < step), default=None)
+        if error is None or last is None or step + 1 < self._start:
+            return max(step + 1, earliest)
+        rate = error / max(times[step] - times[last], 1e-9)
+        # The error just before a step. A NaN is no small one.
+        small = lambda following: rate * (times[min(following, self.steps - 1)] - times[step]) <= tolerance
+        following = step + 1
+        while following < min(step + GROWTH * (step - last), self.steps) and small(following + 1):
+            following += 1
+        self.held |= self._waited and not error <= tolerance or earliest == self.steps and not small(earliest)
+        self._waited = earliest > following
+        return max(following, earliest)
+
+
+class _Error:
+    """A number that a GPU is still computing: it is on its way to the host from now on."""
+
+    def __init__(self, value: torch.Tensor) -> None:
+        self._event = None
+        self._value = value
+        if value.device.type == "cuda":
+            self._value = torch.empty_like(value, device="cpu", pin_memory=True).copy_(value, non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record(torch.cuda.current_stream(value.device))
+
+    def read(self) -> float:
+        if self._event is not None:
+            self._event.synchronize()
+        return float(self._value)

@@ -1,0 +1,182 @@
+"""What attention did in the latest call of a pipeline: its exact steps and their errors, its work, its memory."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Collection, Iterator
+from typing import Any
+
+from vmonarch.attend import Biased, ByHead, Exact, Op
+from vmonarch.base import VideoAttentionProcessor
+from vmonarch.families import heads_of, known_family
+from vmonarch.grid import LatentGrid
+from vmonarch.hooks import record_of
+from vmonarch.installation import find_transformers
+from vmonarch.own import ours_of
+from vmonarch.plan import method_flops
+from vmonarch.validation import DenseSet
+
+# Of a head; the shares of FLOPs hardly depend on it.
+_HEAD_DIM = 128
+# Options whose text is longer are shown by their type.
+_LONG = 80
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """What attention of the video's tokens did in the latest call of a pipeline; `print` shows it in two lines.
+
+    Args:
+        method: the processor, with the options that are not the defaults.
+        grid: the latent grid, (frames, height, width) in tokens; None before the first call.
+        steps: how many denoising steps there were; None where no option needs to know them.
+        exact: the steps that `refresh` made exact, with the error of residual sharing measured there, of the size of
+            exact attention's output; None where none was measured.
+        dense: the steps that `dense_steps` left to the model's own attention.
+        held: whether `refresh.at_most` has let the error grow beyond the tolerance.
+        work: attention FLOPs over those of full attention; None where they depend on the data or no call was made.
+        residual_bytes: memory of the residuals, of all guidance branches.
+        heads: by what they compute, how many heads of all layers there are.
+        kept: by the reason, how many layers were left to their own attention.
+    """
+
+    method: str
+    grid: tuple[int, int, int] | None
+    steps: int | None
+    exact: dict[int, float | None]
+    dense: tuple[int, ...]
+    held: bool
+    work: float | None
+    residual_bytes: int
+    heads: dict[str, int]
+    kept: dict[str, int]
+
+    def to_dict(self) -> dict[str, Any]:
+        """It as values for JSON; the exact steps as a list of [step, error]."""
+        return dataclasses.asdict(self) | {"exact": [list(pair) for pair in self.exact.items()]}
+
+    def __str__(self) -> str:
+        parts = []
+        if self.steps is not None:
+            exact = _ranges({*self.exact, *self.dense})
+            parts.append(f"{len(self.exact) + len(self.dense)} of {self.steps} steps exact ({exact})")
+        if errors := [error for error in self.exact.values() if error is not None]:
+            parts.append(f"error of sharing {min(errors):.3f} to {max(errors):.3f}")
+        if self.held:
+            parts.append("more exact steps were needed than at_most allows")
+        if self.work is not None:
+            parts.append(f"attention work {100 * self.work:.0f} % of full")
+        if self.residual_bytes:
+            parts.append(f"residuals {self.residual_bytes / 2**30:.2f} GiB")
+        parts += [f"{count} heads {name}" for name, count in self.heads.items()]
+        parts += [f"{count} layers left to the model ({reason})" for reason, count in self.kept.items()]
+        return f"{self.method}\n{'; '.join(parts)}"
+
+
+def report(pipe_or_transformer: Any) -> Report:
+    """What attention did in the latest call of a pipeline, or of a transformer, to which a processor is applied.
+
+    Raises:
+        TypeError: `pipe_or_transformer` has no supported transformer.
+        ValueError: no processor is applied.
+    """
+    transformers = find_transformers(pipe_or_transformer).values()
+    applied = {transformer: record for transformer in transformers if (record := record_of(transformer)) is not None}
+    if not applied:
+        raise ValueError("no processor is applied, and stock attention has no report: use vmonarch.apply first")
+    spec = next(iter(applied.values())).processor
+    grid = next((record.grid for record in applied.values() if record.grid is not None), None)
+    # The transformers of a pipeline share what they keep.
+    sharing = next((record.sharing for record in applied.values() if record.sharing is not None), None)
+    runs = [run for run in sharing.runs if run.transformer() in applied] if sharing is not None else []
+    for run in runs:
+        run.schedule.read()
+    heads: Counter[str] = Counter()
+    kept: Counter[str] = Counter()
+    shares: list[float | None] = []
+    for transformer in applied:
+        for name, count, share, left in _layers(transformer, spec, grid):
+            kept[name] += left
+            heads[name] += 0 if left else count
+            shares += [share] * count
+    steps = next((run.schedule.steps for run in runs), next(iter(applied.values())).steps)
+    exact = dict(sorted(pair for run in runs for pair in run.schedule.exact.items()))
+    dense = tuple(filter(lambda step: DenseSet("dense_steps", spec.dense_steps).contains(step, steps), range(steps)))
+    # Where attention is approximate, that also computes what the exact steps lack.
+    rough = steps - len(exact) - len(dense) + sum(len(run.schedule.renewals) for run in runs)
+    of = lambda share: (len(exact) + len(dense) + share * rough) / steps if steps and share != 1 else share
+    work = None if None in shares else sum(map(of, shares)) / len(shares)
+    return Report(
+        method=_shown(spec),
+        grid=None if grid is None else (*grid,),
+        steps=steps or None,
+        exact=exact,
+        dense=dense,
+        held=any(run.schedule.held for run in runs),
+        work=work,
+        residual_bytes=sum(run.residual_bytes for run in runs),
+        heads=dict(+heads),
+        kept=dict(+kept),
+    )
+
+
+def _shown(spec: VideoAttentionProcessor) -> str:
+    named = {field.name: field.default for field in dataclasses.fields(spec.options)}
+    named |= dict.fromkeys(("bias", "plan", "refresh", "grid")) | {"dense_steps": 0, "dense_layers": 0}
+    shown = []
+    for name, default in named.items():
+        if name in spec._OPTIONS and (value := getattr(spec, name)) != default:
+            text = repr(value)
+            shown.append(f"{name}={text if len(text) < _LONG else type(value).__name__}")
+    return f"{type(spec).__name__}({', '.join(shown)})"
+
+
+def _layers(
+    transformer: Any, spec: VideoAttentionProcessor, grid: LatentGrid | None
+) -> Iterator[tuple[str, int, float | None, bool]]:
+    """What heads of every layer compute, how many, their FLOPs over those of exact attention, and whether it is left.
+
+    Of a layer that is left to the model the reason takes the place of what it computes.
+    """
+    layers = known_family(transformer).layers(transformer)
+    blocks = len({block for block, _ in layers})
+    dense = DenseSet("dense_layers", spec.dense_layers)
+    for block, attn in layers:
+        ours = ours_of(attn)
+        if ours is None or getattr(ours, "kept", False):
+            why = "dense_layers" if dense.contains(block, blocks) else "the plan, or another processor"
+            yield why, heads_of(attn), 1.0, True
+            continue
+        element: Any = ours.attend
+        while (below := next((n for n in ("inner", "approximate", "video") if hasattr(element, n)), None)) is not None:
+            element = getattr(element, below)
+        if isinstance(element, ByHead):
+            for name, count in Counter(element.heads).items():
+                yield name, count, _share(element.methods[name], grid), False
+        else:
+            yield _name(element), heads_of(attn), _share(element, grid), False
+
+
+def _name(element: Any) -> str:
+    return element.options.op if isinstance(element, Op) else type(element).__name__.lower()
+
+
+def _share(element: Any, grid: LatentGrid | None) -> float | None:
+    """Its FLOPs over those of exact attention; None where they are not known."""
+    if isinstance(element, (Exact, Biased)):
+        return 1.0
+    if not isinstance(element, Op) or grid is None or getattr(element.options, "beta", None) is not None:
+        return None
+    return method_flops(element.options, grid, _HEAD_DIM) / method_flops(None, grid, _HEAD_DIM)
+
+
+def _ranges(numbers: Collection[int]) -> str:
+    """Numbers in increasing order, those that follow each other as first–last."""
+    parts: list[list[int]] = []
+    for number in sorted(numbers):
+        if parts and parts[-1][-1] == number - 1:
+            parts[-1] = [parts[-1][0], number]
+        else:
+            parts.append([number])
+    return ", ".join("–".join(map(str, part)) for part in parts)
