@@ -73,7 +73,6 @@ OBJECT_TABLES = {"shape": SHAPES, "colour": tuple(COLOURS), "direction": tuple(D
 SCENE_TABLES = {"background": tuple(BACKGROUNDS), "pattern": PATTERNS, "pan": PANS}
 SHAPE_EXTENT = 1.35
 """No shape reaches further than this many radii from its centre."""
-Triples = Sequence[tuple[int, int, int]]  # combinations of the indices of shape, colour and direction
 
 
 @dataclass(frozen=True)
@@ -139,25 +138,25 @@ class SceneBatch:
         return SceneAttributes(tuple(objects), **names(SCENE_TABLES, index))
 
 
-def held_out_triples() -> Triples:
-    """The 64 that training never shows; it shows every pair in them."""
+def held_out_triples() -> list[tuple[int, int, int]]:
+    """The 64 combinations of shape, colour and direction that training never shows; it shows every pair in them."""
     shapes = len(SHAPES)
     once = [(s, c, (2 * s + 3 * c) % 8) for c in range(8) for s in range(shapes)]
     return once + [(s, c, (2 * s + 3 * c + 4) % 8) for c in range(8) for s in (c % shapes, (c + 3) % shapes)]
 
 
-def training_triples() -> Triples:
+def training_triples() -> list[tuple[int, int, int]]:
     """All that training may show."""
     held_out = set(held_out_triples())
     return [triple for triple in product(range(len(SHAPES)), range(8), range(8)) if triple not in held_out]
 
 
-def sample_scenes(batch: int, seed: int, *, triples: Triples | None = None) -> SceneBatch:
-    """Draw the attributes of `batch` clips, objects from `triples` (the training triples by default).
+def sample_scenes(batch: int, seed: int) -> SceneBatch:
+    """Draw `batch` clips, whose objects are of the training triples.
 
     A quarter of the clips has two objects, of different colours; in a fifth the camera pans.
     """
-    allowed = torch.tensor(list(training_triples() if triples is None else triples))
+    allowed = torch.tensor(training_triples())
     generator = torch.Generator().manual_seed(seed)
     integers = lambda high, *shape: torch.randint(high, shape, generator=generator)
     uniform = lambda *shape: torch.rand(shape, generator=generator)
@@ -168,8 +167,6 @@ def sample_scenes(batch: int, seed: int, *, triples: Triples | None = None) -> S
         clash = objects[:, 0, 1] == objects[:, 1, 1]
         objects[:, 1] = torch.where(clash[:, None], allowed[integers(len(allowed), batch)], objects[:, 1])
     shape, colour, direction = objects.unbind(-1)
-    # When only one colour is allowed, a second object cannot differ: show one.
-    count = torch.where(colour[:, 0] == colour[:, 1], 1, count)
     size, speed = integers(len(SIZES), batch, MAX_OBJECTS), integers(len(SPEEDS), batch, MAX_OBJECTS)
     background, pattern = integers(len(BACKGROUNDS), batch), integers(len(PATTERNS), batch)
     pans = (uniform(batch) < 0.2 * len(PATTERNS) / len(PANNABLE)) & torch.isin(pattern, torch.tensor(PANNABLE))

@@ -118,20 +118,6 @@ def sdpa(
         return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal).transpose(1, 2)
 
 
-def flex(*tensors: torch.Tensor, **options: Any) -> Callable[..., torch.Tensor]:
-    """FlexAttention of [B, S, H, D], compiled for these tensors, whatever it is called with.
-
-    Args:
-        options: its score_mod, block_mask and scale.
-    """
-    from torch.nn.attention.flex_attention import flex_attention
-
-    # After a few functions torch would stop compiling new ones and write all scores to memory instead.
-    torch.compiler.reset()
-    compiled: Callable[..., torch.Tensor] = torch.compile(flex_attention, dynamic=False)
-    return lambda *_: compiled(*(x.transpose(1, 2) for x in tensors), **options).transpose(1, 2)
-
-
 def bytes_of(tensors: Iterable[torch.Tensor | None]) -> int:
     """Of all that are there."""
     return sum(x.nbytes for x in tensors if x is not None)

@@ -1,31 +1,27 @@
 """Time attention with a low-rank bias against other ways to have it: `vmonarch bench bias`.
 
-Four ways, in turns: FlashBias; the same kernels with factors of rank 0; torch's SDPA with the bias written out as a
-matrix, as a model that keeps it would have it; and FlexAttention that reads the same matrix (at one rank of a shape,
-because a matrix does not care). In training all have gradients of q, k and v; FlashBias has those of its factors too,
-SDPA that of the matrix, and FlexAttention none of the bias.
+Three ways, in turns: FlashBias; the same kernels with factors of rank 0; and torch's SDPA with the bias written out as
+a matrix, as a model that keeps it would have it. In training all have gradients of q, k and v; FlashBias has those of
+its factors too, and SDPA that of the matrix.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
 from functools import cache, partial
 from typing import Any
 
 import torch
 
 from vmonarch import flops as work
-from vmonarch.eval.bench.attention import ATTENTION, BOTH, attention_way, case_of, exact, flex, randn
+from vmonarch.eval.bench.attention import ATTENTION, BOTH, attention_way, case_of, exact, randn
 from vmonarch.eval.bench.runner import NAMES, Bench, Case, Way, Ways
 from vmonarch.flops import pair_flops
 from vmonarch.kernels.common.launch import block_dim
 from vmonarch.kernels.flash_bias.api import flash_bias_attention
 from vmonarch.kernels.flash_bias.op import flash_bias_attention_triton
 
-METHODS = ("flash-bias", "no-bias", "sdpa", "flex")
-# Where FlexAttention is measured, besides the paper's cases: compiling it takes longer than all else of a case.
-FLEX_RANK = 9
+METHODS = ("flash-bias", "no-bias", "sdpa")
 
 
 def flops(case: Case, rank: int) -> float:
@@ -73,50 +69,31 @@ def ways(case: Case, device: torch.device, dtype: torch.dtype) -> Ways:
         if method == "flash-bias":
             return made(partial(biased, "triton"), names=(*NAMES, "dφq", "dφk"), flops=flops(case, case.rank))
         # The gradient of the matrix has no counterpart among those of the factors.
-        leaves = [q, k, v, *([matrix()] if method == "sdpa" else [])]
-        attend = with_matrix if method == "sdpa" else _flex(case, matrix().detach(), q, k, v)
-        return made(attend, leaves=leaves, inputs=[q, k, v, matrix()], flops=flops(case, 0))
+        tensors = [q, k, v, matrix()]
+        return made(with_matrix, leaves=tensors, inputs=tensors, flops=flops(case, 0))
 
-    return {method: partial(way, method) for method in METHODS if method != "flex" or case.flex}
-
-
-def _flex(case: Case, bias: torch.Tensor, *tensors: torch.Tensor) -> Callable[..., torch.Tensor]:
-    from torch.nn.attention.flex_attention import create_block_mask
-
-    S, numbers = case.tokens, bias.flatten()
-
-    def score_mod(score: torch.Tensor, b: Any, h: Any, i: Any, j: Any) -> torch.Tensor:
-        # Torch compiles sums of these numbers in 32 bits, which matrices of more than 2³¹ numbers exceed.
-        return score + numbers[h.to(torch.int64) * S * S + i.to(torch.int64) * S + j]
-
-    mask = None
-    if case.causal:
-        mask = create_block_mask(lambda b, h, i, j: j <= i, None, None, S, S, device=bias.device)
-    return flex(*tensors, score_mod=score_mod, block_mask=mask)
+    return {method: partial(way, method) for method in METHODS}
 
 
 def compiled(case: Case, method: str) -> Any:
-    """FlashBias's code depends on the padded rank; FlexAttention's on the case."""
-    if method in ("flash-bias", "no-bias"):
-        columns = block_dim(case.rank) if method == "flash-bias" else 0
-        return method, case.head_dim, columns, case.causal, case.training
-    # Several processes have no room for matrices of more than a few gigabytes.
-    return (method, case.label) if case.flex and method == "flex" and case.heads * case.tokens**2 < 2**31 else None
+    """FlashBias's code depends on the padded rank."""
+    columns = block_dim(case.rank) if method == "flash-bias" else 0
+    return None if method == "sdpa" else (method, case.head_dim, columns, case.causal, case.training)
 
 
 def bench() -> Bench:
     """The paper's three, then lengths, head dimensions and ranks; the most telling first."""
-    sizes = ("batch", "tokens", "heads", "head_dim", "rank", "training", "causal", "flex")
+    sizes = ("batch", "tokens", "heads", "head_dim", "rank", "training", "causal")
     papers = {
         "gpt2-alibi": (1, 2048, 50, 32, 2, True),
         "swin-window": (1024, 576, 4, 32, 32, False),
         "pde-distance": (1, 32186, 8, 16, 9, False),
     }
     rows: list[tuple[str, Any]] = [
-        (name, (*of, training, causal, True)) for training in BOTH for name, (*of, causal) in papers.items()
+        (name, (*of, training, causal)) for training in BOTH for name, (*of, causal) in papers.items()
     ]
     rows += [
-        (f"{tokens} d={dim}", (1, tokens, 12, dim, rank, training, False, rank == FLEX_RANK))
+        (f"{tokens} d={dim}", (1, tokens, 12, dim, rank, training, False))
         for tokens, dim, training, rank in itertools.product(
             (16384, 8192, 4096, 32768), (128, 64), BOTH, (9, 64, 2, 32)
         )

@@ -69,7 +69,6 @@ class Way:
         flops, bytes: its work; 0 if they are not counted.
         input_bytes: of all tensors that must exist before the call.
         before: bytes that are not the call's; None for those that are allocated when it begins.
-        graph: record the call as a CUDA graph, because launching takes longer than computing.
         more: adds to the row, by the clock that timed it.
     """
 
@@ -81,7 +80,6 @@ class Way:
     bytes: float = 0.0
     input_bytes: int = 0
     before: int | None = None
-    graph: bool = False
     more: Callable[[Clock, dict[str, Any]], Any] = lambda clock, row: None
 
 
@@ -164,33 +162,6 @@ def failure(error: Exception) -> dict[str, str]:
         raise error
     problem = f"{type(error).__name__}: {' '.join(str(error).split())[:300] or type(error).__name__}"
     return {"status": "out of memory" if out_of_memory else "failed", "problem": problem}
-
-
-def recorded(run: Callable[[], Any]) -> Callable[[], Any]:
-    """The call as a CUDA graph that is replayed; its results are overwritten by each replay.
-
-    Raises:
-        NotImplementedError: torch cannot record it; the device is as good as before.
-    """
-    # Torch wants a few calls on another stream before it records one.
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            run()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    try:
-        with torch.cuda.graph(graph):
-            results = run()
-    except RuntimeError as error:
-        raise NotImplementedError("the call cannot be recorded as a CUDA graph") from error
-
-    def replay() -> Any:
-        graph.replay()
-        return results
-
-    return replay
 
 
 def profiled(run: Callable[[], Any], clock: Clock, most: int = 24) -> list[dict[str, Any]]:
@@ -345,13 +316,9 @@ class Run:
         before, on_gpu = allocated(clock.device) if way.before is None else way.before, clock.device.type == "cuda"
         if on_gpu:
             torch.cuda.reset_peak_memory_stats(clock.device)
-            if way.graph:
-                way.run()
-                row["peak_bytes"] = torch.cuda.max_memory_allocated(clock.device) - before
-                way = dataclasses.replace(way, run=recorded(way.run))
         row["call_s"] = clock.time(way.run) / 1e3
         if on_gpu:
-            row.setdefault("peak_bytes", torch.cuda.max_memory_allocated(clock.device) - before)
+            row["peak_bytes"] = torch.cuda.max_memory_allocated(clock.device) - before
             row["input_bytes"] = way.input_bytes
         return way
 

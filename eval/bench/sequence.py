@@ -22,10 +22,8 @@ from vmonarch.grid import LatentGrid
 from vmonarch.kernels.monarch.api import vmonarch_attention
 from vmonarch.options import VMonarchOptions
 
-METHODS = ("exact", "video", "joint", "joint-compiled")
-FORMULAE = (
-    "exact: cuDNN's attention, without a mask; joint-compiled: torch.compile(fullgraph=True, dynamic=False) of joint"
-)
+METHODS = ("exact", "video", "joint")
+FORMULAE = "exact: cuDNN's attention, without a mask"
 
 
 def ways(case: Case, device: torch.device, dtype: torch.dtype) -> Ways:
@@ -51,13 +49,9 @@ def ways(case: Case, device: torch.device, dtype: torch.dtype) -> Ways:
     def way(method: str) -> Way:
         attend: Callable[..., torch.Tensor]
         reference: Callable[..., torch.Tensor]
-        if method == "exact":
-            attend, reference = partial(sdpa, "cudnn"), exact
-        else:
+        attend, reference = partial(sdpa, "cudnn"), exact
+        if method != "exact":
             attend, reference = (partial(video if method == "video" else joint, by) for by in ("auto", "torch"))
-        if method == "joint-compiled":
-            torch.compiler.reset()
-            attend = torch.compile(attend, fullgraph=True, dynamic=False)
         rows = N if method == "video" else S
         return attention_way(attend, reference, tensors, None if grad is None else grad[:, :rows])
 

@@ -18,8 +18,7 @@ from diffusers import WanTransformer3DModel
 from vmonarch.configs import InputError
 from vmonarch.configs.methods import AttentionMethod, resolve_method
 from vmonarch.eval.bench.e2e import TEXT_TOKENS
-from vmonarch.eval.bench.machine import Clock
-from vmonarch.eval.bench.runner import Bench, Case, Way, Ways, choose, profiled
+from vmonarch.eval.bench.runner import Bench, Case, Way, Ways, choose
 from vmonarch.eval.wan_models import read_model_config
 from vmonarch.finetune.config import OptimizerConfig
 from vmonarch.finetune.objective import Objective
@@ -68,11 +67,8 @@ def ways(methods: Sequence[AttentionMethod], case: Case, device: torch.device, d
         step()
         return ()
 
-    def more(method: AttentionMethod, clock: Clock, row: dict[str, Any]) -> None:
-        row["kernels"] = profiled(partial(run, method), clock)
-
     # Whole steps have nothing to be compared with: what is computed is for attention's own benchmarks to check.
-    return {m.label: partial(Way, partial(run, m), before=0, more=partial(more, m)) for m in methods}
+    return {m.label: partial(Way, partial(run, m), before=0) for m in methods}
 
 
 def bench(

@@ -28,14 +28,14 @@ pytestmark = [
 ]
 GRID = LatentGrid(2, 3, 4)
 WINDOW = {"window": (1, 3, 2), "grid": (2, 4, 5)}
-TINY = {"batch": 1, "tokens": 40, "heads": 2, "head_dim": 16, "rank": 3, "causal": False, "flex": False}
+TINY = {"batch": 1, "tokens": 40, "heads": 2, "head_dim": 16, "rank": 3, "causal": False}
 SMALL = {"grid": GRID, "heads": 2, "head_dim": 12}
 JOINT = {"grid": GRID, "text": 8, "heads": 2, "head_dim": 16}
 CASES = {
     "kernels": (kernels, kernels.shape_case("2x3x3:2", 16, False)),
     "kernels-training": (kernels, kernels.shape_case("2x3x3:2", 16, True)),
     "bias": (bias, case_of("plain", **TINY)),
-    "bias-causal": (bias, case_of("causal", **TINY | {"causal": True, "flex": True})),
+    "bias-causal": (bias, case_of("causal", **TINY | {"causal": True})),
     "bias-training": (bias, case_of("causal", True, **TINY | {"batch": 2, "rank": 2, "causal": True})),
     "prefill": (based, based.based_case("prefill", 2, 33, 2, 16, dims=4)),
     "prefill-training": (based, based.based_case("prefill", 1, 33, 2, 16, True, dims=4)),
@@ -43,7 +43,6 @@ CASES = {
     "window": (based, based.based_case("window", 1, 40, 2, 16, window=5)),
     "neighbourhood": (based, based.based_case("window", 1, 40, 2, 16, **WINDOW)),
     "neighbourhood-training": (based, based.based_case("window", 1, 40, 2, 16, True, **WINDOW)),
-    "decode": (based, based.based_case("decode", 2, 80, 2, 16, dims=4)),
     "norm": (norm, case_of("small", **SMALL)),
     "norm-training": (norm, case_of("small", True, **SMALL)),
     "sequence": (sequence, case_of("small", **JOINT, masked=False)),
@@ -64,7 +63,7 @@ def on_the_cpu(monkeypatch):
 def test_every_way_passes_the_gate_and_spoilt_results_do_not(name):
     module, case = CASES[name]
     made = module.ways(case, CPU, torch.float32)
-    assert len(made) >= 3
+    assert len(made) >= 2
     for method in made.keys() - set(SLOW):
         # FlexAttention has gradients when it is compiled alone.
         if method == "flex" and case.training:
@@ -135,7 +134,7 @@ def test_the_flops_are_those_that_one_counts_and_those_of_plain_torch(grid, opti
 
 
 TABLES = {
-    "kernels-h200": (kernels, 30), "flash-bias-h200": (bias, 70), "based-h200": (based, 59), "norm": (norm, 10),
+    "kernels-h200": (kernels, 30), "flash-bias-h200": (bias, 70), "based-h200": (based, 54), "norm": (norm, 10),
     "sequence": (sequence, 8),
 }  # fmt: skip
 
@@ -150,9 +149,6 @@ def test_a_multiply_add_counts_two():
     training = based.based_case("video", 1, 100, 3, 64, True)
     assert based.linear_work(training, 2)["flops"] == 3 * based.linear_work(case, 2)["flops"]
     assert based.softmax_work(training, 1, 2)["flops"] == 3.5 * based.softmax_work(case, 1, 2)["flops"]
-    token = based.based_case("decode", 5, 4096, 3, 64)
-    assert tuple(based.linear_work(token, 2).values()) == (15 * 4 * F * 65, 15 * 2 * F * 65 * 4)
-    assert tuple(based.softmax_work(token, 1024, 2).values()) == (15 * 4 * 1024 * 64, 15 * 2 * 1024 * 64 * 2)
     biased = case_of("x", **TINY)
     plain = bias.flops(biased, 0)
     assert plain == 2 * 4 * 40**2 * 16 and bias.flops(biased, 8) == plain + 2 * 2 * 40**2 * 8
@@ -164,13 +160,12 @@ def test_a_multiply_add_counts_two():
 
 @pytest.mark.parametrize("name", TABLES)
 def test_the_cases_are_those_of_the_tables(name):
-    """By label, those of the committed results."""
+    """By label, those of the committed results, which keep what was measured of cases and ways that are gone."""
     module, count = TABLES[name]
     bench = module.bench()
     labels = {case.label for case in bench.cases}
     assert len(labels) == len(bench.cases) == count
     path = Path(__file__).parents[2] / "docs" / "benchmarks" / f"{name}.json"
-    for case in json.loads(path.read_text())["cases"]:
-        # Records keep what was measured of an option that is gone.
-        methods = {row["method"] for row in case["rows"]} - {"vmonarch-tiles2-coarse2"}
-        assert case["case"] in labels and methods <= set(bench.methods)
+    cases = {case["case"]: case["rows"] for case in json.loads(path.read_text())["cases"]}
+    assert {label for label in cases if not label.startswith("decode")} <= labels
+    assert set(bench.methods) <= {row["method"] for rows in cases.values() for row in rows}
