@@ -102,7 +102,6 @@ def evaluate(
     *,
     progress: bool = False,
     model: LoadedModel | None = None,
-    shard: Shard | None = None,
     command: str = "",
 ) -> Evaluation:
     """Sample and measure the items that `config.output_dir` lacks; once all are there, write JSON, table and report.
@@ -113,7 +112,6 @@ def evaluate(
     Args:
         progress: show progress bars.
         model: a pipeline loaded before with the same model settings, to save loading it again.
-        shard: which share of the items is this process's; by default what the environment says.
         command: how it was called, for the report.
 
     Raises:
@@ -124,7 +122,7 @@ def evaluate(
     """
     check_measures(config)
     folder = model.folder if model else find_model(config.model, config.revision)
-    shard = Shard() if isinstance(config, CompareConfig) else shard or Shard.of_environment()
+    shard = Shard() if isinstance(config, CompareConfig) else Shard.of_environment()
     if shard.size > 1 and config.device == "auto" and choose_device("auto").type == "cuda":
         config = dataclasses.replace(config, device=f"cuda:{shard.local_rank}")
     config = complete(config, folder)

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from vmonarch.configs import InputError, suggest
+from vmonarch.configs import InputError, choice, number, suggest
 from vmonarch.configs.methods import AttentionMethod, resolve_method
 from vmonarch.pipelines.config import SamplingConfig
 
@@ -25,14 +25,6 @@ def resolved(specs: Sequence[Any], argument: str, *, recipes: bool = True) -> tu
     if repeated := sorted({label for label in labels if labels.count(label) > 1}):
         raise InputError(argument, f"must differ; repeated: {', '.join(repeated)}")
     return tuple(methods)
-
-
-def check_least(config: Any, **least: int) -> None:
-    """Raise InputError for a field that is below its least value; None is not."""
-    for name, bound in least.items():
-        value = getattr(config, name)
-        if value is not None and value < bound:
-            raise InputError(name, f"must be at least {bound}, got {value}")
 
 
 @dataclass(frozen=True)
@@ -56,14 +48,14 @@ class EvalConfig(SamplingConfig):
     methods: tuple[Any, ...] = ("full", "vmonarch")
     reference: Any = "full"
     output_dir: str = "outputs/eval"
-    prompt_set: str | None = None
-    num_prompts: int | None = None
+    prompt_set: str | None = choice(None, "embedded")
+    num_prompts: int | None = number(None, "[1, inf)")
     baseline: str | None = None
     lpips: bool = False
     vbench: tuple[str, ...] = field(default=(), metadata={"option": {"metavar": "DIMENSION"}})
-    vbench_timeout: float = 3600.0
-    report_items: int = 12
-    report_megabytes: int = 64
+    vbench_timeout: float = number(3600.0, "(0, inf)")
+    report_items: int = number(12, "[0, inf)")
+    report_megabytes: int = number(64, "[0, inf)")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -71,11 +63,6 @@ class EvalConfig(SamplingConfig):
         others = [method for method in resolved(self.methods, "methods") if method.label != reference.label]
         object.__setattr__(self, "reference", reference)
         object.__setattr__(self, "methods", (reference, *others))
-        check_least(self, num_prompts=1, report_items=0, report_megabytes=0)
-        if self.prompt_set not in (None, "embedded"):
-            raise InputError("prompt_set", f"must be one of embedded, got {self.prompt_set!r}")
-        if not self.vbench_timeout > 0:
-            raise InputError("vbench_timeout", f"must be above 0 seconds, got {self.vbench_timeout}")
         if self.baseline is not None and self.baseline not in self.labels:
             hint = suggest(self.baseline, self.labels)
             raise InputError("baseline", f"must be one of {', '.join(self.labels)}, got {self.baseline!r}{hint}")
@@ -110,8 +97,4 @@ class CompareConfig(EvalConfig):
     """
 
     output_dir: str = "outputs/compare"
-    strip_frames: int = 6
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_least(self, strip_frames=1)
+    strip_frames: int = number(6, "[1, inf)")

@@ -129,7 +129,6 @@ def summary_rows(
     """Heading and rows of the summary: every method with its FLOPs, means and intervals, and PSNR's `low_end`.
 
     Args:
-        record: of any age; `low_end`, which older statistics lack, is that of its items.
         measures: those to show, where they were taken.
     """
     labels = record["methods"]
@@ -142,9 +141,8 @@ def summary_rows(
         if any(found):
             columns[measure.heading] = [shown_interval(value, measure.decimals) for value in found]
         if any(found) and key == "psnr":
-            low = [low_end(record["items"], label) for label in labels]
-            columns["p5"] = [shown_number(row["p5"], measure.decimals) for row in low]
-            columns["< 27 dB"] = [f"{row['below_27']} of {row['items']}" if row["items"] else "–" for row in low]
+            columns["p5"] = [shown_number(low and low["p5"], measure.decimals) for low in found]
+            columns["< 27 dB"] = [f"{low['below_27']} of {low['items']}" if low else "–" for low in found]
     for dimension in next(iter(record["vbench"].values()), {}):
         columns[dimension] = [f"{record['vbench'][label][dimension]:.4f}" for label in labels]
     return list(columns), [list(row) for row in zip(*columns.values(), strict=True)]

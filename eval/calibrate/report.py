@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from markupsafe import Markup
@@ -16,11 +16,8 @@ from vmonarch.plan import AttentionPlan
 _TITLES = {"error": "error", "kl": "row-KL", "output_error": "squared change of the model's output"}
 
 
-class Captioned(NamedTuple):
-    """A picture, and the lines below it."""
-
-    picture: Markup
-    captions: tuple[str, ...]
+# A picture, and the lines below it.
+Captioned = tuple[Markup, tuple[str, ...]]
 
 
 def report(diagnosis: Mapping[str, Any], plan: AttentionPlan) -> str:
@@ -68,7 +65,7 @@ def _cells(of: str, values: torch.Tensor, title: str, top: float | None = None) 
     """A heat map of [layers, heads]; the darkest is `top`, by default the largest value."""
     largest = values.max().item()
     picture = heat_map(values.numpy(), f"{of}: {title}", top or max(largest, 1e-12))
-    return Captioned(picture, (title, f"mean {values.mean().item():.4g}, largest {largest:.4g}"))
+    return picture, (title, f"mean {values.mean().item():.4g}, largest {largest:.4g}")
 
 
 def _work(diagnosis: Mapping[str, Any], plan: AttentionPlan) -> Iterator[Captioned]:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from vmonarch.configs import InputError, suggest
+from vmonarch.configs import InputError, check_values, choice, number
 from vmonarch.configs.methods import AttentionMethod
 from vmonarch.eval.calibrate import MEASURES
-from vmonarch.eval.settings import check_least, resolved
+from vmonarch.eval.settings import resolved
 from vmonarch.options import Options, VMonarchOptions
 from vmonarch.pipelines.config import SamplingConfig
 
@@ -55,20 +54,14 @@ class Budget:
             layer_error beside it, and layer_error).
     """
 
-    flops: float | None = None
-    time: float | None = None
-    measure: str | None = None
+    flops: float | None = number(None, "[0, inf)")
+    time: float | None = number(None, "[0, inf)")
+    measure: str | None = choice(None, *MEASURES)
 
     def __post_init__(self) -> None:
+        check_values(self)
         if self.flops is not None and self.time is not None:
             raise InputError("flops", "and time exclude each other: give one")
-        for name in ("flops", "time"):
-            value = getattr(self, name)
-            if value is not None and not 0 <= value < math.inf:
-                raise InputError(name, f"must be finite and at least 0, got {value}")
-        if self.measure is not None and self.measure not in MEASURES:
-            hint = suggest(self.measure, MEASURES)
-            raise InputError("measure", f"must be of {', '.join(MEASURES)}, got {self.measure!r}{hint}")
 
 
 @dataclass(frozen=True)
@@ -86,9 +79,9 @@ class CalibrateConfig(Budget, SamplingConfig):
 
     output_dir: str = "outputs/calibrate"
     candidates: tuple[Any, ...] = field(default=CANDIDATES, metadata={"option": {"metavar": "METHOD"}})
-    every: int | None = None
+    every: int | None = number(None, "[1, inf)")
     sensitivity: bool = True
-    refine: int = 0
+    refine: int = number(0, "[0, inf)")
 
     def __post_init__(self) -> None:
         SamplingConfig.__post_init__(self)
@@ -110,7 +103,6 @@ class CalibrateConfig(Budget, SamplingConfig):
             for name in ("bias", "plan", "dense_steps", "dense_layers", "refresh"):
                 if method.options.get(name) not in (None, 0, []):
                     raise InputError("candidates", f"must leave {name} alone, but {method.label!r} sets it")
-        check_least(self, every=1, refine=0)
         if not self.sensitivity and self.measure == "output_error":
             raise InputError("measure", "cannot be output_error without sensitivity, which measures it")
         if self.refine and not self.sensitivity:

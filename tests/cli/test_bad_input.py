@@ -68,7 +68,7 @@ GENERATE = {
 
 COMPARE = {
     "method twice": (["--methods", "vmonarch", "vmonarch"], ["--methods", "must differ", "vmonarch"]),
-    "no strip": (["--strip-frames", "0"], ["--strip-frames", "at least 1"]),
+    "no strip": (["--strip-frames", "0"], ["--strip-frames must be in [1, inf), got 0"]),
     "attention is generate's": (["attention=full"], ["attention", "no known key", "methods"]),
 }
 
@@ -81,7 +81,7 @@ EVAL = {
     "prompt set": (["--prompt-set", "movies"], ["--prompt-set must be one of embedded"]),
     "more prompts than there are": (["--prompt-set", "embedded", "--num-prompts", "1000"], ["at most 64"]),
     "vbench": (["a red", "--vbench", "imaging"], ["did you mean imaging_quality?"]),
-    "report": (["a red", "--report-items", "-1"], ["--report-items must be", "at least 0"]),
+    "report": (["a red", "--report-items", "-1"], ["--report-items must be in [0, inf), got -1"]),
 }
 
 CALIBRATE = {
@@ -95,7 +95,7 @@ CALIBRATE = {
     ),
     "dense": (["p", "--candidates", "vmonarch:dense_steps=1"], ["must leave dense_steps alone"]),
     "less work than the cheapest": (["p", "--flops", "0.01"], ["--flops must be at least 0."]),
-    "unknown measure": (["p", "--measure", "klo"], ["got 'klo' (did you mean kl?)"]),
+    "unknown measure": (["p", "--measure", "klo"], ["--measure must be one of error, layer_error", "got 'klo'"]),
     "measure that is left out": (["p", "--measure", "output_error", "--no-sensitivity"], ["without sensitivity"]),
     "plan alone": (["p", "--plan", "x.json"], ["plan is for --diagnosis"]),
 }
