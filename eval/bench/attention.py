@@ -53,7 +53,6 @@ def attention_way(
     *,
     leaves: Sequence[torch.Tensor] | None = None,
     names: Sequence[str] = NAMES,
-    inputs: Sequence[torch.Tensor] | None = None,
     **work: Any,
 ) -> Way:
     """`attend` of the tensors, compared with `reference` of float32 copies of some of their heads, all rows.
@@ -62,10 +61,11 @@ def attention_way(
 
     Args:
         grad: gradient of the output, of which it may be a part; None if nothing is trained.
-        leaves: whose gradients are computed; those without a name are not compared.
-        inputs: what must exist before the call. Both are the tensors if None. work: of the way.
+        leaves: what must exist before the call, and whose gradients are computed, of which those without a name are not
+            compared; None for the tensors.
+        work: of the way.
     """
-    heads = tensors[0].shape[2]
+    heads, leaves = tensors[0].shape[2], tensors if leaves is None else leaves
     checked = [0] if grad is not None else sorted({0, heads - 1})
     if any(x.shape[2] != heads for x in tensors):
         checked = list(range(heads))
@@ -79,10 +79,10 @@ def attention_way(
         return dict(zip(names, with_gradients(lambda: reference(*copies), copies, of_output)(), strict=False))
 
     return Way(
-        run=with_gradients(lambda: attend(*tensors), tensors if leaves is None else leaves, grad),
+        run=with_gradients(lambda: attend(*tensors), leaves, grad),
         found=lambda results: {name: of_checked(x) for name, x in zip(names, results, strict=False)},
         expected=expected,
-        input_bytes=bytes_of([*(tensors if inputs is None else inputs), grad]),
+        input_bytes=bytes_of([*leaves, grad]),
         **work,
     )
 

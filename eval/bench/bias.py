@@ -69,8 +69,7 @@ def ways(case: Case, device: torch.device, dtype: torch.dtype) -> Ways:
         if method == "flash-bias":
             return made(partial(biased, "triton"), names=(*NAMES, "dφq", "dφk"), flops=flops(case, case.rank))
         # The gradient of the matrix has no counterpart among those of the factors.
-        tensors = [q, k, v, matrix()]
-        return made(with_matrix, leaves=tensors, inputs=tensors, flops=flops(case, 0))
+        return made(with_matrix, leaves=[q, k, v, matrix()], flops=flops(case, 0))
 
     return {method: partial(way, method) for method in METHODS}
 

@@ -35,9 +35,8 @@ from vmonarch.eval.bench.rows import tables
 from vmonarch.files import check_output, write_json
 
 FORMAT = "vmonarch-bench-1"
-# Of the budget, for compiling beforehand; and the bytes that must be free before a process compiles.
+# Of the budget, for compiling beforehand.
 COMPILE_SHARE = 0.5
-COMPILE_BYTES = 24e9
 # Relative errors (Frobenius norm) that a dtype may have against the float32 reference; of any single row, 10 × as much.
 BOUNDS = {
     torch.bfloat16: {"out": 2e-2, "gradient": 5e-2},
@@ -184,9 +183,6 @@ def compile_task(task: tuple[Callable[..., Ways], Case, str, str]) -> None:
     os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
     device = torch.device(device_text)
     torch.cuda.set_device(device)
-    started = time.monotonic()
-    while torch.cuda.mem_get_info(device)[0] < COMPILE_BYTES and time.monotonic() < started + 60:
-        time.sleep(0.5)
     ways(case, device, measured_dtype(device))[method]().run()
     release_memory(device)
 

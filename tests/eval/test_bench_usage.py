@@ -11,8 +11,6 @@ TRAIN = ["bench", "train", "--device", "cpu", "--model", "TINY", "--size", "32",
 TUNE = ["tune", "--device", "cpu", "--dtype", "float32", "--output", "x.json"]
 USAGE = {
     "tune kernel": ([*TUNE, "--kernels", "r_stp"], ["--kernels must be of", "did you mean r_step?"]),
-    "tune head dimension": ([*TUNE, "--head-dims", "300"], ["--head-dims must be integers from 1 to 256, got 300"]),
-    "tune shape": ([*TUNE, "--shapes", "2x4"], ["--shapes must be frames x height x width of the latent", "'2x4'"]),
     "tune dtype": ([*TUNE, "--dtype", "bfloat16"], ["--dtype bfloat16 does not work in the interpreter"]),
     "tune the package's table": (TUNE[:-2], ["--output is needed with --device cpu"]),
     "unknown setting": ([*E2E, "--settings", "1.3b-61x448x833"], ["--settings", "did you mean 1.3b-61x448x832?"]),

@@ -130,37 +130,32 @@ def test_the_sink_average_is_the_mean_of_two_maps(grid):
 
 
 @pytest.mark.parametrize(
-    ("grid", "axis", "recompute"), [((5, 7, 3), "T", True), ((4, 8, 4), "H", False), ((7, 5, 11), "W", True)], ids=str
+    ("grid", "axis", "options"),
+    [
+        ((5, 7, 3), "T", {"blocks": 3}),
+        ((4, 8, 4), "H", {"blocks": 3, "recompute": False}),
+        ((7, 5, 11), "W", {"blocks": 3}),
+        # The paper's "F", whose last block may be short.
+        ((5, 3, 2), "T", {"blocks": None, "length": 2}),
+        ((4, 3, 2), "T", {"blocks": None, "length": 9}),
+    ],
+    ids=["frames", "rows", "columns", "two frames", "nine frames"],
 )
-def test_factors_along_another_axis_are_a_monarch_map_of_permuted_tokens(grid, axis, recompute):
+def test_factors_along_an_axis_are_a_monarch_map_of_permuted_tokens(grid, axis, options):
     q, k, v = qkv(grid)
-    blocks = 3
     numbers = dict(zip("THW", coordinates(grid), strict=True))
     sizes = dict(zip("THW", grid, strict=True))
-    length = sizes[axis]
-    bounds = [p * length // blocks for p in range(blocks + 1)]
-    block = sum((numbers[axis] >= bound).long() for bound in bounds[1:-1])
+    size, blocks = sizes[axis], options["blocks"]
+    bounds = [p * size // blocks for p in range(blocks)] if blocks else list(range(0, size, options["length"]))
+    block = sum((numbers[axis] >= bound).long() for bound in bounds[1:]) + 0 * numbers[axis]
     # The paper's order of the others: (HWT), (WHT), (THW).
     second, third = {"T": "HW", "H": "WT", "W": "HT"}[axis]
     offset = numbers[axis] - torch.tensor(bounds)[block]
     position = (offset * sizes[second] + numbers[second]) * sizes[third] + numbers[third]
     expected = per_head(monarch_map(block, position, 2), q, k, v)
-    if recompute:
+    if options.get("recompute", True):
         expected = with_exact_first_frame(expected, q, k, v, grid)
-    out = attend("factorised", q, k, v, grid, axis=axis, blocks=blocks, recompute=recompute)
-    torch.testing.assert_close(out, expected, rtol=0, atol=1e-12)
-
-
-@pytest.mark.parametrize(("length", "frames"), [(2, 5), (3, 4), (9, 4)], ids=str)
-def test_blocks_of_several_frames_are_a_monarch_map_whose_last_block_may_be_short(length, frames):
-    """The paper's "F"."""
-    grid = (frames, 3, 2)
-    q, k, v = qkv(grid)
-    time, row, column = coordinates(grid)
-    block = time // length
-    position = (time % length * grid[1] + row) * grid[2] + column
-    expected = with_exact_first_frame(per_head(monarch_map(block, position, 2), q, k, v), q, k, v, grid)
-    out = attend("factorised", q, k, v, grid, axis="T", blocks=None, length=length)
+    out = attend("factorised", q, k, v, grid, axis=axis, **options)
     torch.testing.assert_close(out, expected, rtol=0, atol=1e-12)
 
 

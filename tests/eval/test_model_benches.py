@@ -341,8 +341,3 @@ def test_bad_configs_are_refused_by_key(tmp_path, contents, message):
     with pytest.raises(InputError) as caught:
         read_model(str(tmp_path / "bad.yaml"))
     assert caught.value.argument == "model" and message in str(caught.value)
-
-
-def test_no_such_model():
-    with pytest.raises(InputError, match="wan2.2-5b, .*'wan2.2-5'"):
-        read_model("wan2.2-5")

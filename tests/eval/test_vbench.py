@@ -192,26 +192,13 @@ def ended(process: int) -> bool:
     return False
 
 
-def test_a_package_that_hangs_is_ended_with_its_children(bench: Bench, tmp_path: Path) -> None:
+def test_a_package_that_hangs_is_ended_with_its_children(bench: Bench) -> None:
     bench.order("hang")
     child = bench.package / "child"
     with pytest.raises(VBenchError, match="temporal_flickering did not end within 2 s and was killed"):
         bench.score([bench.video(0)], timeout=2)
     assert ended(int(child.read_text()))
-    child.unlink()
-    # And so it is when the command itself is terminated.
-    listed = tmp_path / "videos.jsonl"
-    listed.write_text(json.dumps({"file": str(bench.videos / "0.mp4"), "prompt": "a cat"}))
-    asked = [sys.executable, "-m", "vmonarch", "vbench", "score", str(listed), "--device", "cpu"]
-    asked += ["--dimensions", "temporal_flickering", "--environment", str(bench.environment)]
-    asked += ["--weights", str(bench.weights), "--work-dir", str(bench.work_dir), "--output", str(tmp_path / "s.json")]
-    with subprocess.Popen(asked) as running:
-        while not child.exists() or not child.read_text():
-            time.sleep(0.1)
-        running.terminate()
-        assert running.wait(20) == 143
-    assert ended(int(child.read_text()))
-    assert not list(bench.work_dir.iterdir()) and not (tmp_path / "s.json").exists()
+    assert not list(bench.work_dir.iterdir())
 
 
 def test_equal_requests_are_answered_from_disk(bench: Bench) -> None:

@@ -28,6 +28,7 @@ from vmonarch.finetune import scenes as scenes_module
 from vmonarch.finetune.checkpoints import hold
 from vmonarch.finetune.data import preprocess as module
 from vmonarch.finetune.data.captions import read_captions
+from vmonarch.finetune.data.decode import ClipShape, decode_clips
 from vmonarch.finetune.data.parquet import ParquetFolder, decode_row
 from vmonarch.finetune.data.preprocess import PipelineEncoders, PreprocessConfig, load_encoders, preprocess
 from vmonarch.pipelines.embedded import embedded_model_path
@@ -146,22 +147,9 @@ def test_real_clips_through_the_command_line(tmp_path, capsys, embedded):
     rows = rows_of(tmp_path / "out")
     assert [row["id"] for row in rows] == [f"{clip.name}-0" for clip in clips]
     for row, clip in zip(rows, clips, strict=True):
-        sample = decode_row(row)
-        # None has tags, and the large one means BT.709.
-        matrix = 1 if "bigbuckbunny" in clip.name else 6
-        tagged = ("-c", "copy", "-bsf:v", f"h264_metadata=matrix_coefficients={matrix}", tmp_path / "tagged.mp4")
-        subprocess.run([FFMPEG, "-y", "-v", "error", "-i", clip, *tagged], check=True)
-        frames, fps = read_video(tmp_path / "tagged.mp4")
-        # Written out once more: square pixels, cover 32×48, then the centre.
-        height, width = frames.shape[1:3]
-        shown = width * 128 / 117 if "carphone" in clip.name else width
-        scale = max(32 / height, 48 / shown)
-        size = (round(height * scale), round(shown * scale))
-        video = torch.from_numpy(frames[:5].copy()).permute(0, 3, 1, 2).float()
-        video = torch.nn.functional.interpolate(video, size, mode="bicubic", antialias=True)
-        top, left = (size[0] - 32) // 2, (size[1] - 48) // 2
-        video = video[:, :, top : top + 32, left : left + 48].round().clamp(0, 255) / 127.5 - 1
-        means = embedded.latents(video.permute(1, 0, 2, 3))
+        sample, fps = decode_row(row), read_video(clip)[1]
+        (decoded,) = decode_clips(clip, [ClipShape(32, 48, 5)], timeout=60)
+        means = embedded.latents(decoded.frames.float() / 127.5 - 1)
         assert sample.latents.shape == (16, 2, 4, 6) and sample.latents.dtype == torch.float32
         torch.testing.assert_close(sample.latents, means, rtol=1e-4, atol=1e-4)
         assert (row["width"], row["height"], sample.caption) == (48, 32, f"a red circle, {clip.stem}")
