@@ -2,6 +2,7 @@
 
 import hashlib
 
+import pytest
 import torch
 
 from vmonarch.finetune import scenes
@@ -14,10 +15,13 @@ def digest(data: bytes) -> str:
 def test_what_a_seed_gives_is_pinned():
     """All shapes, colours, directions, patterns and pans are in it."""
     batch = scenes.sample_scenes(96, 3)
-    for name, table in {**scenes.OBJECT_TABLES, **scenes.SCENE_TABLES}.items():
-        assert set(getattr(batch, name).flatten().tolist()) == set(range(len(table))), name
-    pixels = (scenes.render(batch, frames=[0, 30, 60]) * 127.5 + 127.5).round().byte()
-    assert digest(pixels.numpy().tobytes()) == "ee2acff29d620632"
+    drawn = [getattr(batch, name).flatten() for name in {**scenes.OBJECT_TABLES, **scenes.SCENE_TABLES}]
+    for indices, table in zip(drawn, {**scenes.OBJECT_TABLES, **scenes.SCENE_TABLES}.values(), strict=True):
+        assert set(indices.tolist()) == set(range(len(table)))
+    assert digest(torch.cat(drawn).numpy().tobytes()) == "98be7530e268be19"
+    # Processors round the last bit of pixels differently.
+    means = (127.5 + 127.5 * scenes.render(batch, frames=[0, 30, 60])).mean((1, 2, 3, 4))
+    assert means[:6].tolist() == pytest.approx([140.597, 122.441, 143.347, 146.410, 54.433, 111.532], abs=0.01)
     assert digest("\n".join(scenes.write_captions(batch, 4, 8)).encode()) == "85126c90450f02b5"
     prompts = scenes.held_out_prompts()
     assert len(prompts) == 64 and sum(len(scene.objects) == 2 for scene in prompts.values()) == 12
