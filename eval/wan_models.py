@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from vmonarch.configs import InputError, read_yaml, suggest
+from vmonarch.finetune.models import cast
 from vmonarch.grid import LatentGrid
 from vmonarch.pipelines.model_folder import ModelFolder, find_model, read_json
 from vmonarch.pipelines.traits import TEXT_TO_VIDEO
@@ -106,13 +107,11 @@ def random_model(cls: Any, config: Mapping[str, Any], device: torch.device, dtyp
     torch.manual_seed(0)
     with device:
         model = cls(**config)
-    kept = set(cls._keep_in_fp32_modules or ())
-    for path, parameter in model.named_parameters():
+    for parameter in model.parameters():
         # Modulations begin as zeros, which would leave attention out.
         if not parameter.any():
             torch.nn.init.normal_(parameter, std=0.02)
-        if not kept & set(path.split(".")):
-            parameter.data = parameter.data.to(dtype)
+    cast(model, dtype)
     return model.eval().requires_grad_(False)
 
 

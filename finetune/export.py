@@ -25,7 +25,7 @@ from vmonarch.configs import InputError
 from vmonarch.finetune import checkpoints
 from vmonarch.finetune.checkpoints import CheckpointError
 from vmonarch.finetune.config import finetune_config, require
-from vmonarch.finetune.models import COMPONENTS, Experts, load_experts, model_facts
+from vmonarch.finetune.models import COMPONENTS, Experts, cast, load_experts, model_facts
 from vmonarch.installation import is_applied
 from vmonarch.pipelines.model_folder import ModelFolder, find_wan_model
 
@@ -99,7 +99,7 @@ def export(
     form = "end with .safetensors" if learns or (config.lora.rank and len(facts.names) == 1) else "be a folder"
     problem = f"must {form} for what this run trained, got {str(output)!r}"
     require((form != "be a folder") == (output.suffix == ".safetensors"), "output", problem)
-    with _appears(output) as partial:
+    with appears(output) as partial:
         if learns:
             pipe = types.SimpleNamespace(**{**dict.fromkeys(COMPONENTS), **experts.parts})
             save_adapter(pipe, partial, dtype=dtypes[facts.names[0]])
@@ -135,7 +135,7 @@ def _fill(experts: Experts, path: Path, file: str) -> None:
 
 
 @contextlib.contextmanager
-def _appears(output: Path) -> Iterator[Path]:
+def appears(output: Path) -> Iterator[Path]:
     """Another name for a file or folder to be written, which gets its own when it is whole."""
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
@@ -197,9 +197,5 @@ def _write_pipeline(folder: ModelFolder, experts: Experts, path: Path, dtypes: d
     for name, part in experts.parts.items():
         if is_applied(part):
             restore(part)
-        # diffusers keeps some modules in float32.
-        kept = set(part._keep_in_fp32_modules or ())
-        for key, parameter in part.named_parameters():
-            if kept.isdisjoint(key.split(".")):
-                parameter.data = parameter.data.to(dtypes[name])
+        cast(part, dtypes[name])
         part.save_pretrained(path / name, safe_serialization=True)

@@ -180,6 +180,14 @@ def load_experts(
     return Experts(parts).train(), teacher
 
 
+def cast(model: Any, dtype: torch.dtype) -> None:
+    """Give the parameters of a model of diffusers a dtype, but for those that diffusers keeps in float32."""
+    kept = set(model._keep_in_fp32_modules or ())
+    for name, parameter in model.named_parameters():
+        if kept.isdisjoint(name.split(".")):
+            parameter.data = parameter.data.to(dtype)
+
+
 def lora_layers(model: nn.Module) -> list[Any]:
     """The layers to which peft has added LoRA layers."""
     from peft.tuners.lora import LoraLayer

@@ -19,7 +19,6 @@ import math
 import operator
 import shutil
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -35,6 +34,7 @@ from transformers import AutoTokenizer, UMT5Config, UMT5EncoderModel
 
 from vmonarch.files import write_json
 from vmonarch.finetune.embedded.models import Reconstruction, TextToVideo, attribute_targets
+from vmonarch.finetune.export import appears
 from vmonarch.finetune.models import compile_options
 from vmonarch.finetune.scenes import SceneBatch, render, sample_scenes, write_captions
 from vmonarch.pipelines.embedded import EMBEDDED_SETTINGS, embedded_model_path
@@ -254,9 +254,7 @@ def run(settings: Settings, output: Path, proxy: bool, command: str) -> None:
         train_vae(vae, settings, device)
     words, data = make_data(vae.to(device).eval(), origin, settings, device, learn_words=not proxy)
     text_encoder, transformer, log = train_transformer(origin, data, settings, device, proxy)
-    output.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{output.name}.", dir=output.parent) as partial:
-        folder = Path(partial) / output.name
+    with appears(output) as folder:
         models = {"vae": vae, "text_encoder": text_encoder, "transformer": transformer}
         save_pipeline(folder, origin, words, models, settings.flow_shift)
         if proxy:
@@ -271,8 +269,6 @@ def run(settings: Settings, output: Path, proxy: bool, command: str) -> None:
                 "log": log,
             }
             write_json(folder / PROXY_RECORD, record)
-        # It appears whole or not at all.
-        folder.rename(output)
 
 
 def save_pipeline(folder: Path, origin: Path, words: str, models: dict[str, Any], flow_shift: float) -> None:

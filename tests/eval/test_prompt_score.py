@@ -4,7 +4,6 @@ import random
 
 import pytest
 import torch
-from made_scenes import scenes_from_attributes
 
 from vmonarch.eval import prompt_score as ps
 from vmonarch.finetune import scenes as data
@@ -13,8 +12,15 @@ from vmonarch.finetune import scenes as data
 FRAMES = range(0, 61, 6)
 
 
-def clip(*objects: data.ObjectAttributes, **scene) -> torch.Tensor:
-    scenes = scenes_from_attributes([data.SceneAttributes(objects, **scene)], 0)
+def clip(shown: data.ObjectAttributes) -> torch.Tensor:
+    """A clip of one object before a plain grey background."""
+    index = lambda table, value: torch.tensor([table.index(value)])
+    drawn = {"count": torch.tensor([1])}
+    for name, table in data.OBJECT_TABLES.items():
+        drawn[name] = index(table, getattr(shown, name)).expand(1, data.MAX_OBJECTS)
+    for name, table in data.SCENE_TABLES.items():
+        drawn[name] = index(table, getattr(data.SceneAttributes((shown,)), name))
+    scenes = data.place(drawn, torch.Generator().manual_seed(0))
     return ((data.render(scenes, frames=FRAMES)[0] + 1) / 2).permute(1, 2, 3, 0)
 
 
