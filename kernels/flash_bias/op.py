@@ -10,27 +10,18 @@ from typing import Any
 import torch
 
 from vmonarch.kernels.common.launch import needs_operator, unit_stride
+from vmonarch.kernels.common.operators import differentiable
 from vmonarch.kernels.flash_bias.backward import flash_bias_backward as backward_kernels
 from vmonarch.kernels.flash_bias.factors import gradients_of_cut, in_dtype
 from vmonarch.kernels.flash_bias.forward import Launch
 from vmonarch.kernels.flash_bias.forward import flash_bias_forward as forward_kernel
 
-_INPUTS = (
-    "Tensor query, Tensor key, Tensor value, Tensor query_factor, Tensor key_factor, Tensor? key_mask,"
-    " float scale, bool causal"
-)
+_TENSORS = "Tensor query, Tensor key, Tensor value, Tensor query_factor, Tensor key_factor, Tensor? key_mask"
+_NUMBERS = "float scale, bool causal"
 
 
-def _launch(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    query_factor: torch.Tensor,
-    key_factor: torch.Tensor,
-    key_mask: torch.Tensor | None,
-    scale: float,
-    causal: bool,
-) -> Launch:
+def _launch(*inputs: Any) -> Launch:
+    query, key, value, query_factor, key_factor, key_mask, scale, causal = inputs
     query_factor, key_factor = in_dtype(query_factor, key_factor, query.dtype)
     query_factor, key_factor = map(unit_stride, (query_factor, key_factor))
     B, _, H, _ = query.shape
@@ -38,7 +29,9 @@ def _launch(
     return Launch(query, key, value, query_factor, key_factor, key_mask, scale, causal)
 
 
-@torch.library.custom_op("vmonarch::flash_bias_forward", mutates_args=(), schema=f"({_INPUTS}) -> (Tensor, Tensor)")
+@torch.library.custom_op(
+    "vmonarch::flash_bias_forward", mutates_args=(), schema=f"({_TENSORS}, {_NUMBERS}) -> (Tensor, Tensor)"
+)
 def flash_bias_forward(*inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """(out [B, Sq, H, E], lse [B, H, Sq])."""
     return forward_kernel(_launch(*inputs).padded(backward=False))
@@ -53,19 +46,18 @@ def _(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any) -> t
 @torch.library.custom_op(
     "vmonarch::flash_bias_backward",
     mutates_args=(),
-    schema=f"(Tensor grad_out, Tensor? grad_lse, Tensor out, Tensor lse, {_INPUTS})"
+    schema=f"(Tensor grad_out, Tensor? grad_lse, {_TENSORS}, Tensor out, Tensor lse, {_NUMBERS})"
     " -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
-def flash_bias_backward(
-    grad_out: torch.Tensor, grad_lse: torch.Tensor | None, out: torch.Tensor, lse: torch.Tensor, *inputs: Any
-) -> tuple[torch.Tensor, ...]:
+def flash_bias_backward(*inputs: Any) -> tuple[torch.Tensor, ...]:
     """(dq, dk, dv, dφq, dφk), each in the shape and dtype of its input."""
-    query, _, _, *factors = inputs[:5]
+    grad_out, grad_lse, *tensors, out, lse, scale, causal = inputs
+    query, _, _, *factors, _ = tensors
     rank = factors[0].shape[3]
     # Sums of gradients are taken in float32.
     whole = (query.shape[0], query.shape[2], query.dtype)
     dtypes = [f.dtype if (f.shape[0], f.shape[2], f.dtype) == whole else torch.float32 for f in factors]
-    launch = _launch(*inputs).padded(backward=True)
+    launch = _launch(*tensors, scale, causal).padded(backward=True)
     *gradients, dfq, dfk = backward_kernels(launch, grad_out, grad_lse, out, lse, (dtypes[0], dtypes[1]))
     if factors[0].dtype == query.dtype:
         dfq, dfk = dfq[..., :rank], dfk[..., :rank]
@@ -77,29 +69,7 @@ def flash_bias_backward(
     )
 
 
-@flash_bias_backward.register_fake
-def _(grad_out: Any, grad_lse: Any, out: Any, lse: Any, *inputs: Any) -> tuple[torch.Tensor, ...]:
-    return tuple(x.new_empty(x.shape) for x in inputs[:5])
-
-
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
-    *tensors, ctx.scale, ctx.causal = inputs
-    ctx.save_for_backward(*tensors, *output)
-    ctx.set_materialize_grads(False)
-
-
-def _backward(
-    ctx: Any, grad_out: torch.Tensor | None, grad_lse: torch.Tensor | None
-) -> tuple[torch.Tensor | None, ...]:
-    *tensors, out, lse = ctx.saved_tensors
-    if grad_out is None and grad_lse is None:
-        return (None,) * 8
-    grad_out = torch.zeros_like(out) if grad_out is None else grad_out
-    gradients = flash_bias_backward(grad_out, grad_lse, out, lse, *tensors, ctx.scale, ctx.causal)
-    return *gradients, None, None, None
-
-
-flash_bias_forward.register_autograd(_backward, setup_context=_setup_context)
+differentiable(flash_bias_forward, flash_bias_backward, tensors=6, gradients=5)
 
 
 def flash_bias_attention_triton(

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from vmonarch.kernels.common.launch import needs_operator
+from vmonarch.kernels.common.operators import differentiable
 from vmonarch.kernels.flash_entropy.backward import flash_backward
 from vmonarch.kernels.flash_entropy.forward import flash_forward
 from vmonarch.kernels.flash_entropy.segments import Segment
@@ -50,40 +51,17 @@ def _(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any) -> A
     "vmonarch::flash_entropy_backward",
     mutates_args=(),
     schema="(Tensor grad_out, Tensor? grad_lse, Tensor? grad_entropy, Tensor query, Tensor key, Tensor value,"
-    " Tensor out, Tensor lse, Tensor entropy, float scale) -> (Tensor, Tensor, Tensor)",
+    " Tensor out, Tensor lse, Tensor entropy, float scale, bool entropy_grad) -> (Tensor, Tensor, Tensor)",
 )
 def flash_entropy_backward(*inputs: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(dq, dk, dv), each in the shape and dtype of its input."""
-    grad_out, grad_lse, grad_entropy, query, key, value, out, lse, entropy, scale = inputs
+    grad_out, grad_lse, grad_entropy, query, key, value, out, lse, entropy, scale, entropy_grad = inputs
     segments = _all_pairs(query, key)
+    grad_entropy = grad_entropy if entropy_grad else None
     return flash_backward(grad_out, grad_lse, grad_entropy, query, key, value, out, lse, entropy, segments, scale=scale)
 
 
-@flash_entropy_backward.register_fake
-def _(*inputs: Any) -> Any:
-    return tuple(x.new_empty(x.shape) for x in inputs[3:6])
-
-
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
-    query, key, value, ctx.scale, ctx.entropy_grad = inputs
-    ctx.save_for_backward(query, key, value, *output)
-    ctx.set_materialize_grads(False)
-
-
-def _backward(
-    ctx: Any, grad_out: torch.Tensor | None, grad_lse: torch.Tensor | None, grad_entropy: torch.Tensor | None
-) -> tuple[torch.Tensor | None, ...]:
-    query, key, value, out, lse, entropy = ctx.saved_tensors
-    if not ctx.entropy_grad:
-        grad_entropy = None
-    if grad_out is None and grad_lse is None and grad_entropy is None:
-        return (None,) * 5
-    grad_out = torch.zeros_like(out) if grad_out is None else grad_out
-    tensors = (grad_out, grad_lse, grad_entropy, query, key, value, out, lse, entropy)
-    return *flash_entropy_backward(*tensors, ctx.scale), None, None
-
-
-flash_entropy_forward.register_autograd(_backward, setup_context=_setup_context)
+differentiable(flash_entropy_forward, flash_entropy_backward, tensors=3, gradients=3, results=3)
 
 
 def flash_entropy_attention_triton(

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from vmonarch.kernels.common.launch import learns, needs_operator
+from vmonarch.kernels.common.operators import differentiable
 from vmonarch.kernels.monarch.call import MonarchCall
 from vmonarch.kernels.monarch.fused import backward, forward, saved_shapes
 from vmonarch.kernels.monarch.places import Places
@@ -74,38 +75,16 @@ def _(query: torch.Tensor, key: Any, value: torch.Tensor, key_mask: Any, numbers
     "vmonarch::monarch_backward",
     mutates_args=(),
     schema=f"(Tensor grad_out, Tensor? grad_lse, {_INPUTS}, Tensor out, Tensor lse, Tensor blocks, Tensor y,"
-    " Tensor stats, Tensor row_stats, Tensor out_exact, Tensor lse_exact, int[] numbers, float[] reals)"
+    " Tensor stats, Tensor row_stats, Tensor out_exact, Tensor lse_exact, int[] numbers, float[] reals, bool save)"
     " -> (Tensor, Tensor, Tensor)",
 )
 def monarch_backward(*inputs: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(dq, dk, dv), each in the shape and dtype of its input."""
-    *tensors, numbers, reals = inputs
+    *tensors, numbers, reals, _ = inputs
     return backward(*tensors[:8], saved=tuple(tensors[8:]), call=_decode(numbers, reals))
 
 
-@monarch_backward.register_fake
-def _(grad_out: Any, grad_lse: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any) -> Any:
-    return tuple(x.new_empty(x.shape) for x in (query, key, value))
-
-
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
-    query, key, value, key_mask, ctx.numbers, ctx.reals, _ = inputs
-    ctx.save_for_backward(query, key, value, key_mask, *output)
-    ctx.set_materialize_grads(False)
-
-
-def _backward(
-    ctx: Any, grad_out: torch.Tensor | None, grad_lse: torch.Tensor | None, *_: Any
-) -> tuple[torch.Tensor | None, ...]:
-    query, key, value, key_mask, out, lse, *saved = ctx.saved_tensors
-    if grad_out is None and grad_lse is None:
-        return (None,) * 7
-    grad_out = torch.zeros_like(out) if grad_out is None else grad_out
-    tensors = (grad_out, grad_lse, query, key, value, key_mask, out, lse, *saved)
-    return *monarch_backward(*tensors, ctx.numbers, ctx.reals), None, None, None, None
-
-
-monarch_forward.register_autograd(_backward, setup_context=_setup_context)
+differentiable(monarch_forward, monarch_backward, tensors=4, gradients=3)
 
 
 def monarch_attention_triton(

@@ -14,6 +14,7 @@ import torch
 import triton
 
 from vmonarch.kernels.common.launch import block_dim, dot_precision, hopper_fits, launch_options, unit_stride
+from vmonarch.kernels.common.operators import differentiable
 from vmonarch.kernels.common.softmax import log2_scale_of
 from vmonarch.kernels.flash_entropy.segments import processors
 from vmonarch.kernels.two_resolution.kernels import (
@@ -250,15 +251,17 @@ def _(query: torch.Tensor, _key: Any, value: torch.Tensor, exact: Any, _mask: An
 @torch.library.custom_op(
     "vmonarch::two_resolution_backward",
     mutates_args=(),
-    schema="(Tensor grad_out, Tensor? grad_lse, Tensor query, Tensor key, Tensor value, Tensor exact, int width,"
-    " Tensor? key_mask, Tensor out, Tensor lse, int[] numbers, bool rest, float scale) -> (Tensor, Tensor, Tensor)",
+    schema="(Tensor grad_out, Tensor? grad_lse, Tensor query, Tensor key, Tensor value, Tensor? exact,"
+    " Tensor? key_mask, Tensor out, Tensor lse, Tensor chosen, int[] numbers, float?[] choice, bool rest, float scale)"
+    " -> (Tensor, Tensor, Tensor)",
 )
 def two_resolution_backward(*inputs: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(dq, dk, dv), contiguous, each in the shape and dtype of its input."""
-    *tensors, numbers, rest, scale = inputs
-    _, _, _, key, value, _, _, key_mask, _, _ = tensors
-    n = Tiling(*numbers)
-    return backward(*tensors, n, pool(key, value, n, key_mask) if rest else None, scale)
+    *gradients, query, key, value, exact, key_mask, out, lse, chosen, numbers, choice, rest, scale = inputs
+    n, given = Tiling(*numbers), exact is not None
+    width, pooled = _width(n, _options(choice), given), pool(key, value, n, key_mask) if rest else None
+    exact = exact if given else chosen
+    return backward(*gradients, query, key, value, exact, width, key_mask, out, lse, n, pooled, scale)
 
 
 def backward(
@@ -332,37 +335,7 @@ def backward(
     return dq, dk, dv
 
 
-@two_resolution_backward.register_fake
-def _(
-    grad_out: torch.Tensor, grad_lse: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    return query.new_empty(query.shape), key.new_empty(key.shape), value.new_empty(value.shape)
-
-
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
-    query, key, value, given, key_mask, numbers, choice, rest, scale = inputs
-    out, lse, exact = output
-    ctx.save_for_backward(query, key, value, exact if given is None else given, key_mask, out, lse)
-    ctx.width = _width(Tiling(*numbers), _options(choice), given is not None)
-    ctx.numbers = numbers, rest, scale
-    ctx.mark_non_differentiable(exact)
-    ctx.set_materialize_grads(False)
-
-
-def _backward(
-    ctx: Any, grad_out: torch.Tensor | None, grad_lse: torch.Tensor | None, _: Any
-) -> tuple[torch.Tensor | None, ...]:
-    query, key, value, exact, key_mask, out, lse = ctx.saved_tensors
-    if grad_out is None and grad_lse is None:
-        return (None,) * 9
-    grad_out = torch.zeros_like(out) if grad_out is None else grad_out
-    gradients = two_resolution_backward(
-        grad_out, grad_lse, query, key, value, exact, ctx.width, key_mask, out, lse, *ctx.numbers
-    )
-    return *gradients, *(None,) * 6
-
-
-two_resolution_forward.register_autograd(_backward, setup_context=_setup_context)
+differentiable(two_resolution_forward, two_resolution_backward, tensors=5, gradients=3)
 
 
 def two_resolution_attention_triton(

@@ -14,6 +14,7 @@ import triton
 
 from vmonarch.grid import LatentGrid
 from vmonarch.kernels.common.launch import block_dim, dot_precision, launch_options, unit_stride
+from vmonarch.kernels.common.operators import differentiable
 from vmonarch.kernels.common.softmax import log2_scale_of
 from vmonarch.kernels.window.kernels import Neighbourhood, window_kernel, window_keys_kernel, window_rows_kernel
 from vmonarch.kernels.window.neighbours import Window, extents
@@ -105,29 +106,7 @@ def window_backward(*inputs: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Ten
     return dq, dk, dv
 
 
-@window_backward.register_fake
-def _(grad_out: Any, grad_lse: Any, *inputs: Any) -> tuple[torch.Tensor, ...]:
-    return tuple(x.new_empty(x.shape) for x in inputs[:3])
-
-
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
-    query, key, value, *ctx.numbers = inputs
-    ctx.save_for_backward(query, key, value, *output)
-    ctx.set_materialize_grads(False)
-
-
-def _backward(
-    ctx: Any, grad_out: torch.Tensor | None, grad_lse: torch.Tensor | None
-) -> tuple[torch.Tensor | None, ...]:
-    query, key, value, out, lse = ctx.saved_tensors
-    if grad_out is None and grad_lse is None:
-        return (None,) * 5
-    grad_out = torch.zeros_like(out) if grad_out is None else grad_out
-    gradients = window_backward(grad_out, grad_lse, query, key, value, out, lse, *ctx.numbers)
-    return *gradients, None, None
-
-
-window_forward.register_autograd(_backward, setup_context=_setup_context)
+differentiable(window_forward, window_backward, tensors=3, gradients=3)
 
 
 def window_attention_triton(
