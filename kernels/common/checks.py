@@ -7,6 +7,24 @@ import torch
 SUPPORTED_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
+def check_tensor(name: str, tensor: object) -> None:
+    """Check one of the tensors [B, S, H, D].
+
+    Raises:
+        TypeError: it is not a tensor, or not of a supported floating-point dtype.
+        ValueError: it has other dimensions, or none of some.
+    """
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"{name} must be a torch.Tensor [B, S, H, D], got {type(tensor).__name__}")
+    if tensor.ndim != 4:
+        raise ValueError(f"{name} must have four dimensions [B, S, H, D], got shape {tuple(tensor.shape)}")
+    if tensor.dtype not in SUPPORTED_DTYPES:
+        supported = ", ".join(str(dtype).removeprefix("torch.") for dtype in SUPPORTED_DTYPES)
+        raise TypeError(f"{name} must be one of {supported}, got {str(tensor.dtype).removeprefix('torch.')}")
+    if 0 in tensor.shape:
+        raise ValueError(f"{name} must have no empty dimension, got shape {tuple(tensor.shape)}")
+
+
 def check_qkv(query: object, key: object, value: object, *, same_length: bool = False) -> None:
     """Check query [B, Sq, H, D], key [B, Sk, H, D] and value [B, Sk, H, Dv].
 
@@ -17,17 +35,8 @@ def check_qkv(query: object, key: object, value: object, *, same_length: bool = 
         TypeError: an argument is not a tensor, or not of a supported floating-point dtype.
         ValueError: ranks, shapes, dtypes or devices do not fit together.
     """
-    tensors = {"query": query, "key": key, "value": value}
-    for name, tensor in tensors.items():
-        if not isinstance(tensor, torch.Tensor):
-            raise TypeError(f"{name} must be a torch.Tensor [B, S, H, D], got {type(tensor).__name__}")
-        if tensor.ndim != 4:
-            raise ValueError(f"{name} must have four dimensions [B, S, H, D], got shape {tuple(tensor.shape)}")
-        if tensor.dtype not in SUPPORTED_DTYPES:
-            supported = ", ".join(str(dtype).removeprefix("torch.") for dtype in SUPPORTED_DTYPES)
-            raise TypeError(f"{name} must be one of {supported}, got {str(tensor.dtype).removeprefix('torch.')}")
-        if 0 in tensor.shape:
-            raise ValueError(f"{name} must have no empty dimension, got shape {tuple(tensor.shape)}")
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        check_tensor(name, tensor)
     assert isinstance(query, torch.Tensor) and isinstance(key, torch.Tensor) and isinstance(value, torch.Tensor)
     for name, tensor in (("key", key), ("value", value)):
         if tensor.dtype != query.dtype:

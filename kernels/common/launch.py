@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
-from vmonarch.kernels.common import assembler, trust
+from vmonarch.kernels.common import trust
 
 KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 MAX_HEAD_DIM = 256
@@ -135,7 +135,7 @@ def _why_not_compiled(op: str, device: torch.device, dtype: torch.dtype, impleme
 
     torch.compile calls it while it traces, and has what it says for a constant.
     """
-    unsound = assembler.why_unsound() if on_hopper(device) else None
+    unsound = trust.why_unsound() if on_hopper(device) else None
     hopper = dtype in HOPPER_DTYPES and _hopper_wanted(device)
     return unsound or trust.why_distrusted(op, device, dtype, hopper=hopper, strict=implementation == "triton")
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +23,7 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 
 class Case(NamedTuple):
-    """`call(implementation, *inputs)` gives the outputs; all inputs get gradients if there are any."""
+    """`call(*inputs, implementation=…)` gives the outputs; all inputs get gradients if there are any."""
 
     inputs: Shapes
     outputs: Shapes
@@ -43,39 +45,28 @@ def _results(queries: int, head_dim: int, *statistics: str) -> Shapes:
 
 
 def _monarch(gpu: bool) -> Case:
-    # The L-steps for Hopper take at least 17 frames, and heads of more than 64.
     grid, head_dim = ((17, 2, 72), 128) if gpu else ((2, 1, 3), 16)
-
-    def call(implementation: str, *qkv: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return vmonarch_attention(*qkv, grid=grid, return_lse=True, implementation=implementation)
-
-    tokens = grid[0] * grid[1] * grid[2]
+    tokens, call = math.prod(grid), partial(vmonarch_attention, grid=grid, return_lse=True)
     return Case(_qkv(tokens, tokens, head_dim), _results(tokens, head_dim, "the log-partition"), call)
 
 
 def _flash_entropy(gpu: bool) -> Case:
-    def call(implementation: str, *qkv: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return flash_entropy_attention(*qkv, entropy_grad=True, implementation=implementation)
-
     queries, keys, head_dim = (200, 300, 128) if gpu else (4, 20, 16)
     outputs = _results(queries, head_dim, "the log-partition", "the entropy")
-    return Case(_qkv(queries, keys, head_dim), outputs, call)
+    return Case(_qkv(queries, keys, head_dim), outputs, partial(flash_entropy_attention, entropy_grad=True))
 
 
 def _flash_bias(gpu: bool) -> Case:
-    def call(implementation: str, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return flash_bias_attention(*tensors, return_lse=True, implementation=implementation)
-
     queries, keys, head_dim = (200, 300, 128) if gpu else (4, 20, 16)
     factors = {"query_factor": (1, queries, 2, 8), "key_factor": (1, keys, 2, 8)}
     outputs = _results(queries, head_dim, "the log-partition")
-    return Case({**_qkv(queries, keys, head_dim), **factors}, outputs, call)
+    return Case({**_qkv(queries, keys, head_dim), **factors}, outputs, partial(flash_bias_attention, return_lse=True))
 
 
 def _taylor(gpu: bool) -> Case:
-    def call(implementation: str, *qkv: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        results = taylor_attention(*qkv, return_lse=True, implementation=implementation)
-        return (*results, *taylor_attention(*qkv, causal=True, return_lse=True, implementation=implementation))
+    def call(*qkv: torch.Tensor, **how: Any) -> tuple[torch.Tensor, ...]:
+        ways = [taylor_attention(*qkv, causal=causal, return_lse=True, **how) for causal in (False, True)]
+        return (*ways[0], *ways[1])
 
     tokens, dims, width = (300, 16, 128) if gpu else (6, 2, 8)
     inputs = {**_qkv(tokens, tokens, dims), "value": (1, tokens, 2, width)}
@@ -85,11 +76,7 @@ def _taylor(gpu: bool) -> Case:
 
 def _window(gpu: bool) -> Case:
     grid, head_dim = ((3, 9, 12), 128) if gpu else ((2, 1, 4), 16)
-
-    def call(implementation: str, *qkv: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return window_attention(*qkv, grid=grid, window=(2, 3, 3), return_lse=True, implementation=implementation)
-
-    tokens = grid[0] * grid[1] * grid[2]
+    tokens, call = math.prod(grid), partial(window_attention, grid=grid, window=(2, 3, 3), return_lse=True)
     return Case(_qkv(tokens, tokens, head_dim), _results(tokens, head_dim, "the log-partition"), call)
 
 
@@ -99,15 +86,14 @@ def _two_resolution(gpu: bool) -> Case:
     cells = {"": tuple(-(-edge // 2) for edge in tile), **({" with one cell": None} if gpu else {})}
     ways = [*cells, " in VMonarch"]
 
-    def call(implementation: str, *qkv: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        options: dict[str, Any] = dict(grid=grid, share=0.3, tile=tile, implementation=implementation)
-        results = [two_resolution_attention(*qkv, cell=cell, return_lse=True, **options) for cell in cells.values()]
+    def call(*qkv: torch.Tensor, **how: Any) -> tuple[torch.Tensor, ...]:
+        how |= {"grid": grid, "return_lse": True}
+        results = [two_resolution_attention(*qkv, share=0.3, tile=tile, cell=cell, **how) for cell in cells.values()]
         # What VMonarch runs of these: they write among other rows, sum keys, and add to gradients.
-        of_monarch: dict[str, Any] = dict(grid=grid, num_iterations=1, row_share=0.3)
-        results.append(vmonarch_attention(*qkv, **of_monarch, return_lse=True, implementation=implementation))
+        results.append(vmonarch_attention(*qkv, num_iterations=1, row_share=0.3, **how))
         return tuple(tensor for found in results for tensor in found)
 
-    tokens = grid[0] * grid[1] * grid[2]
+    tokens = math.prod(grid)
     of_call = _results(tokens, head_dim, "the log-partition")
     outputs = {name + which: shape for which in ways for name, shape in of_call.items()}
     return Case(_qkv(tokens, tokens, head_dim), outputs, call)
@@ -116,11 +102,11 @@ def _two_resolution(gpu: bool) -> Case:
 def _norm_rotary(gpu: bool) -> Case:
     tokens, heads, head_dim = (300, 12, 128) if gpu else (3, 2, 8)
 
-    def call(implementation: str, x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def call(x: torch.Tensor, weight: torch.Tensor, **how: Any) -> tuple[torch.Tensor, ...]:
         angles = torch.arange(tokens)[:, None] / torch.arange(1, 1 + head_dim // 2)
         angles = angles.repeat_interleave(2, 1)[None, :, None]
         cosines, sines = angles.cos().to(x), angles.sin().to(x)
-        return (norm_rotary(x, weight, cosines, sines, heads=heads, eps=1e-6, implementation=implementation),)
+        return (norm_rotary(x, weight, cosines, sines, heads=heads, eps=1e-6, **how),)
 
     channels = heads * head_dim
     outputs = {"the output": (1, tokens, heads, head_dim)}
@@ -131,12 +117,12 @@ def _residual(gpu: bool) -> Case:
     # The interpreter cuts numbers to bfloat16, where it should round them.
     dtypes = DTYPES if gpu else ("int8",)
 
-    def call(implementation: str, exact: torch.Tensor, approximate: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def call(exact: torch.Tensor, approximate: torch.Tensor, **how: Any) -> tuple[torch.Tensor, ...]:
         found = []
         for dtype in dtypes:
-            residual = attention_residual(approximate, exact, dtype=dtype, implementation=implementation)
-            change = renew_residual(residual, exact, approximate, implementation=implementation)
-            found += [add_residual(approximate.clone(), residual, implementation=implementation), change]
+            residual = attention_residual(approximate, exact, dtype=dtype, **how)
+            change = renew_residual(residual, exact, approximate, **how)
+            found += [add_residual(approximate.clone(), residual, **how), change]
         return tuple(found)
 
     shape = (1, 300, 2, 128) if gpu else (1, 4, 2, 16)
@@ -147,9 +133,9 @@ def _residual(gpu: bool) -> Case:
 
 
 def _merge(gpu: bool) -> Case:
-    def call(implementation: str, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        (out_1, lse_1, out_2, lse_2) = tensors
-        return merge_partials((out_1, lse_1.float()), (out_2, lse_2.float()), implementation=implementation)
+    def call(*tensors: torch.Tensor, **how: Any) -> tuple[torch.Tensor, ...]:
+        out_1, lse_1, out_2, lse_2 = tensors
+        return merge_partials((out_1, lse_1.float()), (out_2, lse_2.float()), **how)
 
     tokens, head_dim = (300, 128) if gpu else (4, 16)
     outputs = _results(tokens, head_dim, "the log-partition")

@@ -8,6 +8,7 @@ Tokens are [B, S, H, D] with any strides but the last; block tensors are [B·H·
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -595,12 +596,23 @@ class RStep:
         loaded = [x for x in (key, z, daL, dy, None if dy is None else self.value) if x is not None]
         even = pooled is None or self._cells_are_full()
         if even and self.key_mask is None and hopper_fits("monarch", *loaded):
-            from vmonarch.kernels.hopper.backward import r_backward
+            from vmonarch.kernels.hopper import backward as hopper_kernels
 
-            r_backward(
-                key, self.value, self.call.places, self.key.shape[2], self.call.scale, z,
-                keys_per_key=1 if pooled is None else self.call.options.coarse**2, lse=lse, daL=daL, dy=dy,
-                delta=delta, dq=dq, dk=d_key, dv=dv, cR=cR, daR=daR, dcR=dcR, min_mass=self.call.min_mass,
+            tile, places = hopper_kernels.TILE, self.call.places
+            positions, keys = places.positions, places.positions if pooled is None else places.cells
+            per_key = 1 if pooled is None else self.call.options.coarse**2
+            folded = hopper_kernels.fold(lse, delta, positions, self.call.scale, keys_per_key=per_key)
+            shared: dict[str, Any] = dict(heads=self.key.shape[2], scale=self.call.scale, places=places)
+            hopper_kernels.launch_keys(
+                z, key, self.value, daL, dy, folded, d_key, None if dy is None else dv,
+                tiles=(triton.cdiv(keys, tile), self.groups), add=(dy is None and pooled is None, False),
+                half_tiles=0 < keys % tile <= tile // 2, **shared,
+            )  # fmt: skip
+            hopper_kernels.launch_rows(
+                z, key, self.value, daL, dy, folded, dq, tiles=(triton.cdiv(positions, tile), self.groups),
+                cR=cR, daR=daR, dcR=dcR, min_mass=self.call.min_mass,
+                ragged=pooled is None and positions * places.blocks != places.tokens,
+                half_tiles=0 < positions % tile <= tile // 2, **shared,
             )  # fmt: skip
             if bias is not None:
                 self.unpool(d_key, bias, dk)

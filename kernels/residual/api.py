@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from vmonarch.kernels.common.checks import SUPPORTED_DTYPES
+from vmonarch.kernels.common.checks import check_tensor
 from vmonarch.kernels.common.launch import carry_tangents, learns, use_triton
 from vmonarch.kernels.residual.reference import (
     Residual,
@@ -43,8 +43,8 @@ def attention_residual(
 
     Source: DiTFastAttn (Yuan et al., 2024), window attention with residual sharing.
     """
-    _check_output("exact", exact)
-    _check_output("approximate", approximate)
+    check_tensor("exact", exact)
+    check_tensor("approximate", approximate)
     _check_like("approximate", approximate, "exact", exact, exact.dtype)
     _check_inference(exact=exact, approximate=approximate)
     check_residual_dtype(dtype)
@@ -76,8 +76,8 @@ def renew_residual(
         RuntimeError: an input requires a gradient, and gradients are enabled; or forward-mode AD goes through it.
         NotImplementedError: implementation="triton", and the kernel cannot take this call; the message says why.
     """
-    _check_output("exact", exact)
-    _check_output("approximate", approximate)
+    check_tensor("exact", exact)
+    check_tensor("approximate", approximate)
     _check_like("approximate", approximate, "exact", exact, exact.dtype)
     _check_residual(residual, "exact", exact)
     if not all(part is None or part.is_contiguous() for part in residual):
@@ -109,7 +109,7 @@ def add_residual(out: torch.Tensor, residual: Residual, *, implementation: str =
         RuntimeError: `out` requires a gradient, and gradients are enabled; or forward-mode AD goes through it.
         NotImplementedError: implementation="triton", and the kernel cannot take this call; the message says why.
     """
-    _check_output("out", out)
+    check_tensor("out", out)
     if any(stride == 0 and size > 1 for stride, size in zip(out.stride(), out.shape, strict=True)):
         raise ValueError(f"out must have a place for every number, got strides {out.stride()} for {tuple(out.shape)}")
     _check_residual(residual, "out", out)
@@ -132,16 +132,6 @@ def check_residual_dtype(dtype: object, argument: str = "dtype") -> None:
     """Raise ValueError unless `dtype`, given as that argument, is one of `DTYPES`."""
     if dtype not in DTYPES:
         raise ValueError(f"{argument} must be one of {', '.join(DTYPES)}, got {dtype!r}")
-
-
-def _check_output(name: str, x: object) -> None:
-    if not isinstance(x, torch.Tensor):
-        raise TypeError(f"{name} must be a torch.Tensor [B, S, H, E], got {type(x).__name__}")
-    if x.ndim != 4 or not x.numel():
-        raise ValueError(f"{name} must be [B, S, H, E], none of them 0, got shape {tuple(x.shape)}")
-    if x.dtype not in SUPPORTED_DTYPES:
-        supported = ", ".join(str(dtype).removeprefix("torch.") for dtype in SUPPORTED_DTYPES)
-        raise TypeError(f"{name} must be one of {supported}, got {str(x.dtype).removeprefix('torch.')}")
 
 
 def _check_residual(residual: object, model: str, like: torch.Tensor) -> None:

@@ -113,10 +113,10 @@ LINEAR_CASES = {
     "float32": dict(tokens=4096, dim=16, width=64, dtype="float32", causal=True),
 }
 WINDOW_CASES = {
-    "sequence": dict(grid=[1, 1, 4096], window=[0, 0, 63], dim=64, dtype="bfloat16"),
-    "video": dict(grid=[16, 28, 52], window=[1, 4, 4], dim=128, dtype="float16"),
-    "wide": dict(grid=[16, 28, 52], window=[1, 4, 4], dim=256, dtype="bfloat16"),
-    "float32": dict(grid=[16, 28, 52], window=[1, 4, 4], dim=128, dtype="float32"),
+    "sequence": dict(tokens=4096, window=127, dim=64, dtype="bfloat16"),
+    "video": dict(grid=[16, 28, 52], window=[3, 9, 9], dim=128, dtype="float16"),
+    "wide": dict(grid=[16, 28, 52], window=[3, 9, 9], dim=256, dtype="bfloat16"),
+    "float32": dict(grid=[16, 28, 52], window=[3, 9, 9], dim=128, dtype="float32"),
 }
 TWO_RESOLUTION_CASES = {
     "full": dict(grid=[16, 28, 52], tile=[4, 4, 4], dim=128, dtype="bfloat16"),
@@ -158,7 +158,8 @@ OPS = {
         "window window_rows window_keys"),
     "two resolutions": (
         TWO_RESOLUTION_CASES, {89: "ragged", 100: "full"}, TWO_RESOLUTION_CASES,
-        "means best lists two_resolution lists two_resolution_rows two_resolution_cells lists two_resolution_keys"),
+        "means best lists two_resolution means lists two_resolution_rows two_resolution_cells lists"
+        " two_resolution_keys"),
     "residual": (
         RESIDUAL_CASES, {80: "64-float16-bfloat16", 89: "80-float16-int8", 120: "128-bfloat16-bfloat16"},
         ["128-bfloat16-int8", "256-float32-bfloat16"],
@@ -224,7 +225,7 @@ RANK_64, TAYLOR, TILES = BIAS_CASES["rank-64"], LINEAR_CASES["taylor"], TWO_RESO
         deep({**TAYLOR, "width": 128}, ALL_OF_TAYLOR),
         # Backward they take tiles of 64 keys and one mean.
         (TILES, ALL_OF_TILES),
-        deep({**TILES, "grid": [4, 28, 52], "exact_tiles": 300}, ALL_OF_TILES),
+        deep({**TILES, "grid": [4, 28, 52], "parts": 2}, ALL_OF_TILES),
         deep({**TILES, "cell": [4, 2, 2], "grid": [43, 45, 52]}, "two_resolution"),
         deep({**TILES, "tile": [1, 4, 4], "dim": 64}, "two_resolution"),
         deep({**TILES, "grid": [43, 45, 52], "rest": False, "dtype": "float16"}, ALL_OF_TILES),
@@ -242,7 +243,7 @@ def test_hopper_kernels_of_an_op_compile(case, launches, compile_kernels):
         elif "tile" in case:
             # The producer has few registers.
             spilled = 192
-            in_parts = "exact_tiles" in case and "_keys" not in kernel["kernel"]
+            in_parts = "parts" in case and "_keys" not in kernel["kernel"]
             assert kernel["warp_specialized"] and (kernel["options"].get("PARTS", 1) > 1) is in_parts, kernel
         elif "width" in case and case["dtype"] == "float16":
             # Its units take some registers.

@@ -2,7 +2,7 @@
 forward-mode AD (`torch.func.jvp`, dual numbers), where plain torch is right and the kernels refuse.
 """
 
-import functools
+from functools import partial
 
 import pytest
 import torch
@@ -57,7 +57,8 @@ def test_no_result_holds_the_memory_of_another(op, implementation, learns):
         results = first_order_attention(q, q, q, grid=(1, 2, 3), return_lse=True, implementation=implementation)
     else:
         case, inputs, _ = drawn(op, torch.float32)
-        results = case.call(implementation, *(x.requires_grad_(learns and case.gradients) for x in inputs))
+        leaves = [x.requires_grad_(learns and case.gradients) for x in inputs]
+        results = case.call(*leaves, implementation=implementation)
     for result in results:
         assert result.untyped_storage().nbytes() == result.numel() * result.itemsize
 
@@ -76,8 +77,8 @@ def turned(x):
 @pytest.mark.parametrize("op", OPS)
 def test_views_give_the_kernels_the_same_bits_as_contiguous_tensors(op):
     case, inputs, _ = drawn(op, torch.float32)
-    attend = lambda *x: case.call("triton", *x)
-    run = functools.partial(with_gradients, attend) if case.gradients else lambda tensors: attend(*tensors)
+    attend = partial(case.call, implementation="triton")
+    run = partial(with_gradients, attend) if case.gradients else lambda tensors: attend(*tensors)
     expected = run(inputs)
     for view in (amid_nan, turned):
         assert_bits(run([view(x) for x in inputs]), expected)
@@ -88,7 +89,7 @@ def test_views_give_the_kernels_the_same_bits_as_contiguous_tensors(op):
 def test_gradients_of_sums_arrive_expanded_and_are_those_of_tensors_of_ones(op):
     case, inputs, _ = drawn(op, torch.float32)
     leaves = [x.requires_grad_() for x in inputs]
-    results = case.call("triton", *leaves)
+    results = case.call(*leaves, implementation="triton")
     expanded = torch.autograd.grad(sum(x.sum() for x in results), leaves, retain_graph=True)
     assert_bits(expanded, torch.autograd.grad(results, leaves, [torch.ones_like(x) for x in results]))
 
@@ -97,7 +98,8 @@ def test_gradients_of_sums_arrive_expanded_and_are_those_of_tensors_of_ones(op):
 @pytest.mark.parametrize("op", OPS)
 def test_plain_torch_rounds_16_bit_only_once(op, dtype):
     case, inputs, _ = drawn(op, dtype)
-    for x, y in zip(case.call("torch", *inputs), case.call("torch", *(x.double() for x in inputs)), strict=True):
+    attend = partial(case.call, implementation="torch")
+    for x, y in zip(attend(*inputs), attend(*(x.double() for x in inputs)), strict=True):
         assert x.dtype == (dtype if x.ndim == 4 else torch.float32)
         torch.testing.assert_close(x.double(), y.double(), rtol=2 * torch.finfo(x.dtype).eps, atol=1e-4)
 
@@ -113,7 +115,7 @@ def test_plain_torch_rounds_16_bit_only_once(op, dtype):
 @pytest.mark.parametrize("op", [op for op in OPS if "query" in tiny_case(op, CPU).inputs])
 def test_nan_in_a_head_shows_there_and_leaves_the_other_as_it_is(op, how, device):
     case, inputs, _ = drawn(op, torch.float32 if device == "cpu" else torch.float16, torch.device(device))
-    run = functools.partial(with_gradients, lambda *x: case.call(how, *x))
+    run = partial(with_gradients, partial(case.call, implementation=how))
     clean = run(inputs)
     for n in range(len(inputs)):
         spoilt = [x.clone() for x in inputs]
@@ -127,7 +129,7 @@ def test_nan_in_a_head_shows_there_and_leaves_the_other_as_it_is(op, how, device
 @pytest.mark.parametrize("op", ["flash_bias", "flash_entropy"])
 def test_on_a_gpu_bits_repeat(op):
     case, inputs, _ = drawn(op, torch.bfloat16, torch.device("cuda"))
-    run = lambda: with_gradients(lambda *x: case.call("triton", *x), inputs)
+    run = lambda: with_gradients(partial(case.call, implementation="triton"), inputs)
     first = run()
     for _ in range(250):
         assert_bits(run(), first)
@@ -150,7 +152,7 @@ class Operators(TorchDispatchMode):
 @pytest.mark.parametrize("op", OPS)
 def test_operators_keep_torchs_rules(op):
     case, inputs, _ = drawn(op, torch.float32)
-    attend = lambda *x: case.call("triton", *x)
+    attend = partial(case.call, implementation="triton")
     with Operators() as operators:
         attend(*inputs)
         if case.gradients:
@@ -166,7 +168,7 @@ def test_operators_keep_torchs_rules(op):
 @pytest.mark.parametrize("op", DIFFERENTIABLE)
 def test_compiled_the_kernels_give_the_same_without_a_graph_break(dynamo, op):
     case, inputs, _ = drawn(op, torch.float32)
-    attend = lambda *x: case.call("triton", *x)
+    attend = partial(case.call, implementation="triton")
     compiled = torch.compile(attend, backend="aot_eager", fullgraph=True)
     torch.testing.assert_close(with_gradients(compiled, inputs), with_gradients(attend, inputs))
 
@@ -175,7 +177,7 @@ def test_compiled_the_kernels_give_the_same_without_a_graph_break(dynamo, op):
 def test_tangents_of_plain_torch_are_those_of_its_gradients(op, monkeypatch):
     """⟨g, J·t⟩ = ⟨Jᵀ·g, t⟩, whole and in chunks; Jᵀ is compared with float64 where gradients are tested."""
     case, inputs, tangents = drawn(op)
-    attend = lambda *x: case.call("torch", *x)
+    attend = partial(case.call, implementation="torch")
     leaves = [x.clone().requires_grad_() for x in inputs]
     results = attend(*leaves)
     weights = [torch.randn_like(x) for x in results]
@@ -199,7 +201,7 @@ def test_tangents_of_plain_torch_are_those_of_its_gradients(op, monkeypatch):
 def test_kernels_refuse_tangents_of_any_input_and_auto_is_plain_torch(op, monkeypatch):
     case, inputs, tangents = drawn(op, torch.float32)
     refused = pytest.raises(NotImplementedError, match='with implementation="triton": forward-mode AD goes through')
-    kernels = lambda *x: case.call("triton", *x)
+    kernels = partial(case.call, implementation="triton")
     for n in range(len(inputs)):
         with refused:
             dual(kernels, inputs, [t if i == n else None for i, t in enumerate(tangents)])
@@ -211,10 +213,10 @@ def test_kernels_refuse_tangents_of_any_input_and_auto_is_plain_torch(op, monkey
     with refused:
         torch.func.jvp(torch.func.vmap(first), (batch,), (batch,))
     monkeypatch.setattr(launch, "auto_takes_kernels", lambda device: True)
-    found, expected = (dual(lambda *x, how=how: case.call(how, *x), inputs, tangents) for how in ("auto", "torch"))
+    found, expected = (dual(partial(case.call, implementation=how), inputs, tangents) for how in ("auto", "torch"))
     assert all(map(torch.equal, found, expected))
     with forward_ad.dual_level():
-        assert all(map(torch.equal, kernels(*inputs), case.call("auto", *inputs)))
+        assert all(map(torch.equal, kernels(*inputs), case.call(*inputs, implementation="auto")))
 
 
 @in_interpreter

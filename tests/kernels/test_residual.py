@@ -158,7 +158,7 @@ added = call_of(add_residual, SMALL, INT8)
 renewed = call_of(renew_residual, INT8, SMALL, SMALL)
 BAD = {
     "exact-type": (made(None, SMALL), TypeError, "exact must be a torch.Tensor"),
-    "exact-empty": (made(SMALL[:0], SMALL), ValueError, "exact must be .* none of them 0"),
+    "exact-empty": (made(SMALL[:0], SMALL), ValueError, "exact must have no empty dim"),
     "exact-dtype": (made(SMALL.int(), SMALL), TypeError, "exact must be one of .*, got int32"),
     "dtypes": (made(SMALL, SMALL.half()), ValueError, "approximate must be torch.float32"),
     "devices": (made(SMALL, SMALL.to("meta")), ValueError, "approximate must lie on the device of"),

@@ -3,7 +3,7 @@
     python compile_for_gpu.py ARCHITECTURE '{"grid": [16, 28, 52], "dim": 128, …}'         VMonarch
     python compile_for_gpu.py ARCHITECTURE '{"tokens": 4096, "rank": 9, "dim": 128, …}'    FlashBias
     python compile_for_gpu.py ARCHITECTURE '{"tokens": 4096, "dim": 16, "width": 64, …}'   linear attention
-    python compile_for_gpu.py ARCHITECTURE '{"grid": [4, 8, 8], "window": [1, 2, 2], "dim": 64, …}'   windows
+    python compile_for_gpu.py ARCHITECTURE '{"grid": [4, 8, 8], "window": [3, 5, 5], "dim": 64, …}'   windows
     python compile_for_gpu.py ARCHITECTURE '{"grid": [4, 8, 8], "tile": [2, 4, 4], "dim": 64, …}'     two resolutions
     python compile_for_gpu.py ARCHITECTURE '{"tokens": 4096, "channels": 1536, "dim": 128, …}'   norm, rotary
     python compile_for_gpu.py ARCHITECTURE '{"tokens": 4096, "residual": "int8", "dim": 128, …}'   residuals
@@ -11,11 +11,13 @@
 
 A kernel launch is replaced by a compilation with the same arguments: the tensors lie on the CPU and are never read.
 With "compile": false only the arguments are made, descriptors too, and the hash of what would be compiled. With "row":
-32 the rows of query, key and value are 32 numbers apart, more than "dim". With "only": "_hopper_" kernels of other
-names are left out. With "triton": "3.6.0" any other version of Triton is refused.
+32 the rows of query, key and value are 32 numbers apart, more than "dim". With "parts": 2 the keys of a tile of queries
+are cut in two on Hopper. With "only": "_hopper_" kernels of other names are left out. With "triton": "3.6.0" any other
+version of Triton is refused.
 """
 
 import contextlib
+import importlib
 import io
 import json
 import math
@@ -41,26 +43,19 @@ from triton.runtime.jit import JITFunction
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 from machine_code import reads_of_unwritten
 
-from vmonarch import LatentGrid
-from vmonarch.kernels.common import assembler, launch
-from vmonarch.kernels.flash_bias import backward as bias_backward
-from vmonarch.kernels.flash_bias import forward as bias_forward
-from vmonarch.kernels.flash_entropy import backward as flash_backward
-from vmonarch.kernels.flash_entropy import forward as flash_forward
-from vmonarch.kernels.hopper import r_step as hopper_r_step
-from vmonarch.kernels.hopper import two_resolution as hopper_two_resolution
-from vmonarch.kernels.hopper.backward import keys as hopper_keys
-from vmonarch.kernels.hopper.backward import rows as hopper_rows
-from vmonarch.kernels.hopper.backward import two_resolution as hopper_two_resolution_backward
-from vmonarch.kernels.merge import op as merge_op
-from vmonarch.kernels.monarch import fused, l_step, places, r_step
-from vmonarch.kernels.norm_rotary import op as norm_op
-from vmonarch.kernels.residual import kernels as residual_kernels
-from vmonarch.kernels.taylor import op as taylor_op
-from vmonarch.kernels.two_resolution import op as two_resolution_op
-from vmonarch.kernels.two_resolution.tiling import tiling_of
-from vmonarch.kernels.window import op as window_op
-from vmonarch.options import TwoResolutionOptions, VMonarchOptions
+import vmonarch
+from vmonarch.kernels.common import launch, trust
+from vmonarch.kernels.flash_entropy import segments
+from vmonarch.kernels.norm_rotary import api as norms
+from vmonarch.kernels.residual import api as residuals
+
+# Tensors on the CPU stand for those of an unknown chip, which gets the default options.
+tabled_options = launch._tabled_options
+launch._tabled_options = lambda kernel, chip, *others: tabled_options(kernel, "unknown", *others)
+segments.processors = lambda device: 132
+# What takes these from there is imported now, once for all forks of a process.
+for name in ("flash_bias", "flash_entropy", "merge", "monarch", "norm_rotary", "taylor", "two_resolution", "window"):
+    importlib.import_module(f"vmonarch.kernels.{name}.op")
 
 make_cubin = CUDABackend.make_cubin
 # All of Triton's files are hashed once for a process and its forks.
@@ -148,109 +143,69 @@ def main():
     if not case.get("compile", True):
         JITFunction._do_compile = hash_only
     if architecture == 90:
-        assert assembler.why_unsound() is None
-    # Tensors on the CPU stand for those of an unknown chip, which gets the default options.
-    launch._chip_name = lambda index: "unknown"
+        assert trust.why_unsound() is None
     launch.on_hopper = lambda device: architecture == 90
-    originals = launch.launch_options
+    launch.use_triton.__kwdefaults__["why_not"] = norms.why_not_triton = lambda *tensors: None
+    if "parts" in case:
+        from vmonarch.kernels.hopper import two_resolution
+        from vmonarch.kernels.hopper.backward import two_resolution as backward
 
-    def options_of_a_gpu(kernel, device, dtype, head_dim):
-        return originals(kernel, torch.device("cuda"), dtype, head_dim)
-
-    for module in (
-        bias_forward,
-        flash_backward,
-        flash_forward,
-        l_step,
-        r_step,
-        taylor_op,
-        two_resolution_op,
-        window_op,
-    ):
-        module.launch_options = options_of_a_gpu
-    hopper = (
-        hopper_keys, hopper_rows, hopper_r_step, hopper_two_resolution, hopper_two_resolution_backward
-    )  # fmt: skip
-    for module in (bias_forward, flash_backward, flash_forward, two_resolution_op, *hopper):
-        module.processors = lambda device: 132
-
+        two_resolution.parts_of = backward.parts_of = lambda *_: case["parts"]
     with launch.launch_overrides(case.get("overrides", {})):
         launch_all(case)
 
 
 def launch_all(case):
     """Forward and backward."""
+    dim, grid = case["dim"], case.get("grid", ())
+    tokens = math.prod(grid) if grid else case["tokens"]
 
-    def qkv(tokens, heads):
-        rows = torch.zeros(3, 1, tokens, heads, case.get("row", case["dim"]), dtype=getattr(torch, case["dtype"]))
-        query, key, value = rows[..., : case["dim"]]
-        return [query, key, value[..., : case.get("value_dim", case["dim"])]]
+    def zeros(*sizes, dtype=case["dtype"]):
+        return torch.zeros(1, tokens, *sizes, dtype=getattr(torch, dtype))
 
+    def qkv(heads=2):
+        query, key, value = (zeros(heads, case.get("row", dim))[..., :dim] for _ in range(3))
+        return [query, key, value[..., : case.get("value_dim", dim)]]
+
+    def given(*names):
+        return {name: case[name] for name in names if name in case}
+
+    options = {"scale": case.get("scale", 0.1), "return_lse": True}
+    if case.get("masked"):
+        options["key_mask"] = zeros(dtype="bool")
     if "rank" in case:
-        dtype = getattr(torch, case["dtype"])
-        tensors = qkv(case["tokens"], 2)
-        factors = [torch.zeros(1, case["tokens"], 2, case["rank"], dtype=dtype) for _ in range(2)]
-        mask = torch.ones(1, case["tokens"], dtype=torch.bool) if case.get("masked") else None
-        call = bias_forward.Launch(*tensors, *factors, mask, case.get("scale", 0.1), case.get("causal", False))
-        out, lse = bias_forward.flash_bias_forward(call)
-        bias_backward.flash_bias_backward(call, out, lse, out, lse)
+        op, tensors = vmonarch.flash_bias_attention, [*qkv(), *(zeros(1, case["rank"]) for _ in range(2))]
+        options |= given("causal")
+    elif "window" in case:
+        op, tensors, options = vmonarch.window_attention, qkv(), options | given("window", "grid")
+    elif "tile" in case:
+        op, tensors = vmonarch.two_resolution_attention, qkv()
+        options |= given("grid", "tile", "cell", "rest")
+    elif "channels" in case:
+        angles = [torch.zeros(1, tokens, 1, dim) for _ in range(2)]
+        op = lambda x, weight, **how: norms.norm_rotary(x, weight, *angles, **how)
+        tensors = [zeros(case["channels"]), torch.zeros(case["channels"])]
+        options = {"heads": case["channels"] // dim, "eps": 1e-6}
+    elif "merge" in case:
+        op, lse = (lambda *x, **how: vmonarch.merge_partials(x[:2], x[2:], **how)), torch.zeros(1, 2, tokens)
+        out_1, out_2, _ = qkv()
+        tensors, options = [out_1, lse, out_2, lse.clone()], {}
+    elif "residual" in case:
+        exact, out, _ = qkv()
+        residual = residuals.attention_residual(exact, out, dtype=case["residual"], implementation="triton")
+        residuals.renew_residual(residual, exact, out, implementation="triton")
+        residuals.add_residual(out, residual, implementation="triton")
         return
-    if "window" in case:
-        tensors = qkv(math.prod(case["grid"]), 2)
-        numbers = [*case["grid"], 0, *case["window"], *case["window"]]
-        out, lse = window_op.window_forward(*tensors, numbers, 0.1)
-        window_op.window_backward(out, lse, *tensors, out, lse, numbers, 0.1)
-        return
-    if "tile" in case:
-        tensors = qkv(math.prod(case["grid"]), 2)
-        options = TwoResolutionOptions(tile=case["tile"], cell=case.get("cell"), rest=case.get("rest", True))
-        tiling = tiling_of(LatentGrid(*case["grid"]), options)
-        exact = torch.zeros(1, 2, tiling.of_queries.tiles, tiling.tiles, dtype=torch.bool)
-        mask = torch.ones(1, tensors[0].shape[1], dtype=torch.bool) if case.get("masked") else None
-        pooled = two_resolution_op.pool(*tensors[1:], tiling, mask) if options.rest else None
-        two_resolution_op.choose(*tensors[:2], tiling, options, mask, pooled)
-        out, lse = tensors[2], torch.zeros(1, 2, tensors[0].shape[1])
-        width = case.get("exact_tiles", 5)
-        two_resolution_op.attend(*tensors, exact, width, mask, tiling, pooled, 0.1, out, lse)
-        two_resolution_op.backward(out, lse, *tensors, exact, width, mask, out, lse, tiling, pooled, 0.1)
-        return
-    if "channels" in case:
-        x = torch.zeros(1, case["tokens"], case["channels"], dtype=getattr(torch, case["dtype"]))
-        angles = [torch.zeros(1, case["tokens"], 1, case["dim"]) for _ in range(2)]
-        weight = torch.zeros(case["channels"])
-        out = norm_op.norm_rotary_forward(x, weight, *angles, case["channels"] // case["dim"], 1e-6)
-        norm_op.norm_rotary_backward(out, x, weight, *angles, 1e-6, True)
-        return
-    if "merge" in case:
-        out_1, out_2, _ = qkv(case["tokens"], 2)
-        lse = torch.zeros(1, 2, case["tokens"])
-        merge_op.merge_forward(out_1, lse, out_2, lse)
-        merge_op.merge_backward(out_1, lse, out_1, lse, out_2, lse, lse)
-        return
-    if "residual" in case:
-        exact, out, _ = qkv(case["tokens"], 2)
-        residual = residual_kernels.attention_residual_triton(exact, out, dtype=case["residual"])
-        residual_kernels.renew_residual_triton(residual, exact, out)
-        residual_kernels.add_residual_triton(out, residual)
-        return
-    if "width" in case:
-        q, k, v = (
-            torch.zeros(1, case["tokens"], 2, width, dtype=getattr(torch, case["dtype"]))
-            for width in (case["dim"], case["dim"], case["width"])
-        )
-        numbers = (1.0, case.get("causal", False))
-        out, weight, *_ = taylor_op.taylor_forward(q, k, v, None, None, None, *numbers)
-        taylor_op.taylor_backward(out, None, q, k, v, None, out, weight, *numbers)
-        return
-    grid, coarse = LatentGrid(*case["grid"]), case.get("coarse", 1)
-    tensors = qkv(grid.tokens, 1)
-    options = VMonarchOptions(
-        num_iterations=case.get("num_iterations", 2), coarse=coarse, exact=case["exact"],
-        last_l_update=case.get("last_l_update", True),
-    )  # fmt: skip
-    call = fused.MonarchCall(places.grid_places(grid, coarse=coarse), options, 0.1)
-    out, lse, *saved = fused.forward(*tensors, None, call, True)
-    fused.backward(tensors[0], lse, *tensors, None, out, lse, tuple(saved), call)
+    elif "width" in case:
+        op, tensors = vmonarch.taylor_attention, [zeros(2, width) for width in (dim, dim, case["width"])]
+        options = {"scale": 1.0} | given("causal")
+    else:
+        op, tensors = vmonarch.vmonarch_attention, qkv(1)
+        options |= given("grid", "exact", "num_iterations", "coarse", "last_l_update")
+    leaves = [tensor.requires_grad_() for tensor in tensors]
+    results = op(*leaves, **options, implementation="triton")
+    results = results if isinstance(results, tuple) else (results,)
+    torch.autograd.grad(results, leaves, [torch.zeros_like(x) for x in results])
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+ )?(?P<name>\S+)\s?(
 def reads_of_unwritten(listing):
     """The instructions that read a uniform register which no instruction before them, by address, has written.
 
-    ptxas 12.8 makes such of the descriptors of products on Hopper, see `vmonarch.kernels.common.assembler`.
+    ptxas 12.8 makes such of the descriptors of products on Hopper, see `vmonarch.kernels.common.trust`.
 
     Args:
         listing: what `cuobjdump -sass` prints.

@@ -23,8 +23,7 @@ tile.
 
 from vmonarch.kernels.hopper.backward.common import TILE
 from vmonarch.kernels.hopper.backward.keys import keys_choice, launch_keys
-from vmonarch.kernels.hopper.backward.r_step import r_backward
 from vmonarch.kernels.hopper.backward.rows import launch_rows, rows_choice
 from vmonarch.kernels.hopper.backward.statistics import fold
 
-__all__ = ["TILE", "fold", "keys_choice", "launch_keys", "launch_rows", "r_backward", "rows_choice"]
+__all__ = ["TILE", "fold", "keys_choice", "launch_keys", "launch_rows", "rows_choice"]
