@@ -123,10 +123,10 @@ def _fuse(pipe: Any, argument: str, component: str, lora: LoraFile) -> None:
         warnings.warn(f"{argument}: diffusers leaves out {what}", stacklevel=2)
 
 
-def listed(names: Iterable[str], most: int = 3) -> str:
+def listed(names: Iterable[str]) -> str:
     """The first of some names for an error, and how many more there are."""
     names = sorted(names)
-    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def in_words(error: Exception) -> str:

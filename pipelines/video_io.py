@@ -186,12 +186,10 @@ def evenly_spaced(frames: int, count: int) -> list[int]:
     return np.linspace(0, frames - 1, min(frames, count)).round().astype(int).tolist()
 
 
-def contact_sheet(frames: NDArray[np.uint8], *, title: str = "", columns: int = 4, count: int = 12) -> Image.Image:
-    """A picture of `count` evenly spaced frames of a video [F, H, W, 3], each labelled with its index."""
-    chosen = evenly_spaced(len(frames), count)
-    return _picture(
-        [(f"frame {index}", "", frames[index]) for index in chosen], columns, _cell_size(frames, 160), title
-    )
+def contact_sheet(frames: NDArray[np.uint8], *, title: str = "") -> Image.Image:
+    """A picture of twelve evenly spaced frames of a video [F, H, W, 3], each labelled with its index."""
+    cells = [(f"frame {index}", "", frames[index]) for index in evenly_spaced(len(frames), 12)]
+    return _picture(cells, 4, _cell_size(frames, 160), title)
 
 
 def strips(
@@ -211,7 +209,7 @@ def strips(
 
 
 def side_by_side(
-    videos: Mapping[str, NDArray[np.uint8]], *, notes: Mapping[str, str] | None = None, columns: int = 3
+    videos: Mapping[str, NDArray[np.uint8]], *, notes: Mapping[str, str] | None = None
 ) -> NDArray[np.uint8]:
     """One video [F, H', W', 3] of labelled videos [F, H, W, 3] of one shape, next to each other; H', W' are even."""
     first = next(iter(videos.values()))
@@ -219,7 +217,7 @@ def side_by_side(
     cells = (
         [(name, (notes or {}).get(name, ""), video[i]) for name, video in videos.items()] for i in range(len(first))
     )
-    joined = np.stack([np.asarray(_picture(cell, columns, size)) for cell in cells])
+    joined = np.stack([np.asarray(_picture(cell, 3, size)) for cell in cells])
     # 4:2:0 halves both sides.
     return joined[:, : joined.shape[1] // 2 * 2, : joined.shape[2] // 2 * 2]
 

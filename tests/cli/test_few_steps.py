@@ -125,27 +125,6 @@ def test_a_lora_file_of_another_model_is_refused(layers, problem, tiny_model, tm
     assert error.value.argument == "lora"
 
 
-@pytest.mark.parametrize(
-    ("words", "problem"),
-    [
-        (["--lora", "there-is-none.safetensors"], "no file"),
-        (["--lora", ".:nan"], "PATH:SCALE"),
-        (["--lora", "text.safetensors"], "cannot be read"),
-        (["--lora-2", "text.safetensors"], "two transformers"),
-        (["--sigmas", "1,0.5"], "needs scheduler"),
-        (["--sigmas", "1;0.5"], "a list, each a number"),
-        (["--scheduler", "lcm", "--sigmas", "0.5,1"], "fall"),
-        (["--scheduler", "lcm", "--sigmas", "1,0"], "in [1e-6, 1]"),
-        (["--scheduler", "lcm", "--sigmas", "1,0.7,0.5"], "2, as many as steps"),
-    ],
-)
-def test_a_bad_setting_is_named(cli, words, problem) -> None:
-    (cli.folder / "text.safetensors").write_text("layers")
-    code, _, err = cli("generate", PROMPT, *words)
-    assert code == 2 and words[-2] in err and problem in err, err
-    assert not cli.outputs()
-
-
 def test_a_few_step_video_is_made_again_from_its_record(cli, tmp_path) -> None:
     file = tmp_path / "layers.safetensors"
     write_lora("lightx2v", cli.model / "transformer", file)

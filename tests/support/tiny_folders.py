@@ -10,7 +10,7 @@ import diffusers
 import torch
 from tiny_families import FAMILIES
 from tiny_pipelines import pipeline
-from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from tiny_wan import tokenizer
 from transformers import (
     ByT5Tokenizer,
     CLIPTextConfig,
@@ -24,27 +24,14 @@ from transformers import (
     T5EncoderModel,
 )
 
-_WORDS = "a red green blue circle square moving right left".split()
-_SPECIAL = ["<pad>", "</s>", "<unk>"]
-_VOCABULARY = {word: i for i, word in enumerate([*_SPECIAL, *_WORDS])}
+_WORDS = "a red green blue circle square moving right left"
 _LAYER = {"vocab_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 16}
 # As many words before the prompt as the pipeline cuts off, with those of the system's message.
 _CHAT = "{% for m in messages %}{{ m.content }} " + "filler " * 25 + "{% endfor %}"
 
 
 def _tokenizer(length: int = 1024, **options: Any) -> PreTrainedTokenizerFast:
-    """Words in a row, and an end."""
-    backend = Tokenizer(models.WordLevel(_VOCABULARY, unk_token="<unk>"))
-    backend.pre_tokenizer = pre_tokenizers.Whitespace()
-    backend.post_processor = processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", 1)])
-    return PreTrainedTokenizerFast(
-        tokenizer_object=backend,
-        pad_token="<pad>",
-        eos_token="</s>",
-        unk_token="<unk>",
-        model_max_length=length,
-        **options,
-    )
+    return tokenizer(_WORDS, model_max_length=length, **options)
 
 
 def _t5(dim: int, words: int = 16) -> T5EncoderModel:

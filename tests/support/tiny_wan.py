@@ -114,12 +114,14 @@ def run(model: Any, grid: tuple[int, int, int] = GRID, **options: Any) -> torch.
         return model(**inputs(grid, **options))[0]
 
 
-def tokenizer() -> PreTrainedTokenizerFast:
-    words = ["<pad>", "</s>", "<unk>", *PROMPT.split(), NEGATIVE, "blue", "square"]
-    backend = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
+def tokenizer(text: str = f"{PROMPT} {NEGATIVE} blue square", **options: Any) -> PreTrainedTokenizerFast:
+    """Words in a row, those of `text`, and an end."""
+    known = {word: i for i, word in enumerate(["<pad>", "</s>", "<unk>", *text.split()])}
+    backend = Tokenizer(models.WordLevel(known, unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.Whitespace()
     backend.post_processor = processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", 1)])
-    return PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<pad>", eos_token="</s>", unk_token="<unk>")
+    special = {"pad_token": "<pad>", "eos_token": "</s>", "unk_token": "<unk>"}
+    return PreTrainedTokenizerFast(tokenizer_object=backend, **special, **options)
 
 
 def _parts() -> dict[str, Any]:
