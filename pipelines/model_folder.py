@@ -283,7 +283,8 @@ def _check_weights(folder: Path) -> None:
     from safetensors import safe_open
 
     read_json(folder / "config.json")
-    files = _weight_files(folder)
+    # The index of its shards where there is one.
+    files = sorted(folder.glob("*.safetensors.index.json"))[:1] or sorted(folder.glob("*.safetensors"))
     if not files:
         raise ModelError(f"{folder} has no weights; safetensors files are supported, pickled ones are not")
     if files[0].suffix == ".json":
@@ -298,8 +299,3 @@ def _check_weights(folder: Path) -> None:
         except Exception as error:
             # safetensors' own is no more than an Exception.
             raise ModelError(f"weights are missing or damaged: {file}: {error}") from error
-
-
-def _weight_files(folder: Path) -> list[Path]:
-    """The index of a component's shards where there is one, else its safetensors."""
-    return sorted(folder.glob("*.safetensors.index.json"))[:1] or sorted(folder.glob("*.safetensors"))
