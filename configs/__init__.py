@@ -73,7 +73,7 @@ def parse_overrides(overrides: Sequence[str]) -> dict[str, Any]:
 
 
 def deep_merge(base: Mapping[str, Any], top: Mapping[str, Any]) -> dict[str, Any]:
-    """`base` with the entries of `top` laid over it, mappings merged recursively, but for those with a `kind`.
+    """`base` with the entries of `top` laid over it, mappings merged recursively.
 
     Of `steps` and `tolerance`, which exclude each other in `refresh`, one takes the place of the other.
     """
@@ -83,7 +83,7 @@ def deep_merge(base: Mapping[str, Any], top: Mapping[str, Any]) -> dict[str, Any
             merged.pop(other, None)
     for key, value in top.items():
         below = merged.get(key)
-        if isinstance(below, Mapping) and isinstance(value, Mapping) and "kind" not in value:
+        if isinstance(below, Mapping) and isinstance(value, Mapping):
             value = deep_merge(below, value)
         merged[key] = value
     return merged

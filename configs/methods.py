@@ -54,8 +54,6 @@ _OWN = ("adapter", "adapter_sha256", "plan_sha256")
 _RENAMED = {"vmonarch-refresh": "near-lossless", "vmonarch-refresh-fast": "fast"}
 # Names of torchao's configurations: products in float8 with scales of rows, and weights alone in float8.
 LINEARS = ("float8", "float8-weights")
-# Of diffusers, by the name before `CacheConfig`.
-CACHES = {"first_block": "FirstBlock", "mag": "Mag", "sea": "Sea", "taylorseer": "TaylorSeer"}
 _ADVICE = (
     "Based has to be trained for a model: give adapter=FILE of vmonarch.save_adapter, or adapter=null for parameters"
     " that have learnt nothing"
@@ -71,6 +69,7 @@ _GONE = {
     "maps": ([], "reports have no maps of attention; leave it out"),
     "resize": ("crop", "videos are cropped; leave it out"),
     "frames_per_block": (1, "blocks are frames; for the paper's ablation take the method monarch-t4 with length"),
+    "cache": (None, "write attention.refresh.cache=TOLERANCE, or call diffusers' transformer.enable_cache"),
     "tiles": ([1, 1], "blocks are whole frames; leave it out, or save work with coarse"),
     "reach": (None, "write bias.reach"),
     "sparsity": (None, "write share, which is 1 - sparsity"),
@@ -88,46 +87,20 @@ class Additions:
         compile: compile the transformer's blocks, and on a GPU let cuDNN compute exact attention.
         linears: "float8" computes the blocks' linear layers in float8, which needs Ada, Hopper or newer;
             "float8-weights" only keeps their weights so. Both need torchao. None: the model's own type.
-        cache: None, or a step cache of diffusers: a mapping with `kind`, one of `CACHES`, and arguments of that class
-            (`diffusers.TaylorSeerCacheConfig`, …). "taylorseer" predicts the transformer's output (its lite mode).
 
     Raises:
-        InputError: an unknown kind of cache or of linear layers, or a cache without its kind.
+        InputError: an unknown kind of linear layers.
     """
 
     compile: bool = False
     linears: str | None = None
-    cache: Any = None
 
     def __post_init__(self) -> None:
         if self.linears not in (None, *LINEARS):
             raise InputError("linears", f"must be null or one of {', '.join(LINEARS)}, got {self.linears!r}")
-        if self.cache is None:
-            return
-        known = ", ".join(CACHES)
-        if not isinstance(self.cache, Mapping) or "kind" not in self.cache:
-            raise InputError("cache", f"must be null or a mapping with a kind of {known}, got {self.cache!r}")
-        if (kind := self.cache["kind"]) not in CACHES:
-            raise InputError("cache.kind", f"must be one of {known}, got {kind!r}{suggest(str(kind), CACHES)}")
 
     def __bool__(self) -> bool:
         return self != Additions()
-
-    @property
-    def predictable(self) -> bool:
-        """Whether the steps that the cache skips depend on nothing but their number."""
-        return self.cache is None or self.cache["kind"] == "taylorseer"
-
-    def skips(self, call: int) -> bool:
-        """Whether the cache skips this call of a transformer, counted from a run's first; for `predictable` ones."""
-        if self.cache is None:
-            return False
-        from diffusers import TaylorSeerCacheConfig as Defaults
-
-        option = lambda name: self.cache.get(name, getattr(Defaults, name))
-        first, last = option("disable_cache_before_step"), option("disable_cache_after_step")
-        computed = call < first or (call - first - 1) % option("cache_interval") == 0
-        return not computed and (last is None or call < last)
 
 
 @dataclass(frozen=True)
@@ -158,11 +131,11 @@ class AttentionMethod:
 
     @property
     def decides_steps(self) -> bool:
-        """Whether its exact steps follow from the errors measured in a run, and so its FLOPs."""
+        """Whether what its steps compute follows from the errors measured in a run, and so its FLOPs."""
         from vmonarch.refresh import Refresh
 
         refresh = Refresh.parse(self.options.get("refresh"))
-        return refresh is not None and refresh.tolerance is not None
+        return refresh is not None and refresh.decides
 
     def without_dense(self) -> AttentionMethod:
         """The method with no exact steps: what a one-step warm-up has to run."""
@@ -317,7 +290,9 @@ def resolve_method(
 def _recipe(name: str, values: Mapping[str, Any], label: str, argument: str) -> AttentionMethod:
     """The recipe of this name, with `values` over what it says."""
     shipped = _shipped("recipes")[name]
-    attention = merge_attention(shipped["attention"], values.get("attention", {}))
+    attention = shipped["attention"]
+    if "attention" in values:
+        attention = merge_attention(attention, values["attention"])
     method = resolve_method(attention, argument=f"{argument}.attention")
     given = deep_merge(shipped, values) | {"attention": method.label}
     own = {key: value for key, value in given.items() if key != "attention"}

@@ -28,7 +28,7 @@ from vmonarch.refresh import Refresh, Schedule
 from vmonarch.validation import DenseSet
 
 # See `step_kinds`.
-STEP_KINDS = ("dense", "exact", "kept", "skipped", "approximate")
+STEP_KINDS = ("dense", "exact", "kept", "predicted", "approximate")
 
 
 def _without_data(tensor: torch.Tensor) -> torch.Tensor:
@@ -80,8 +80,8 @@ def step_kinds(method: AttentionMethod, transformers: Sequence[str]) -> list[str
     """What a method does in every denoising step, each of `STEP_KINDS`.
 
     "dense": the model's own attention, by `dense_steps`. "exact": exact attention, by `refresh`; "kept": the same, and
-    its residual is kept. "approximate": the method itself, with the last residual if there is one. "skipped": nothing,
-    by a recipe's cache.
+    its residual is kept. "approximate": the method itself, with the last residual if there is one. "predicted": none,
+    by `refresh.cache`, which a run alone decides on.
 
     Args:
         transformers: of every step (`transformers_by_step`).
@@ -96,9 +96,6 @@ def step_kinds(method: AttentionMethod, transformers: Sequence[str]) -> list[str
     kinds = []
     for step, name in enumerate(transformers):
         schedule = schedules.get(name)
-        if method.additions.skips(transformers[:step].count(name)):
-            kinds.append("skipped")
-            continue
         if schedule is not None:
             schedule.enter(step)
         if dense.contains(step, steps):
@@ -148,7 +145,7 @@ def relative_flops(
     """Attention FLOPs of a whole video over those of full attention, by the methods' labels.
 
     None for Based, whose layers cannot be made without their learnt weights, and where the work depends on the data: in
-    two-resolution attention with `beta`, with `refresh` by tolerance, and with caches other than "taylorseer".
+    two-resolution attention with `beta`, and with `refresh` by tolerance or with a cache.
 
     Args:
         call: any forward call of the sampling.
@@ -158,7 +155,7 @@ def relative_flops(
     full = attention_flops(call, resolve_method("full"))
     shares: dict[str, float | None] = {}
     for method in methods:
-        if not (method.countable and method.additions.predictable) or method.decides_steps:
+        if not method.countable or method.decides_steps:
             shares[method.label] = None
             continue
         alone = method.without_dense()

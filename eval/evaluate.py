@@ -220,7 +220,7 @@ def _run_items(
         config, model = complete_and_load(config, model)
         # What the pipeline cannot carry shows before minutes are spent.
         for method in config.methods:
-            recipes.apply(model.pipe, method, steps=config.steps)
+            recipes.apply(model.pipe, method)
         with recipes.room_for_versions(config.methods):
             about = {"attention_flops": _flops(config, model, own[0]), "environment": environment(model.device)}
             _Run(config, model, output, progress, about).run(own, len(items))
@@ -236,7 +236,7 @@ def _flops(config: EvalConfig, model: LoadedModel, batch: Sequence[Item]) -> dic
 
     assert config.steps is not None
     # A step of full attention by itself, because what is compiled cannot be recorded.
-    recipes.apply(model.pipe, "full", steps=config.steps)
+    recipes.apply(model.pipe, "full")
     with recorded_call(model.pipe) as call:
         denoise(model, config, [item.prompt for item in batch], [item.seed for item in batch], steps=1)
     return relative_flops(call, config.methods, transformers_by_step(model.pipe, config.steps))
@@ -275,7 +275,7 @@ class _Run:
             steps = self.config.steps if method.additions.compile else 1
             # The only step may be a dense one, which would warm up nothing of the method.
             warmed = method.without_dense() if steps == 1 else method
-            recipes.apply(self.model.pipe, warmed, steps=self.config.steps)
+            recipes.apply(self.model.pipe, warmed)
             last = method is self.config.methods[-1]
             denoise(self.model, self.config, prompts, seeds, steps=steps, decode=last, progress=title)
 
@@ -283,7 +283,7 @@ class _Run:
         """Sample, measure and write what is missing of a batch."""
         prompts, seeds, samples = [item.prompt for item in batch], [item.seed for item in batch], {}
         for method in self.config.methods:
-            recipes.apply(self.model.pipe, method, steps=self.config.steps)
+            recipes.apply(self.model.pipe, method)
             title = f"item {batch[0].number} of {total}, {method.label}" if self.progress else None
             samples[method.label] = sample(self.model, self.config, prompts, seeds, progress=title)
         for index, item in enumerate(batch):
@@ -474,7 +474,7 @@ def _measured_work(config: EvalConfig, records: Sequence[Mapping[str, Any]]) -> 
     work = {}
     for method in config.methods:
         shares = [row["attention_work"] for row in rows if row["method"] == method.label]
-        if method.decides_steps and method.additions.cache is None and None not in shares:
+        if method.decides_steps and None not in shares:
             work[method.label] = statistics.fmean(shares)
     return work
 

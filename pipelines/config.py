@@ -351,7 +351,6 @@ def _check_video(config: SamplingConfig, model: ModelFolder) -> None:
     import torch
 
     from vmonarch.kernels.common.launch import why_not_triton
-    from vmonarch.pipelines.recipes import cache_config
 
     device, reason = choose_device(config.device), None
     # GPUs have kernels; to ask for their dtype would begin to use one, before a process knows which is its own.
@@ -361,7 +360,3 @@ def _check_video(config: SamplingConfig, model: ModelFolder) -> None:
     for argument, methods in config.attention_methods.items():
         for method in methods:
             method.check_run(argument, grid, config.steps, model.layers, reason)
-            try:
-                cache_config(method.additions, config.steps)
-            except InputError as error:
-                raise InputError(argument, f"{method.label!r} has a cache that cannot be used: {error}") from error

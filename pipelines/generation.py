@@ -63,7 +63,7 @@ def generate(
     check_sharing(config, shard)
     config, model = complete_and_load(config, model, shard=shard, recorded=recorded)
     with shared_videos(model, config, shard):
-        recipes.apply(model.pipe, config.attention, steps=config.steps)
+        recipes.apply(model.pipe, config.attention)
         if shard.rank > 0:
             # The first process decodes and writes.
             for jobs in config.batches():

@@ -54,7 +54,7 @@ def check_sharing(config: SamplingConfig, shard: Shard) -> None:
     """Check that several processes can compute the videos of a config together, before anything is loaded.
 
     Raises:
-        InputError: `device`, `offload` or a recipe's cache does not fit.
+        InputError: `device` or `offload` does not fit.
     """
     import torch
 
@@ -66,8 +66,6 @@ def check_sharing(config: SamplingConfig, shard: Shard) -> None:
     for name, needed, why in (("device", "auto", ", as each has its own"), ("offload", "none", "")):
         if getattr(config, name) != needed:
             raise InputError(name, f"must be {needed} for {who}{why}, got {getattr(config, name)}")
-    if config.additions.cache is not None:
-        raise InputError("cache", f"must be null for {who}")
 
 
 @contextlib.contextmanager

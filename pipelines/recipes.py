@@ -2,12 +2,12 @@
 
     from vmonarch.pipelines import recipes
 
-    recipes.apply(pipe, "stack-fast")                 # or "stack-fast:cache=null", or a mapping
+    recipes.apply(pipe, "stack-fast")                 # or "stack-fast:linears=null", or a mapping
     video = pipe("a lighthouse in a storm").frames[0]
     recipes.apply(pipe, "full")                       # stock again
 
 A recipe is an entry of `configs/recipes.yaml`: an attention method, and `Additions` (`vmonarch.configs.methods`), of
-compiled blocks, quantised linear layers and a step cache of diffusers.
+compiled blocks and quantised linear layers.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from vmonarch.configs import InputError, build
-from vmonarch.configs.methods import CACHES, Additions, AttentionMethod, resolve_method
+from vmonarch.configs import InputError
+from vmonarch.configs.methods import Additions, AttentionMethod, resolve_method
 
 if TYPE_CHECKING:
     import torch
@@ -37,7 +37,6 @@ def apply(
     pipe: Any,
     recipe: str | Mapping[str, Any] | AttentionMethod,
     *,
-    steps: int | None = None,
     compile_backend: str = "inductor",
 ) -> AttentionMethod:
     """Put a recipe or an attention method on a pipeline of diffusers, in place of what it carries of either.
@@ -47,7 +46,6 @@ def apply(
     Args:
         recipe: a name in `configs/recipes.yaml` or `configs/attention.yaml`, `name:key=value,…`, or what
             `resolve_method` gave.
-        steps: denoising steps of a run, which the cache "mag" must know.
         compile_backend: of torch.compile.
 
     Returns:
@@ -59,7 +57,6 @@ def apply(
     from vmonarch.installation import find_transformers
 
     method = recipe if isinstance(recipe, AttentionMethod) else resolve_method(recipe, argument="recipe", recipes=True)
-    caches = cache_config(method.additions, steps)
     transformers: list[Any] = list(find_transformers(pipe).values())
     # Where it computes: with offloading the weights are elsewhere.
     device = getattr(pipe, "_execution_device", None) or next(transformers[0].parameters()).device
@@ -68,7 +65,7 @@ def apply(
     method.install(pipe)
     if method.additions:
         for transformer in transformers:
-            _put_on(transformer, method.additions, caches, device, compile_backend)
+            _put_on(transformer, method.additions, device, compile_backend)
     return method
 
 
@@ -146,32 +143,6 @@ def _quantise(block: torch.nn.Module, linears: str) -> None:
     torchao.quantize_(block, config, filter_fn=_quantisable)
 
 
-def cache_config(additions: Additions, steps: int | None) -> Any:
-    """The configuration of diffusers for a recipe's cache; None for none.
-
-    Raises:
-        InputError: an argument that the class does not have or take.
-    """
-    if additions.cache is None:
-        return None
-    import diffusers
-    import torch
-
-    arguments = dict(additions.cache)
-    cls = getattr(diffusers, f"{CACHES[arguments.pop('kind')]}CacheConfig")
-    if cls is diffusers.TaylorSeerCacheConfig:
-        # Of one output alone the factors are small, whatever their type.
-        arguments = {"use_lite_mode": True, "taylor_factors_dtype": torch.float32} | arguments
-    if cls is diffusers.MagCacheConfig and steps is not None:
-        arguments.setdefault("num_inference_steps", steps)
-    try:
-        return build(cls, arguments, prefix="cache.")
-    except ValueError as error:
-        if isinstance(error, InputError):
-            raise
-        raise InputError("cache", f"cannot be used: {' '.join(str(error).split())}") from error
-
-
 def _take_off(transformer: Any, additions: Additions, device: torch.device) -> None:
     """Check that the transformer can carry what a recipe adds, and leave it as it was before any.
 
@@ -192,7 +163,7 @@ def _take_off(transformer: Any, additions: Additions, device: torch.device) -> N
         undo()
 
 
-def _put_on(transformer: Any, additions: Additions, cache: Any, device: torch.device, backend: str) -> None:
+def _put_on(transformer: Any, additions: Additions, device: torch.device, backend: str) -> None:
     import torch
 
     undo: list[Callable[[], object]] = []
@@ -208,12 +179,9 @@ def _put_on(transformer: Any, additions: Additions, cache: Any, device: torch.de
             transformer.set_attention_backend("_native_cudnn")
             undo.append(transformer.reset_attention_backend)
         for block in blocks:
-            # Not block.compile(), which would compile the cache's hooks too, and these are no graph.
+            # Not block.compile(), which would compile the hooks of diffusers' caches too, and these are no graph.
             undo.append(functools.partial(_put_back, block, vars(block).get("forward")))
             block.forward = torch.compile(block.forward, fullgraph=True, dynamic=False, backend=backend)
-    if cache is not None:
-        transformer.enable_cache(cache)
-        undo.append(transformer.disable_cache)
 
 
 def _put_back(block: Any, forward: Any) -> None:

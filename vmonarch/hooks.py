@@ -1,9 +1,14 @@
-"""What is kept on a transformer while a processor is applied, and its forward hooks, which make the `Call`."""
+"""What is kept on a transformer while a processor is applied, and its forward hooks, which make the `Call`.
+
+Of a processor that predicts the output of some steps it has another forward, too.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -57,6 +62,7 @@ def keep(transformer: torch.nn.Module, record: Record | None) -> None:
     before = record_of(transformer)
     if before is not None and before.sharing is not None:
         before.sharing.forget()
+    _put_forward_back(transformer)
     if record is None:
         _remove_hooks(transformer)
         carry_calls(transformer, False)
@@ -66,6 +72,35 @@ def keep(transformer: torch.nn.Module, record: Record | None) -> None:
         transformer.register_forward_pre_hook(_begin_call, with_kwargs=True)
         transformer.register_forward_hook(_end_call, always_call=True)
     setattr(transformer, _ATTRIBUTE, record)
+    if record.sharing is not None and record.sharing.refresh.cache is not None:
+        own = transformer.forward
+        transformer.forward = functools.update_wrapper(functools.partial(_forward, transformer, own), own)
+
+
+def _forward(transformer: torch.nn.Module, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """In place of a transformer's own forward: computes the output, or predicts it from earlier ones.
+
+    A hook of diffusers or accelerate that came later may keep it where nothing is applied any more.
+    """
+    call = running.now["call"]
+    branch = None if call is None or record_of(transformer) is None else call.branch
+    if branch is None or branch.schedule.refresh.cache is None:
+        return own(*args, **kwargs)
+    output = None if call.dense else branch.predicted()
+    if output is None:
+        output = own(*args, **kwargs)
+        branch.keep_output(output)
+    return output
+
+
+def _put_forward_back(transformer: torch.nn.Module) -> None:
+    forward: Any = vars(transformer).get("forward")
+    if getattr(forward, "func", None) is _forward:
+        _, own = forward.args
+        del transformer.forward
+        # That of a hook, which was there before.
+        if own != transformer.forward:
+            transformer.forward = own
 
 
 def _begin_call(transformer: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Which denoising steps are exact: chosen beforehand, or where the error of residual sharing asks for one.
+"""Which denoising steps are exact or computed at all: chosen beforehand, or where a measured error asks for one.
 
 An exact step measures for nothing how wrong residual sharing was: with the exact output o, the approximate one a and
 the residual r of the last exact step, the error of a layer is
@@ -8,6 +8,9 @@ the residual r of the last exact step, the error of a layer is
 Its mean over layers and guidance branches grows about evenly with the change of the noise level since the last exact
 step. The next exact step is the last one before which it stays below the tolerance, like the step size of a solver for
 differential equations. One decision holds for all layers, guidance branches and videos of a batch.
+
+In the same way a step that is computed measures how wrong it would have been to predict the model's output, along the
+line through the last two computed ones, and steps are predicted as long as that error stays below another tolerance.
 """
 
 from __future__ import annotations
@@ -49,6 +52,9 @@ class Refresh:
         tolerance: how large the error of residual sharing may become before attention is exact again, of the size of
             exact attention's output: 0.1 for 10 %. The steps follow from the errors measured; see `Schedule`.
         at_most: with a tolerance, the number (int) or fraction (float) of steps that may be exact.
+        cache: how large the error of the transformer's predicted output may become before it is computed again, of the
+            size of that output: 0.1 for 10 %. None: every step is computed. A step that a tolerance makes exact is
+            computed in any case, and one of `steps` that is predicted leaves it to the next.
 
     A step in which a layer has no residual is exact in any case: the first, the first of the second transformer in a
     pipeline of two, and the first after one that a cache has skipped.
@@ -62,6 +68,7 @@ class Refresh:
     offload: bool = False
     tolerance: float | None = None
     at_most: Any = 0.5
+    cache: float | None = None
 
     def __post_init__(self) -> None:
         check_residual_dtype(self.dtype, "refresh.dtype")
@@ -74,11 +81,13 @@ class Refresh:
             raise ValueError(
                 f"refresh needs either steps or a tolerance, got steps={self.steps!r}, tolerance={self.tolerance!r}"
             )
+        for name in ("tolerance", "cache"):
+            if (error := getattr(self, name)) is not None:
+                check_number(f"refresh.{name}", error)
+                if error <= 0:
+                    raise ValueError(f"refresh.{name} must be above 0, got {error}")
+                object.__setattr__(self, name, float(error))
         if self.tolerance is not None:
-            check_number("refresh.tolerance", self.tolerance)
-            if self.tolerance <= 0:
-                raise ValueError(f"refresh.tolerance must be above 0, got {self.tolerance}")
-            object.__setattr__(self, "tolerance", float(self.tolerance))
             return
         chosen = DenseSet("refresh", self.steps)
         if not chosen.some:
@@ -88,6 +97,11 @@ class Refresh:
     def __repr__(self) -> str:
         changed = {f.name: v for f in dataclasses.fields(self) if (v := getattr(self, f.name)) != f.default}
         return f"Refresh({', '.join(f'{name}={value!r}' for name, value in changed.items())})"
+
+    @property
+    def decides(self) -> bool:
+        """Whether errors measured in a run decide what its steps are."""
+        return self.tolerance is not None or self.cache is not None
 
     @classmethod
     def parse(cls, refresh: object) -> Refresh | None:
@@ -122,12 +136,12 @@ class Refresh:
 
 @dataclasses.dataclass
 class Schedule:
-    """The exact steps of one run of a transformer.
+    """What the steps of one run of a transformer are.
 
     Args:
         refresh: the option.
         steps: N, of the run.
-        times: [N], how far the noise has changed before each step, in any unit; only a tolerance needs them.
+        times: [N], how far the noise has changed before each step, in any unit; only a tolerance or a cache needs them.
         spent: exact steps of other transformers in the same denoising loop.
 
     Attributes:
@@ -137,6 +151,8 @@ class Schedule:
             measure it by, and without a tolerance.
         computed: whether a layer has computed exact attention in this step.
         renewals: those of them that compute approximate attention, too, for a residual.
+        forward: the steps in which the transformer was computed, with the error of predicting its output; None where
+            there were no two outputs to predict it from, and without a cache.
         held: whether `at_most` has let the error grow beyond the tolerance.
     """
 
@@ -149,31 +165,39 @@ class Schedule:
     exact: dict[int, float | None] = dataclasses.field(default_factory=dict)
     computed: bool = False
     renewals: list[int] = dataclasses.field(default_factory=list)
+    forward: dict[int, float | None] = dataclasses.field(default_factory=dict)
     held: bool = False
     _earliest: tuple[int, ...] = dataclasses.field(init=False)
     _next: int = 0
+    _next_forward: int = 0
     # Whether the next exact step comes later than wanted.
     _waited: bool = False
     _errors: list[_Error] = dataclasses.field(default_factory=list)
+    _forward_errors: list[_Error] = dataclasses.field(default_factory=list)
 
     def __post_init__(self) -> None:
         self._earliest = self.refresh.schedule(self.steps)
 
     def enter(self, step: int) -> None:
-        """A forward call begins in this step. With a tolerance it waits, after an exact step, for the GPU."""
+        """A forward call begins in this step. It waits for the GPU after a step that has measured an error."""
         if step == self.step:
             return
         self.read()
         if self.step in self.exact and self.computed:
             self._next = self._following(self.exact[self.step])
         elif self.step in self.exact:
-            # A cache has skipped it, so that it is still due.
+            # A cache of diffusers has skipped it, so that it is still due.
             del self.exact[self.step]
+        if self.step in self.forward and (tolerance := self.refresh.cache) is not None:
+            self._next_forward = self._last_below(tolerance, self.forward)
         self.step, self.computed = step, False
-        if step >= self._next:
-            self.due, self.exact[step] = step, None
-            if self.kept:
-                self.renewals.append(step)
+        exact = step >= self._next
+        if step >= self._next_forward or exact and self.refresh.tolerance is not None:
+            self.forward[step] = None
+            if exact:
+                self.due, self.exact[step] = step, None
+                if self.kept:
+                    self.renewals.append(step)
 
     @property
     def kept(self) -> bool:
@@ -184,38 +208,58 @@ class Schedule:
         return following < self.steps and following >= self._start - 1
 
     def measured(self, error: torch.Tensor) -> None:
-        """A forward call in this step has found this error; a number on any device."""
+        """A forward call in this step has found this error of residual sharing; a number on any device."""
         if self.due == self.step:
             self._errors.append(_Error(error))
+
+    def measured_forward(self, error: torch.Tensor) -> None:
+        """A forward call in this step has found this error of predicting its output; a number on any device."""
+        self._forward_errors.append(_Error(error))
 
     @property
     def _start(self) -> int:
         return math.ceil(START * self.steps)
 
     def read(self) -> None:
-        """Note the mean error of the forward calls of this step, if there is one: waits for the GPU."""
-        if self._errors:
-            errors = [error.read() for error in self._errors]
-            self._errors.clear()
-            self.exact[self.step] = sum(errors) / len(errors)
+        """Note the mean errors of the forward calls of this step, if there are any: waits for the GPU."""
+        for errors, found in ((self._errors, self.exact), (self._forward_errors, self.forward)):
+            if errors:
+                found[self.step] = sum(error.read() for error in errors) / len(errors)
+                errors.clear()
+
+    def _stays_below(self, tolerance: float, found: Mapping[int, float | None], following: int) -> bool:
+        """Whether the error just before a step will be below the tolerance, by the last one that was measured."""
+        last, step = list(found)[-2:]
+        change = lambda start, end: self.times[min(end, self.steps - 1)] - self.times[start]
+        # A NaN is no small one.
+        return found[step] / max(change(last, step), 1e-9) * change(step, following) <= tolerance
+
+    def _last_below(self, tolerance: float, found: Mapping[int, float | None]) -> int:
+        """The last step before which the error stays below the tolerance: the next one where none has been measured.
+
+        Args:
+            found: the steps that have measured it so far, this one last.
+        """
+        step, following = self.step, self.step + 1
+        if following < self._start or found[step] is None or len(found) < 2:
+            return following
+        last = list(found)[-2]
+        furthest = min(step + GROWTH * (step - last), self.steps)
+        while following < furthest and self._stays_below(tolerance, found, following + 1):
+            following += 1
+        return following
 
     def _following(self, error: float | None) -> int:
         """The next exact step, after one with this error."""
-        step, tolerance, times, count = self.step, self.refresh.tolerance, self.times, self.spent + len(self.exact)
+        step, tolerance, count = self.step, self.refresh.tolerance, self.spent + len(self.exact)
         if tolerance is None:
             return min((chosen for chosen in self._earliest if chosen > step), default=self.steps)
         earliest = self._earliest[count] if count < len(self._earliest) else self.steps
-        last = max((done for done in self.exact if done < step), default=None)
-        if error is None or last is None or step + 1 < self._start:
-            return max(step + 1, earliest)
-        rate = error / max(times[step] - times[last], 1e-9)
-        # The error just before a step. A NaN is no small one.
-        small = lambda following: rate * (times[min(following, self.steps - 1)] - times[step]) <= tolerance
-        following = step + 1
-        while following < min(step + GROWTH * (step - last), self.steps) and small(following + 1):
-            following += 1
-        self.held |= self._waited and not error <= tolerance or earliest == self.steps and not small(earliest)
-        self._waited = earliest > following
+        following = self._last_below(tolerance, self.exact)
+        if error is not None and len(self.exact) > 1 and step + 1 >= self._start:
+            small = self._stays_below(tolerance, self.exact, earliest)
+            self.held |= self._waited and not error <= tolerance or earliest == self.steps and not small
+            self._waited = earliest > following
         return max(following, earliest)
 
 

@@ -34,6 +34,7 @@ class Report:
         exact: the steps that `refresh` made exact, with the error of residual sharing measured there, of the size of
             exact attention's output; None where none was measured.
         dense: the steps that `dense_steps` left to the model's own attention.
+        predicted: the steps in which `refresh.cache` predicted the transformer's output.
         held: whether `refresh.at_most` has let the error grow beyond the tolerance.
         work: attention FLOPs over those of full attention; None where they depend on the data or no call was made.
         residual_bytes: memory of the residuals, of all guidance branches.
@@ -46,6 +47,7 @@ class Report:
     steps: int | None
     exact: dict[int, float | None]
     dense: tuple[int, ...]
+    predicted: tuple[int, ...]
     held: bool
     work: float | None
     residual_bytes: int
@@ -59,8 +61,10 @@ class Report:
     def __str__(self) -> str:
         parts = []
         if self.steps is not None:
-            exact = _ranges({*self.exact, *self.dense})
-            parts.append(f"{len(self.exact) + len(self.dense)} of {self.steps} steps exact ({exact})")
+            exact = {*self.exact, *self.dense}
+            parts.append(f"{len(exact)} of {self.steps} steps exact ({_ranges(exact)})")
+        if self.predicted:
+            parts.append(f"{len(self.predicted)} predicted ({_ranges(self.predicted)})")
         if errors := [error for error in self.exact.values() if error is not None]:
             parts.append(f"error of sharing {min(errors):.3f} to {max(errors):.3f}")
         if self.held:
@@ -103,9 +107,13 @@ def report(pipe_or_transformer: Any) -> Report:
     steps = next((run.schedule.steps for run in runs), next(iter(applied.values())).steps)
     exact = dict(sorted(pair for run in runs for pair in run.schedule.exact.items()))
     dense = tuple(filter(lambda step: DenseSet("dense_steps", spec.dense_steps).contains(step, steps), range(steps)))
+    entered = range(max((run.schedule.step for run in runs), default=-1) + 1)
+    computed = {*dense, *(step for run in runs for step in run.schedule.forward)}
+    predicted = tuple(step for step in entered if step not in computed)
     # Where attention is approximate, that also computes what the exact steps lack.
-    rough = steps - len(exact) - len(dense) + sum(len(run.schedule.renewals) for run in runs)
-    of = lambda share: (len(exact) + len(dense) + share * rough) / steps if steps and share != 1 else share
+    rough = steps - len({*exact, *dense}) - len(predicted) + sum(len(run.schedule.renewals) for run in runs)
+    alike = steps - len(predicted)
+    of = lambda share: (alike if share == 1 else len({*exact, *dense}) + share * rough) / steps if steps else share
     work = None if None in shares else sum(map(of, shares)) / len(shares)
     return Report(
         method=_shown(spec),
@@ -113,6 +121,7 @@ def report(pipe_or_transformer: Any) -> Report:
         steps=steps or None,
         exact=exact,
         dense=dense,
+        predicted=predicted,
         held=any(run.schedule.held for run in runs),
         work=work,
         residual_bytes=sum(run.residual_bytes for run in runs),

@@ -14,7 +14,7 @@ import threading
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -23,11 +23,13 @@ from vmonarch.host_memory import Arriving, HostMemory
 from vmonarch.kernels.residual.api import DTYPES, attention_residual, renew_residual, residual_bytes
 from vmonarch.kernels.residual.reference import Residual
 from vmonarch.pipeline_calls import at_end_of_call, watch_calls
+from vmonarch.prediction import Line, tensors_in
 from vmonarch.refresh import Refresh, Schedule
 from vmonarch.steps import DenoisingStep, denoising_step
 
 # What errors tell to use in its place, by the name of a preset too: "near-lossless" is the default.
 NO_REFRESH = 'use refresh=None, or the preset "vmonarch", which has none'
+_NO_GRAPH = "refresh looks for the pipeline; compile_repeated_blocks leaves that out"
 # Steps that a guidance branch may sit out and still find its residual.
 _IDLE_STEPS = 2
 
@@ -216,6 +218,9 @@ class PipelineBranch(Branch):
         versions: of the tensors in there, which tell of changes in place.
         step, evaluation: of the latest call.
         last: whether no other one follows.
+        line: of the transformer's outputs.
+        time: how far the noise has changed by now.
+        kept: the evaluation whose output came last.
     """
 
     run: Run
@@ -224,6 +229,9 @@ class PipelineBranch(Branch):
     step: int = -1
     evaluation: int = -1
     last: bool = False
+    line: Line = dataclasses.field(default_factory=Line)
+    time: float = 0.0
+    kept: int = -1
 
     def layers_on(self, device: torch.device) -> int:
         transformer = self.run.transformer()
@@ -250,12 +258,34 @@ class PipelineBranch(Branch):
         unchanged = self.versions == _versions(self.conditioning)
         return follows and unchanged and same_arguments(self.conditioning, conditioning)
 
+    @torch.compiler.disable(reason=_NO_GRAPH)
+    def predicted(self) -> Any:
+        """The transformer's output of this call; None where it is to be computed."""
+        if self.schedule.step in self.schedule.forward or not self.line.known:
+            return None
+        return self.line.at(self.time)
+
+    @torch.compiler.disable(reason=_NO_GRAPH)
+    def keep_output(self, output: Any) -> None:
+        """Keep the output of a call that was computed, and measure how wrong it would have been to predict it."""
+        # Where a hook of others lies between two applications of ours, both come here.
+        if self.kept == self.evaluation:
+            return
+        self.kept = self.evaluation
+        if self.line.known:
+            error = self.line.error(self.time, output)
+            if self.group is not None:
+                torch.distributed.all_reduce(error, torch.distributed.ReduceOp.MAX, group=self.group)
+            self.schedule.measured_forward(error)
+        self.line.add(self.time, output)
+
     def free(self) -> None:
         kept = (tensor for kept in self.residuals.values() for tensor in kept.residual if tensor is not None)
         self.run.residual_bytes += sum(tensor.nbytes for tensor in kept)
         super().free()
         # An interrupted call may still hold the branch.
         self.conditioning = {}
+        self.line.outputs.clear()
 
 
 def _versions(conditioning: Mapping[str, Any]) -> list[int]:
@@ -281,15 +311,6 @@ def same_value(expected: Any, given: Any) -> bool:
         alike = (expected.shape, expected.dtype, expected.device) == (given.shape, given.dtype, given.device)
         return alike and torch.equal(expected, given)
     return not isinstance(expected, torch.Tensor) and not isinstance(given, torch.Tensor) and expected == given
-
-
-def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """The tensors that an argument is, or that its sequences and mappings hold."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (tuple, list, Mapping)):
-        for part in value.values() if isinstance(value, Mapping) else value:
-            yield from tensors_in(part)
 
 
 class ResidualSharing:
@@ -318,7 +339,7 @@ class ResidualSharing:
     def __reduce__(self) -> tuple[Any, ...]:
         return ResidualSharing, (self.refresh,)
 
-    @torch.compiler.disable(reason="refresh looks for the pipeline; compile_repeated_blocks leaves that out")
+    @torch.compiler.disable(reason=_NO_GRAPH)
     def begin(
         self, transformer: torch.nn.Module, arguments: Mapping[str, Any], by_step: Collection[str]
     ) -> PipelineBranch:
@@ -352,6 +373,10 @@ class ResidualSharing:
                 at_end_of_call(step.pipeline, self.end_runs_of)
             branch.step, branch.evaluation, branch.last = step.step, step.evaluation, step.last
             branch.begin_call(step.step)
+            if self.refresh.cache is not None:
+                # The second evaluation of a step of order 2 is where the next step begins.
+                place = step.step + step.evaluation % step.order
+                branch.time = branch.schedule.times[min(place, step.steps - 1)]
         return branch
 
     def _run(self, step: DenoisingStep, transformer: torch.nn.Module) -> Run:
@@ -362,7 +387,7 @@ class ResidualSharing:
         self.runs = [
             run for run in self.runs if run.timesteps() is step.timesteps or run.pipeline() is not step.pipeline
         ]
-        times = () if self.refresh.tolerance is None else step.noise_changes()
+        times = step.noise_changes() if self.refresh.decides else ()
         spent = sum(len(run.schedule.exact) for run in self.runs if run.timesteps() is step.timesteps)
         schedule = Schedule(self.refresh, step.steps, times, spent)
         run = Run(schedule, weakref.ref(step.timesteps), weakref.ref(step.pipeline), weakref.ref(transformer))

@@ -181,15 +181,6 @@ class Steps(WanPipeline):
         self.step = next(self.numbers)
         if self.step not in self.wanted:
             return True
-        if self.transformer.is_cache_enabled:
-            # diffusers' step caches count the calls of their transformer.
-            call = self.names[: self.step].count(self.names[self.step])
-            registries = [getattr(module, "_diffusers_hook", None) for module in self.transformer.modules()]
-            hooks = [hook for registry in registries if registry is not None for hook in registry.hooks.values()]
-            for name in ("cond", "uncond"):
-                with self.transformer.cache_context(name):
-                    for hook in hooks:
-                        hook.state_manager.get_state().current_step = call - 1
         self.began = self.clock.mark()
         return False
 
@@ -202,7 +193,8 @@ class Steps(WanPipeline):
         record = record_of(self.transformer)
         assert record is not None and record.sharing is not None
         (schedule,) = (run.schedule for run in record.sharing.runs)
-        of = lambda step: "kept" if step in schedule.renewals else "exact" if step in schedule.exact else "approximate"
+        kinds = [("kept", schedule.renewals), ("exact", schedule.exact), ("approximate", schedule.forward)]
+        of = lambda step: next((kind for kind, steps in kinds if step in steps), "predicted")
         return [of(step) for step in range(self.options.steps)]
 
     def seconds(self, clock: Clock, last: int, kinds: Sequence[str]) -> dict[str, Any]:
@@ -227,8 +219,7 @@ class Steps(WanPipeline):
 def steps_to_measure(kinds: Sequence[str]) -> list[int]:
     """Steps, as few as possible, among which there is one of every kind.
 
-    An approximate step comes with the steps before it, back to the one whose residual it uses, and a skipped one with
-    those back to the last that was computed.
+    An approximate step comes with the steps before it, back to the one whose residual it uses.
 
     Args:
         kinds: of all steps (`step_kinds`).
@@ -238,8 +229,6 @@ def steps_to_measure(kinds: Sequence[str]) -> list[int]:
         if kind not in kinds or any(kinds[step] == kind for step in found):
             continue
         first = last = kinds.index(kind)
-        if kind == "skipped":
-            first = max(step for step in range(last) if kinds[step] != "skipped")
         if kinds[first] == "approximate" and "kept" in kinds[:first]:
             first = max(step for step in range(first) if kinds[step] == "kept")
         found |= set(range(first, last + 1))
@@ -373,11 +362,7 @@ def bench(
     resolved = [resolve_method(name, argument="methods", recipes=True) for name in methods]
     choose("methods", [method.label for method in resolved])
     for method in resolved:
-        if not method.additions.predictable:
-            problem = f"{method.label!r} has a cache whose steps depend on the data; supported: taylorseer"
-            raise InputError("methods", problem)
         try:
-            recipes.cache_config(method.additions, of.steps)
             step_kinds(method, ["transformer"] * of.steps)
         except ValueError as error:
             raise InputError("methods", f"{method.label!r} cannot compute this video: {error}") from error

@@ -336,7 +336,6 @@ def test_what_processes_cannot_share(tiny_model, tmp_path, monkeypatch):
     for options, message in (
         ({"device": "cpu"}, f"device must be auto {who}, as each has its own, got cpu"),
         ({"offload": "model"}, f"offload must be none {who}, got model"),
-        ({"attention": "stack-fast"}, f"cache must be null {who}"),
     ):
         config = GenerateConfig(prompts=("x",), model=str(tiny_model), output_dir=str(tmp_path / "out"), **options)
         with pytest.raises(ValueError, match=message):

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import tiny_wan
 import torch
+from diffusers import MagCacheConfig
 
 from vmonarch.configs import InputError
 from vmonarch.configs.methods import merge_attention, recipe_names, resolve_method
@@ -21,8 +22,7 @@ from vmonarch.pipelines.sampling import denoise
 
 STEPS = 7
 resolve = functools.partial(resolve_method, recipes=True)
-CACHE = {"kind": "taylorseer", "disable_cache_before_step": 2, "cache_interval": 3, "max_order": 1}
-ALL = "stack-fast:linears=null,attention.refresh=[0,1,3],cache={kind: taylorseer, disable_cache_before_step: 2}"
+ALL = "stack-fast:linears=null,attention.refresh={steps: [0, 1, 3], cache: 9.0}"
 
 
 @pytest.fixture
@@ -35,19 +35,10 @@ def sample(loaded: LoadedModel) -> Callable[..., torch.Tensor]:
     """sample(recipe): latents with it, blocks compiled by the "eager" backend."""
 
     def latents(recipe: Any, backend: Any = "eager") -> torch.Tensor:
-        recipes.apply(loaded.pipe, recipe, steps=STEPS, compile_backend=backend)
+        recipes.apply(loaded.pipe, recipe, compile_backend=backend)
         return denoise(loaded, loaded.config, loaded.config.prompts, [0]).latents
 
     return latents
-
-
-@pytest.fixture
-def told_steps(monkeypatch: pytest.MonkeyPatch) -> set[int | None]:
-    """The numbers of steps that caches are told."""
-    found: set[int | None] = set()
-    make = recipes.cache_config
-    monkeypatch.setattr(recipes, "cache_config", lambda additions, steps: found.add(steps) or make(additions, steps))
-    return found
 
 
 @pytest.mark.parametrize("name", recipe_names())
@@ -55,9 +46,7 @@ def test_every_recipe_is_written_and_read_back(name: str) -> None:
     recipe = resolve(name)
     assert recipe.name == recipe.label == name and recipe.additions
     assert resolve(recipe.to_dict()) == recipe
-    plain = resolve(f"{name}:attention=full,cache=null")
-    assert (plain.processor_name, plain.additions.cache) == ("full", None)
-    assert resolve({"name": name, "cache": {"kind": "sea"}}).additions.cache == {"kind": "sea"}
+    assert resolve(f"{name}:attention=full").processor_name == "full"
     # Who cannot switch on what they add refuses recipes.
     for use in (resolve_method, lambda recipe: finetune_config({"attention": recipe})):
         with pytest.raises(InputError, match=f"attention must be an attention method, got the recipe '{name}'"):
@@ -66,26 +55,26 @@ def test_every_recipe_is_written_and_read_back(name: str) -> None:
 
 def test_a_recipe_with_overrides_is_labelled_with_them() -> None:
     """Whether they come in its word, in a mapping, or as overrides of a command."""
-    for above in ({"cache": None, "attention": {"refresh": 12}}, {"cache": {"kind": "first_block", "threshold": 0.1}}):
+    for above in ({"compile": False, "attention": {"refresh": 12}}, {"linears": "float8-weights"}):
         merged, mapping = resolve(merge_attention("stack-fast", above)), resolve({"name": "stack-fast", **above})
-        assert merged == mapping and merged.label not in ("stack-fast", resolve("stack-fast:cache=null").label)
-    assert mapping.label == "stack-fast:cache={'kind': 'first_block', 'threshold': 0.1}"
-    assert mapping.additions.cache == {"kind": "first_block", "threshold": 0.1}
-    inner = resolve(merge_attention("stack-fast", {"attention": {"refresh": 12}}))
-    assert (inner.label, inner.attention.label) == ("stack-fast:attention=fast:refresh=12", "fast:refresh=12")  # type: ignore[attr-defined]
+        assert merged == mapping and merged.label not in ("stack-fast", resolve("stack-fast:compile=false").label)
+    assert (mapping.label, mapping.additions.linears) == ("stack-fast:linears=float8-weights", "float8-weights")
+    inner = resolve(merge_attention("stock", {"attention": "fast:refresh=12"}))
+    assert (inner.label, inner.attention.label) == ("stock:attention=fast:refresh=12", "fast:refresh=12")  # type: ignore[attr-defined]
 
 
 def test_a_recipe_leaves_no_trace(sample: Callable[..., torch.Tensor], loaded: LoadedModel) -> None:
     transformer = loaded.pipe.transformer
     before = [set(vars(block)) for block in transformer.blocks]
     stock, with_all = sample("full"), sample(ALL)
-    assert transformer.is_cache_enabled and not torch.equal(stock, with_all)
-    assert torch.equal(sample("full"), stock) and not transformer.is_cache_enabled
-    # diffusers leaves its empty registry of hooks behind.
-    assert [set(vars(block)) - {"_diffusers_hook"} for block in transformer.blocks] == before
+    assert "forward" in vars(transformer) and not torch.equal(stock, with_all)
+    assert torch.equal(sample("full"), stock) and "forward" not in vars(transformer)
+    assert [set(vars(block)) for block in transformer.blocks] == before
 
 
-def test_blocks_are_compiled_below_the_caches_hooks(sample: Callable[..., torch.Tensor]) -> None:
+def test_blocks_are_compiled_below_the_hooks_of_caches(
+    sample: Callable[..., torch.Tensor], loaded: LoadedModel
+) -> None:
     graphs = []
 
     def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
@@ -94,31 +83,35 @@ def test_blocks_are_compiled_below_the_caches_hooks(sample: Callable[..., torch.
 
     torch.compiler.reset()
     assert torch.equal(sample("stock"), sample("full"))
-    cached = sample({"name": "stock", "cache": CACHE}, backend)
+    found = []
+    for recipe in ("stock", "full"):
+        recipes.apply(loaded.pipe, recipe, compile_backend=backend)
+        loaded.pipe.transformer.enable_cache(MagCacheConfig(num_inference_steps=STEPS, mag_ratios=[1.0] * STEPS))
+        found.append(denoise(loaded, loaded.config, loaded.config.prompts, [0]).latents)
+        loaded.pipe.transformer.disable_cache()
     # One for both blocks and every step, with all that a block computes.
     assert len(graphs) == 1 and len(graphs[0]) > 20
-    assert torch.equal(cached, sample({"name": "stock", "compile": False, "cache": CACHE}))
+    assert torch.equal(*found)
 
 
-def test_a_recipe_is_recorded_made_again_and_compared_with_stock(cli: Any, told_steps: set[int | None]) -> None:
+def test_a_recipe_is_recorded_made_again_and_compared_with_stock(cli: Any) -> None:
     code, _, err = cli("generate", "a red circle", "--recipe", ALL, "attention.compile=false", "steps=5")
     assert code == 0, err
     (record,) = cli.records()
-    assert record["config"]["attention"]["cache"]["disable_cache_before_step"] == 2
-    # Two calls of the transformer a step; a cache skips blocks.
-    assert record["transformer_calls"] == 10 and told_steps == {5}
+    assert record["config"]["attention"]["attention"]["refresh"] == {"steps": [0, 1, 3], "cache": 9.0}
+    # Two calls of the transformer a step, of which those of predicted steps compute nothing.
+    assert record["transformer_calls"] == 10 and record["attention"]["predicted"] == [3]
     (path,) = (cli.folder / "outputs/generate").glob("*.json")
     code, _, err = cli("generate", "--from-json", path, tiny=False)
     assert code == 0, err
     assert cli.records()[1]["frames_sha256"] == record["frames_sha256"]
-    told_steps.clear()
     line = ["--recipe", "stock:compile=false", "stack-near-lossless:compile=false,linears=null"]
     code, _, err = cli("compare", "a red circle", *line)
     assert code == 0, err
     (folder,) = cli.outputs("outputs/compare")
     (record,) = cli.records(f"outputs/compare/{folder}")
     means = {label: values["psnr"] and values["psnr"]["mean"] for label, values in record["statistics"].items()}
-    assert list(means) == ["full", *line[1:]] and told_steps == {2}
+    assert list(means) == ["full", *line[1:]]
     assert means[line[1]] == "inf" and 10 < means[line[2]] < 200
 
 
@@ -155,13 +148,10 @@ def test_linear_layers_are_quantised_and_come_back_or_not(wide: torch.nn.Module)
         ("stack-fst", r"recipe must be one of .*stack-near-lossless.*did you mean stack-fast\?"),
         ("stack-fast:linears=int4", "recipe.linears must be null or one of float8, float8-weights"),
         ("stack-fast:linears=float8", "linears 'float8' needs a GPU of Ada, Hopper or newer"),
-        ("fast:cache=null", "recipe.cache is for recipes, which are stack-fast, .*; 'fast' is a method"),
+        ("fast:linears=null", "recipe.linears is for recipes, which are stack-fast, .*; 'fast' is a method"),
         ("stack-fast:attention=stock", "recipe.attention must be an attention method, got the recipe 'stock'"),
-        ("stock:cache=3", "recipe.cache must be null or a mapping with a kind of first_block, mag, sea, taylorseer"),
-        ("stock:cache={kind: tea}", "recipe.cache.kind must be one of .*did you mean sea"),
-        ("stock:cache={kind: sea, order: 2}", "cache.order is no known key; known: threshold"),
-        ("stock:cache={kind: sea, threshold: -1}", "cache cannot be used: `threshold` must be non-negative"),
-        ("stock:cache={kind: mag}", "cache cannot be used: `mag_ratios` must be provided"),
+        ("stock:cache={kind: sea}", r"recipe.cache is gone, got .*: write attention.refresh.cache=TOLERANCE, or call"),
+        ("stack-fast:attention.refresh.cache=0", "attention.refresh.cache must be above 0, got 0"),
     ],
 )  # fmt: skip
 def test_what_a_recipe_cannot_do_is_said(recipe: str, problem: str, wide: torch.nn.Module, monkeypatch: Any) -> None:
@@ -177,23 +167,8 @@ def test_quantised_layers_need_torchao(wide: torch.nn.Module, monkeypatch: Any) 
 
 
 def test_a_stack_is_checked_before_a_model_is_loaded(tiny_model: Path) -> None:
-    for attention, offload, problem in (
-        ("stack-fast", "group", "offload cannot be group with quantised linear layers"),
-        (
-            "stock:cache={kind: sea, order: 2}",
-            "none",
-            "attention .* a cache that cannot be used: cache.order is no",
-        ),
-        ("stock:cache={kind: first_block, threshold: true}", "none", "cache.threshold must be a number, got True"),
-    ):
-        with pytest.raises(InputError, match=problem):
-            tiny_wan.settings(find_model(str(tiny_model)), attention=attention, offload=offload)
-
-
-def test_the_cache_mag_knows_the_steps(sample: Callable[..., torch.Tensor], loaded: LoadedModel) -> None:
-    sample("stock:compile=false,cache={kind: mag, calibrate: true}")
-    hook = loaded.pipe.transformer.blocks[0]._diffusers_hook.get_hook("mag_cache_leader_block_hook")
-    assert hook.config.num_inference_steps == STEPS
+    with pytest.raises(InputError, match="offload cannot be group with quantised linear layers"):
+        tiny_wan.settings(find_model(str(tiny_model)), attention="stack-fast", offload="group")
 
 
 @pytest.mark.gpu
@@ -210,14 +185,3 @@ def test_float8_layers_on_the_gpu(recipe: str, tiny: Any) -> None:
     own, eager, compiled = found
     assert 1e-4 < (eager - own).norm() / own.norm() < 0.2
     assert (compiled - eager).norm() < 0.02 * eager.norm()
-
-
-def test_caches_that_look_at_the_data_are_not_extrapolated() -> None:
-    from vmonarch.eval.bench.e2e import bench
-
-    for recipe, problem in (
-        ("stock:cache={kind: sea}", "has a cache whose steps depend on the data; supported: taylorseer"),
-        ("stock:cache={kind: taylorseer, order: 2}", "cache.order is no known key"),
-    ):
-        with pytest.raises(InputError, match=problem):
-            bench(methods=[recipe])

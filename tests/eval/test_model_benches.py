@@ -31,9 +31,6 @@ from vmonarch.kernels.monarch import api
 
 pytestmark = pytest.mark.skipif(not interpreted(), reason="needs TRITON_INTERPRET=1 when triton is imported")
 CPU = torch.device("cpu")
-CACHE = (
-    "stock:attention=vmonarch,cache={kind: taylorseer, disable_cache_before_step: 4, cache_interval: 3, max_order: 1}"
-)
 
 
 @pytest.fixture(scope="module")
@@ -135,13 +132,16 @@ def test_dense_steps_a_cache_and_a_second_transformer_count(measure, monkeypatch
     monkeypatch.setattr(e2e.Steps, "of", watched)
     path = tmp_path / "two.yaml"
     path.write_text(Path(tiny_yaml).read_text() + "boundary_ratio: 0.875\n")
-    methods = ("vmonarch:refresh=1", "vmonarch:dense_steps=1", f"{CACHE},compile=false")
+    methods = ("vmonarch:refresh=1", "vmonarch:dense_steps=1", "vmonarch:refresh={steps: 1.0, cache: 9.0}")
     rows = measure(*methods, steps=8, model=str(path), guidance=False)
     counts = [{kind: of["steps"] for kind, of in row["kinds"].items()} for row in rows.values()]
     assert counts[:2] == [{"kept": 2, "approximate": 6}, {"dense": 1, "approximate": 7}]
-    _, dense, skipping = by_row.values()
+    # Two outputs and an error come first, then intervals of twice the last.
+    assert counts[2] == {"exact": 4, "predicted": 4}
+    _, dense, predicting = by_row.values()
     whole = {"FeedForward": 2, "Op": 2}
-    assert dense == {0: {"FeedForward": 2}, 1: whole} and skipping == {0: whole, 6: whole, 7: {}}
+    assert dense == {0: {"FeedForward": 2}, 1: whole}
+    assert [step for step, called in predicting.items() if called] == [0, 1, 2, 4]
 
 
 def test_all_steps_are_measured_where_errors_decide_which_are_exact(measure):

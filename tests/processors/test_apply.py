@@ -20,7 +20,7 @@ from vmonarch.call import running
 from vmonarch.configs.methods import resolve_method
 from vmonarch.own import Bound
 
-NEAR_LOSSLESS = VMonarchProcessor(num_iterations=1, exact=None, refresh=Refresh(tolerance=0.08))
+NEAR_LOSSLESS = VMonarchProcessor(num_iterations=1, exact=None, refresh=Refresh(tolerance=0.07))
 FAST = VMonarchProcessor(num_iterations=1, exact=None, refresh=Refresh(tolerance=0.13))
 
 

@@ -226,12 +226,116 @@ def test_the_report_says_what_ran(tiny):
         ({"tolerance": "5 %"}, TypeError, "refresh.tolerance must be a number"),
         ({"tolerance": 0.1, "at_most": [1]}, ValueError, "refresh.at_most must be a count or a fraction"),
         ({"tolerance": 0.1, "at_most": 1.5}, ValueError, "refresh.at_most as a fraction must lie between"),
+        ({"steps": 2, "cache": 0}, ValueError, "refresh.cache must be above 0"),
     ],
     ids=str,
 )
 def test_bad_tolerances_are_named(options, error, message):
     with pytest.raises(error, match=message):
         Refresh(**options)
+
+
+def steps_of(refresh, steps, growth=0.0099, error=0.0):
+    """(computed, exact) steps of a run in which both errors grow evenly with the steps."""
+    schedule, computed = Schedule(refresh, steps, [float(step) for step in range(steps)]), []
+    for step in range(steps):
+        schedule.enter(step)
+        if step not in schedule.forward:
+            continue
+        computed.append(step)
+        if len(computed) > 2:
+            schedule.measured_forward(torch.tensor(growth * (step - computed[-2])))
+        if schedule.due == step:
+            schedule.computed = True
+            if len(schedule.exact) > 1:
+                schedule.measured(torch.tensor(error * (step - list(schedule.exact)[-2])))
+    return tuple(computed), tuple(schedule.exact)
+
+
+def test_steps_are_predicted_while_the_error_of_that_is_small():
+    # Six at the start; then intervals of twice the last one, up to five steps, in which the error comes to 0.05.
+    expected = (*range(6), 7, 11, 16, 21, 26, 31, 36, 41, 46)
+    assert steps_of(Refresh(1.0, cache=0.05), 50) == (expected, expected)
+    assert steps_of(Refresh(1.0, cache=0.05), 50, growth=NAN)[0] == tuple(range(50))
+    # One of chosen steps that is predicted leaves it to the next that is computed.
+    assert steps_of(Refresh([0, 8, 9, 17], cache=0.05), 20) == ((0, 1, 2, 4, 8, 13, 18), (0, 8, 13, 18))
+    # One that a tolerance makes exact is computed; the interval to it is the last one then.
+    computed, exact = steps_of(Refresh(tolerance=0.05, cache=0.05, at_most=1.0), 50, error=0.02)
+    assert exact == (*range(6), *range(7, 48, 2)) == computed
+
+
+CACHED, BOTH = Refresh(1.0, cache=0.9), Refresh(tolerance=0.9, cache=0.9)
+
+
+@pytest.mark.parametrize(
+    "kind, refresh, options",
+    [("t2v", BOTH, {}), ("i2v-2.1", CACHED, {}), ("v2v", CACHED, {}), ("t2v", CACHED, {"num_videos_per_prompt": 2}),
+     ("t2v-2.2", BOTH, {})],
+    ids=["text", "image", "inside", "batch", "two-transformers"],
+)  # fmt: skip
+def test_predicted_steps_are_on_the_line_through_the_last_two(tiny, monkeypatch, kind, refresh, options):
+    """The oracle: the forward of the class, which extrapolates in the steps that the report names."""
+    pipe, steps = tiny.pipeline(kind), 16
+    vmonarch.apply(pipe, VMonarchProcessor(refresh=refresh))
+    found = tiny.generate(pipe, steps=steps, **options)
+    ran, forward = vmonarch.report(pipe), type(pipe.transformer).forward
+    runs = pipe.transformer._vmonarch_record.sharing.runs
+    measured = {step: error for run in runs for step, error in run.schedule.forward.items()}
+    assert 3 <= len(ran.predicted) <= 12 and len(measured) + len(ran.predicted) == ran.steps
+    assert f"; {len(ran.predicted)} predicted (" in str(ran)
+    assert refresh is BOTH or ran.work == pytest.approx(len(measured) / ran.steps)
+    kept, errors = {}, {}
+    calls = {
+        id(t): itertools.count() for t in (pipe.transformer, getattr(pipe, "transformer_2", None)) if t is not None
+    }
+    start = {id(pipe.transformer): 0}
+    if kind == "t2v-2.2":
+        start[id(pipe.transformer_2)] = transformers_by_step(pipe, steps).index("transformer_2")
+
+    def by_hand(self, *args, **kwargs):
+        step, branch = divmod(next(calls[id(self)]), 2)
+        step += start[id(self)]
+        level = pipe.scheduler.timesteps[-ran.steps :][step].item()
+        past = kept.setdefault((id(self), branch), [])
+        line = lambda: torch.lerp(past[-2][1], past[-1][1], (level - past[-2][0]) / (past[-1][0] - past[-2][0]))
+        if step in ran.predicted:
+            return (line(),)
+        (output,) = forward(self, *args, **kwargs)
+        if len(past) > 1:
+            change = (output - line()).flatten(1).norm(dim=1) / output.flatten(1).norm(dim=1)
+            errors.setdefault(step, []).append(change.max().item())
+        past.append((level, output))
+        return (output,)
+
+    vmonarch.apply(pipe, VMonarchProcessor(refresh=replace(refresh, cache=None)))
+    if refresh.tolerance is not None:
+        vmonarch.apply(pipe, VMonarchProcessor(refresh=list(ran.exact)))
+    monkeypatch.setattr(type(pipe.transformer), "forward", by_hand)
+    torch.testing.assert_close(tiny.generate(pipe, steps=steps, **options), found, rtol=1e-4, atol=1e-5)
+    means = {step: sum(of) / len(of) for step, of in errors.items()}
+    assert means == pytest.approx({step: error for step, error in measured.items() if error is not None}, rel=1e-3)
+
+
+def test_with_a_cache_a_transformer_is_copied_and_restored(tiny):
+    pipe = tiny.applied("t2v", refresh=Refresh(1.0, cache=0.9))
+    expected = tiny.quickly(pipe, 8)
+    assert vmonarch.report(pipe).predicted
+    twin, others = copy.deepcopy(pipe.transformer), pipe.transformer
+    pipe.transformer = twin
+    with torch.no_grad():
+        twin.proj_out.weight.zero_()
+    assert not torch.equal(tiny.quickly(pipe, 8), expected), "the copy computes by its own weights"
+    pipe.transformer = others
+    assert torch.equal(tiny.quickly(pipe, 8), expected)
+    # A hook that came later keeps the forward, also where another is applied above it.
+    later = pipe.transformer.forward
+    pipe.transformer.forward = lambda *args, **kwargs: later(*args, **kwargs)
+    vmonarch.apply(pipe, VMonarchProcessor(refresh=Refresh(1.0, cache=0.9)))
+    assert torch.equal(tiny.quickly(pipe, 8), expected)
+    vmonarch.restore(pipe)
+    hooked = tiny.quickly(pipe, 8)
+    del pipe.transformer.forward
+    assert torch.equal(tiny.quickly(pipe, 8), hooked)
 
 
 class Watching(VMonarchProcessor):

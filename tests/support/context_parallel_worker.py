@@ -250,10 +250,11 @@ def pipeline(kind, processor, cache=None, heads=2, anything=False, report=False,
         ranks.enable(pipe.transformer, ulysses_anything=anything)
         found = {"out": tiny.generate(pipe, **{"steps": 3, "guidance": 3.0} | call)}
         if report:
-            exact = vmonarch.report(pipe).exact
+            ran = vmonarch.report(pipe)
             found |= {
-                "exact": torch.tensor([*exact]),
-                "errors": torch.tensor([error or 0.0 for error in exact.values()]),
+                "exact": torch.tensor([*ran.exact]),
+                "errors": torch.tensor([error or 0.0 for error in ran.exact.values()]),
+                "predicted": torch.tensor([*ran.predicted]),
             }
         return found
 
@@ -361,9 +362,10 @@ SAME = {
     "refresh": pipeline("t2v", VMonarch(refresh=(0, 2)), steps=4, guidance=5.0, anything=True),
     "refresh-uneven-heads": pipeline(
         "t2v", VMonarch(refresh=(0, 2), bias=decay_of(3)), heads=3, steps=4, guidance=5.0, anything=True),
-    # Ranks measure the error of their own heads, and decide alike.
+    # Ranks measure the error of their own heads, and decide alike what is exact and what is predicted.
     "refresh-tolerance": pipeline(
-        "t2v", VMonarch(refresh=Refresh(tolerance=0.2)), heads=3, steps=10, guidance=5.0, anything=True, report=True),
+        "t2v", VMonarch(refresh=Refresh(tolerance=0.2, cache=0.9)), heads=3, steps=10, guidance=5.0, anything=True,
+        report=True),
     "image": pipeline("i2v-2.1", VMonarch()),
     "chronoedit": pipeline("chronoedit", VMonarch()),
     "timestep-per-token": pipeline("t2v-5b", VMonarch()),
