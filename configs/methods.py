@@ -69,7 +69,6 @@ _GONE = {
     "maps": ([], "reports have no maps of attention; leave it out"),
     "resize": ("crop", "videos are cropped; leave it out"),
     "frames_per_block": (1, "blocks are frames; for the paper's ablation take the method monarch-t4 with length"),
-    "cache": (None, "write attention.refresh.cache=TOLERANCE, or call diffusers' transformer.enable_cache"),
     "tiles": ([1, 1], "blocks are whole frames; leave it out, or save work with coarse"),
     "reach": (None, "write bias.reach"),
     "sparsity": (None, "write share, which is 1 - sparsity"),
@@ -290,11 +289,16 @@ def resolve_method(
 def _recipe(name: str, values: Mapping[str, Any], label: str, argument: str) -> AttentionMethod:
     """The recipe of this name, with `values` over what it says."""
     shipped = _shipped("recipes")[name]
+    # Records of before say the attention, too, which had none.
+    if "cache" in values and (values["cache"] is not None or "attention" not in values):
+        instead = "write attention.refresh.cache=TOLERANCE, null for none, or call diffusers' transformer.enable_cache"
+        raise InputError(f"{argument}.cache", f"is gone, got {values['cache']!r}: {instead}")
     attention = shipped["attention"]
     if "attention" in values:
         attention = merge_attention(attention, values["attention"])
     method = resolve_method(attention, argument=f"{argument}.attention")
-    given = deep_merge(shipped, values) | {"attention": method.label}
+    given = deep_merge(shipped, {key: value for key, value in values.items() if key != "cache"})
+    given |= {"attention": method.label}
     own = {key: value for key, value in given.items() if key != "attention"}
     additions = build(Additions, own, prefix=f"{argument}.")
     label = label or _label(name, given, vars(Additions()) | shipped)

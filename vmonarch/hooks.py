@@ -73,8 +73,12 @@ def keep(transformer: torch.nn.Module, record: Record | None) -> None:
         transformer.register_forward_hook(_end_call, always_call=True)
     setattr(transformer, _ATTRIBUTE, record)
     if record.sharing is not None and record.sharing.refresh.cache is not None:
-        own = transformer.forward
-        transformer.forward = functools.update_wrapper(functools.partial(_forward, transformer, own), own)
+        _wrap_forward(transformer)
+
+
+def _wrap_forward(transformer: torch.nn.Module) -> None:
+    own = transformer.forward
+    transformer.forward = functools.update_wrapper(functools.partial(_forward, transformer, own), own)
 
 
 def _forward(transformer: torch.nn.Module, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -86,11 +90,8 @@ def _forward(transformer: torch.nn.Module, own: Callable[..., Any], *args: Any, 
     branch = None if call is None or record_of(transformer) is None else call.branch
     if branch is None or branch.schedule.refresh.cache is None:
         return own(*args, **kwargs)
-    output = None if call.dense else branch.predicted()
-    if output is None:
-        output = own(*args, **kwargs)
-        branch.keep_output(output)
-    return output
+    output = branch.predicted(call.dense)
+    return own(*args, **kwargs) if output is None else output
 
 
 def _put_forward_back(transformer: torch.nn.Module) -> None:
@@ -158,14 +159,26 @@ def _enter(transformer: torch.nn.Module) -> None:
     outer.append((weakref.ref(transformer), before))
 
 
-def _end_call(transformer: torch.nn.Module, *_: Any) -> None:
+def _end_call(transformer: torch.nn.Module, args: tuple[Any, ...], output: Any) -> None:
     """Forward hook, which runs after an error, too."""
     call, record, outer = running.now["call"], record_of(transformer), running.outer
     running.now["call"] = None
     if not torch.compiler.is_compiling() and outer and outer[-1][0]() is transformer:
         running.now["call"] = outer.pop()[1]
-    if record is not None and record.sharing is not None and call is not None:
+    if record is not None and record.sharing is not None and call is not None and call.branch is not None:
+        if record.sharing.refresh.cache is not None:
+            _keep_output(transformer, call.branch, output)
         record.sharing.end(call.branch)
+
+
+@torch.compiler.disable(reason="refresh looks for the pipeline; compile_repeated_blocks leaves that out")
+def _keep_output(transformer: torch.nn.Module, branch: Any, output: Any) -> None:
+    """Have the branch keep what its call has computed; after an error there is none."""
+    if branch.foretold is None:
+        # A hook that was there before has taken our forward away with it.
+        _wrap_forward(transformer)
+    if not branch.foretold and output is not None:
+        branch.keep_output(output)
 
 
 def _remove_hooks(transformer: torch.nn.Module) -> None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
+
+from vmonarch.arguments import tensors_in
 
 
 @dataclasses.dataclass
@@ -15,18 +16,14 @@ class Line:
     """Through the latest two outputs that were computed, each of tensors [B, …] in tuples or mappings.
 
     Attributes:
-        outputs: (time, output) of them.
+        outputs: (step, time, output) of them.
     """
 
-    outputs: list[tuple[float, Any]] = dataclasses.field(default_factory=list)
-
-    @property
-    def known(self) -> bool:
-        return len(self.outputs) == 2
+    outputs: list[tuple[int, float, Any]] = dataclasses.field(default_factory=list)
 
     def at(self, time: float) -> Any:
         """The output at a time."""
-        (before, first), (latest, second) = self.outputs
+        (_, before, first), (_, latest, second) = self.outputs
         along = (time - before) / (latest - before) if latest != before else 1.0
 
         def between(x: Any, y: Any) -> Any:
@@ -42,16 +39,7 @@ class Line:
             errors.append((change.flatten(1).norm(dim=1) / size.flatten(1).norm(dim=1)).max())
         return torch.stack([error.to(errors[0].device) for error in errors]).max()
 
-    def add(self, time: float, output: Any) -> None:
+    def add(self, step: int, time: float, output: Any) -> None:
         """Go on with an output that was computed; a copy, because whoever gets it may write to it."""
         kept = pytree.tree_map(lambda x: x.clone() if isinstance(x, torch.Tensor) else x, output)
-        self.outputs = [*self.outputs[-1:], (time, kept)]
-
-
-def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """The tensors that a value is, or that its sequences and mappings hold."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (tuple, list, Mapping)):
-        for part in value.values() if isinstance(value, Mapping) else value:
-            yield from tensors_in(part)
+        self.outputs = [*self.outputs[-1:], (step, time, kept)]

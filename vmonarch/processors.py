@@ -67,7 +67,8 @@ class VMonarchProcessor(VideoAttentionProcessor):
                 options.check_grid(grid)
 
     def warn_of_size(self, grid: LatentGrid) -> None:
-        if grid.tokens <= _TOO_FEW_TOKENS:
+        # Steps that are predicted make any video faster.
+        if grid.tokens <= _TOO_FEW_TOKENS and (self.refresh is None or self.refresh.cache is None):
             warnings.warn(
                 f"videos of {grid.tokens} tokens are too small for VMonarch to make them faster: with"
                 f" {_TOO_FEW_TOKENS} tokens they took as long as with full attention",
@@ -158,6 +159,7 @@ class FirstOrderProcessor(VideoAttentionProcessor):
 _PRESETS = {
     "near-lossless": "exact attention where this video needs it, the closest to full attention",
     "fast": "exact attention in fewer steps, faster and less close",
+    "cached": "full attention, in the steps whose output is not predicted",
     "vmonarch-dense-start": "exact attention in the first fifth of the steps, no memory for residuals",
     "vmonarch-first-band1": "exact near in time, in every step",
     "vmonarch": "the paper's method in every step, for finetuned models",

@@ -89,6 +89,8 @@ class Refresh:
                 object.__setattr__(self, name, float(error))
         if self.tolerance is not None:
             return
+        if self.at_most != type(self).at_most:
+            raise ValueError(f"refresh.at_most is for a tolerance, got {self.at_most!r} with steps={self.steps!r}")
         chosen = DenseSet("refresh", self.steps)
         if not chosen.some:
             raise ValueError(f"refresh must name at least one step, got {self.steps!r}; None leaves residuals out")
@@ -117,8 +119,8 @@ class Refresh:
         names = [field.name for field in dataclasses.fields(cls)]
         unknown = sorted(set(refresh) - set(names))
         if unknown or not {"steps", "tolerance"} & set(refresh):
-            known = ", ".join(names)
-            raise TypeError(f"refresh must have steps or tolerance, and of {known} no others, got {dict(refresh)!r}")
+            others = ", ".join(name for name in names if name not in ("steps", "tolerance"))
+            raise TypeError(f"refresh must have steps or tolerance, and besides only {others}, got {dict(refresh)!r}")
         return cls(**refresh)
 
     def schedule(self, steps: int) -> tuple[int, ...]:
@@ -153,7 +155,8 @@ class Schedule:
         renewals: those of them that compute approximate attention, too, for a residual.
         forward: the steps in which the transformer was computed, with the error of predicting its output; None where
             there were no two outputs to predict it from, and without a cache.
-        held: whether `at_most` has let the error grow beyond the tolerance.
+        predicted: the steps in which its output was predicted.
+        held: whether `at_most` has let the error grow beyond the tolerance, or nothing more of it be measured.
     """
 
     refresh: Refresh
@@ -166,6 +169,7 @@ class Schedule:
     computed: bool = False
     renewals: list[int] = dataclasses.field(default_factory=list)
     forward: dict[int, float | None] = dataclasses.field(default_factory=dict)
+    predicted: set[int] = dataclasses.field(default_factory=set)
     held: bool = False
     _earliest: tuple[int, ...] = dataclasses.field(init=False)
     _next: int = 0
@@ -183,6 +187,8 @@ class Schedule:
         if step == self.step:
             return
         self.read()
+        self._errors.clear()
+        self._forward_errors.clear()
         if self.step in self.exact and self.computed:
             self._next = self._following(self.exact[self.step])
         elif self.step in self.exact:
@@ -205,7 +211,7 @@ class Schedule:
         following = self.step + 1
         if self.refresh.tolerance is None:
             return following < self.steps and following not in self._earliest
-        return following < self.steps and following >= self._start - 1
+        return following < self.steps and (following >= self._start - 1 or following < self._soonest)
 
     def measured(self, error: torch.Tensor) -> None:
         """A forward call in this step has found this error of residual sharing; a number on any device."""
@@ -220,12 +226,17 @@ class Schedule:
     def _start(self) -> int:
         return math.ceil(START * self.steps)
 
+    @property
+    def _soonest(self) -> int:
+        """The first step in which `at_most` allows the next exact one."""
+        count = self.spent + len(self.exact)
+        return self._earliest[count] if count < len(self._earliest) else self.steps
+
     def read(self) -> None:
         """Note the mean errors of the forward calls of this step, if there are any: waits for the GPU."""
         for errors, found in ((self._errors, self.exact), (self._forward_errors, self.forward)):
             if errors:
                 found[self.step] = sum(error.read() for error in errors) / len(errors)
-                errors.clear()
 
     def _stays_below(self, tolerance: float, found: Mapping[int, float | None], following: int) -> bool:
         """Whether the error just before a step will be below the tolerance, by the last one that was measured."""
@@ -251,12 +262,13 @@ class Schedule:
 
     def _following(self, error: float | None) -> int:
         """The next exact step, after one with this error."""
-        step, tolerance, count = self.step, self.refresh.tolerance, self.spent + len(self.exact)
+        step, tolerance, earliest = self.step, self.refresh.tolerance, self._soonest
         if tolerance is None:
             return min((chosen for chosen in self._earliest if chosen > step), default=self.steps)
-        earliest = self._earliest[count] if count < len(self._earliest) else self.steps
         following = self._last_below(tolerance, self.exact)
-        if error is not None and len(self.exact) > 1 and step + 1 >= self._start:
+        if error is None or len(self.exact) < 2:
+            self.held |= following < self.steps == earliest
+        elif step + 1 >= self._start:
             small = self._stays_below(tolerance, self.exact, earliest)
             self.held |= self._waited and not error <= tolerance or earliest == self.steps and not small
             self._waited = earliest > following

@@ -7,6 +7,8 @@ from collections import Counter
 from collections.abc import Collection, Iterator
 from typing import Any
 
+import torch
+
 from vmonarch.attend import Biased, ByHead, Exact, Op
 from vmonarch.base import VideoAttentionProcessor
 from vmonarch.families import heads_of, known_family
@@ -35,6 +37,7 @@ class Report:
             exact attention's output; None where none was measured.
         dense: the steps that `dense_steps` left to the model's own attention.
         predicted: the steps in which `refresh.cache` predicted the transformer's output.
+        forward: the computed steps that measured how wrong that would have been, with the error, of the output's size.
         held: whether `refresh.at_most` has let the error grow beyond the tolerance.
         work: attention FLOPs over those of full attention; None where they depend on the data or no call was made.
         residual_bytes: memory of the residuals, of all guidance branches.
@@ -48,6 +51,7 @@ class Report:
     exact: dict[int, float | None]
     dense: tuple[int, ...]
     predicted: tuple[int, ...]
+    forward: dict[int, float]
     held: bool
     work: float | None
     residual_bytes: int
@@ -55,8 +59,9 @@ class Report:
     kept: dict[str, int]
 
     def to_dict(self) -> dict[str, Any]:
-        """It as values for JSON; the exact steps as a list of [step, error]."""
-        return dataclasses.asdict(self) | {"exact": [list(pair) for pair in self.exact.items()]}
+        """It as values for JSON; steps with their errors as lists of [step, error]."""
+        pairs = {name: [list(pair) for pair in getattr(self, name).items()] for name in ("exact", "forward")}
+        return dataclasses.asdict(self) | pairs
 
     def __str__(self) -> str:
         parts = []
@@ -65,8 +70,9 @@ class Report:
             parts.append(f"{len(exact)} of {self.steps} steps exact ({_ranges(exact)})")
         if self.predicted:
             parts.append(f"{len(self.predicted)} predicted ({_ranges(self.predicted)})")
-        if errors := [error for error in self.exact.values() if error is not None]:
-            parts.append(f"error of sharing {min(errors):.3f} to {max(errors):.3f}")
+        for what, found in (("sharing", self.exact), ("prediction", self.forward)):
+            if errors := [error for error in found.values() if error is not None]:
+                parts.append(f"error of {what} {min(errors):.3f} to {max(errors):.3f}")
         if self.held:
             parts.append("more exact steps were needed than at_most allows")
         if self.work is not None:
@@ -94,6 +100,10 @@ def report(pipe_or_transformer: Any) -> Report:
     # The transformers of a pipeline share what they keep.
     sharing = next((record.sharing for record in applied.values() if record.sharing is not None), None)
     runs = [run for run in sharing.runs if run.transformer() in applied] if sharing is not None else []
+    if isinstance(pipe_or_transformer, torch.nn.Module):
+        pipe_or_transformer = next((run.pipeline() for run in reversed(runs)), None)
+    # Others may have the same transformer.
+    runs = [run for run in runs if run.pipeline() is pipe_or_transformer]
     for run in runs:
         run.schedule.read()
     heads: Counter[str] = Counter()
@@ -107,9 +117,7 @@ def report(pipe_or_transformer: Any) -> Report:
     steps = next((run.schedule.steps for run in runs), next(iter(applied.values())).steps)
     exact = dict(sorted(pair for run in runs for pair in run.schedule.exact.items()))
     dense = tuple(filter(lambda step: DenseSet("dense_steps", spec.dense_steps).contains(step, steps), range(steps)))
-    entered = range(max((run.schedule.step for run in runs), default=-1) + 1)
-    computed = {*dense, *(step for run in runs for step in run.schedule.forward)}
-    predicted = tuple(step for step in entered if step not in computed)
+    predicted = tuple(sorted(step for run in runs for step in run.schedule.predicted))
     # Where attention is approximate, that also computes what the exact steps lack.
     rough = steps - len({*exact, *dense}) - len(predicted) + sum(len(run.schedule.renewals) for run in runs)
     alike = steps - len(predicted)
@@ -122,9 +130,10 @@ def report(pipe_or_transformer: Any) -> Report:
         exact=exact,
         dense=dense,
         predicted=predicted,
+        forward={step: e for run in runs for step, e in run.schedule.forward.items() if e is not None},
         held=any(run.schedule.held for run in runs),
         work=work,
-        residual_bytes=sum(run.residual_bytes for run in runs),
+        residual_bytes=max((run.residual_bytes for run in runs), default=0),
         heads=dict(+heads),
         kept=dict(+kept),
     )

@@ -19,11 +19,12 @@ from typing import Any, NamedTuple
 
 import torch
 
+from vmonarch.arguments import same_arguments, versions_of
 from vmonarch.host_memory import Arriving, HostMemory
 from vmonarch.kernels.residual.api import DTYPES, attention_residual, renew_residual, residual_bytes
 from vmonarch.kernels.residual.reference import Residual
 from vmonarch.pipeline_calls import at_end_of_call, watch_calls
-from vmonarch.prediction import Line, tensors_in
+from vmonarch.prediction import Line
 from vmonarch.refresh import Refresh, Schedule
 from vmonarch.steps import DenoisingStep, denoising_step
 
@@ -74,6 +75,12 @@ class Branch:
     def exact(self) -> bool:
         """Whether this call is exact in all layers."""
         return self.schedule.due == self.schedule.step or not self.residuals
+
+    @property
+    def residual_bytes(self) -> int:
+        """Memory of the residuals that there are now."""
+        tensors = (tensor for kept in self.residuals.values() for tensor in kept.residual if tensor is not None)
+        return sum(tensor.nbytes for tensor in tensors)
 
     def begin_call(self, step: int) -> None:
         """A forward call begins in this step; what its first layer needs is on its way from the host then."""
@@ -194,7 +201,7 @@ class Run:
         schedule: of the run.
         timesteps: of the scheduler, another tensor for each loop.
         pipeline, transformer: whose it is.
-        residual_bytes: memory of the residuals, when they were freed.
+        residual_bytes: the most memory that the residuals of its branches took.
     """
 
     schedule: Schedule
@@ -218,9 +225,10 @@ class PipelineBranch(Branch):
         versions: of the tensors in there, which tell of changes in place.
         step, evaluation: of the latest call.
         last: whether no other one follows.
-        line: of the transformer's outputs.
+        lines: of the transformer's outputs, one for each evaluation in a step.
+        line: of this evaluation.
         time: how far the noise has changed by now.
-        kept: the evaluation whose output came last.
+        foretold: whether the output of this call is predicted; None where the transformer's forward has not asked yet.
     """
 
     run: Run
@@ -229,9 +237,10 @@ class PipelineBranch(Branch):
     step: int = -1
     evaluation: int = -1
     last: bool = False
+    lines: dict[int, Line] = dataclasses.field(default_factory=dict)
     line: Line = dataclasses.field(default_factory=Line)
     time: float = 0.0
-    kept: int = -1
+    foretold: bool | None = None
 
     def layers_on(self, device: torch.device) -> int:
         transformer = self.run.transformer()
@@ -255,62 +264,42 @@ class PipelineBranch(Branch):
     def is_of(self, step: DenoisingStep, transformer: torch.nn.Module, conditioning: Mapping[str, Any]) -> bool:
         """Whether a call is the next one of the branch."""
         follows = self.run.is_of(step, transformer) and self.evaluation < step.evaluation
-        unchanged = self.versions == _versions(self.conditioning)
+        unchanged = self.versions == versions_of(self.conditioning)
         return follows and unchanged and same_arguments(self.conditioning, conditioning)
 
     @torch.compiler.disable(reason=_NO_GRAPH)
-    def predicted(self) -> Any:
+    def predicted(self, dense: bool) -> Any:
         """The transformer's output of this call; None where it is to be computed."""
-        if self.schedule.step in self.schedule.forward or not self.line.known:
+        self.foretold = not dense and self.schedule.step not in self.schedule.forward and self._goes_on
+        if not self.foretold:
             return None
+        self.schedule.predicted.add(self.schedule.step)
         return self.line.at(self.time)
 
-    @torch.compiler.disable(reason=_NO_GRAPH)
+    @property
+    def _goes_on(self) -> bool:
+        """Whether the line goes through the outputs of the run's latest two computed steps."""
+        before = [step for step in self.schedule.forward if step < self.step]
+        return [step for step, *_ in self.line.outputs] == before[-2:] and len(before) > 1
+
     def keep_output(self, output: Any) -> None:
         """Keep the output of a call that was computed, and measure how wrong it would have been to predict it."""
-        # Where a hook of others lies between two applications of ours, both come here.
-        if self.kept == self.evaluation:
+        if self.step not in self.schedule.forward:
+            # Dense, or of a branch that has sat out, beside others that are predicted.
             return
-        self.kept = self.evaluation
-        if self.line.known:
+        if self._goes_on:
             error = self.line.error(self.time, output)
             if self.group is not None:
                 torch.distributed.all_reduce(error, torch.distributed.ReduceOp.MAX, group=self.group)
             self.schedule.measured_forward(error)
-        self.line.add(self.time, output)
+        self.line.add(self.step, self.time, output)
 
     def free(self) -> None:
-        kept = (tensor for kept in self.residuals.values() for tensor in kept.residual if tensor is not None)
-        self.run.residual_bytes += sum(tensor.nbytes for tensor in kept)
         super().free()
         # An interrupted call may still hold the branch.
         self.conditioning = {}
-        self.line.outputs.clear()
-
-
-def _versions(conditioning: Mapping[str, Any]) -> list[int]:
-    tensors = (tensor for value in conditioning.values() for tensor in tensors_in(value))
-    # What inference mode has made has no version.
-    return [0 if tensor.is_inference() else tensor._version for tensor in tensors]
-
-
-def same_arguments(expected: Mapping[str, Any], given: Mapping[str, Any]) -> bool:
-    """Whether two sets of arguments, by name, have the same values; tensors that are not the same object are read."""
-    return expected.keys() == given.keys() and all(same_value(expected[name], given[name]) for name in given)
-
-
-def same_value(expected: Any, given: Any) -> bool:
-    """Whether two arguments are the same object, equal tensors, equal values, or sequences or mappings of such."""
-    if expected is given:
-        return True
-    if isinstance(expected, Mapping) and isinstance(given, Mapping):
-        return same_arguments(expected, given)
-    if isinstance(expected, (tuple, list)) and isinstance(given, (tuple, list)):
-        return len(expected) == len(given) and all(map(same_value, expected, given))
-    if isinstance(expected, torch.Tensor) and isinstance(given, torch.Tensor):
-        alike = (expected.shape, expected.dtype, expected.device) == (given.shape, given.dtype, given.device)
-        return alike and torch.equal(expected, given)
-    return not isinstance(expected, torch.Tensor) and not isinstance(given, torch.Tensor) and expected == given
+        self.lines.clear()
+        self.line = Line()
 
 
 class ResidualSharing:
@@ -367,7 +356,7 @@ class ResidualSharing:
                     layers=len(_sharing_layers(transformer)),
                     run=run,
                     conditioning=conditioning,
-                    versions=_versions(conditioning),
+                    versions=versions_of(conditioning),
                 )
                 self._branches.append(branch)
                 at_end_of_call(step.pipeline, self.end_runs_of)
@@ -375,8 +364,9 @@ class ResidualSharing:
             branch.begin_call(step.step)
             if self.refresh.cache is not None:
                 # The second evaluation of a step of order 2 is where the next step begins.
-                place = step.step + step.evaluation % step.order
-                branch.time = branch.schedule.times[min(place, step.steps - 1)]
+                place = step.evaluation % step.order
+                branch.time = branch.schedule.times[min(step.step + place, step.steps - 1)]
+                branch.line, branch.foretold = branch.lines.setdefault(place, Line()), None
         return branch
 
     def _run(self, step: DenoisingStep, transformer: torch.nn.Module) -> Run:
@@ -384,9 +374,8 @@ class ResidualSharing:
         for branch in self._branches:
             if branch.run.is_of(step, transformer):
                 return branch.run
-        self.runs = [
-            run for run in self.runs if run.timesteps() is step.timesteps or run.pipeline() is not step.pipeline
-        ]
+        over = lambda run: run.timesteps() is not step.timesteps and run.pipeline() in (None, step.pipeline)
+        self.runs = [run for run in self.runs if not over(run)]
         times = step.noise_changes() if self.refresh.decides else ()
         spent = sum(len(run.schedule.exact) for run in self.runs if run.timesteps() is step.timesteps)
         schedule = Schedule(self.refresh, step.steps, times, spent)
@@ -399,6 +388,9 @@ class ResidualSharing:
         if branch is None:
             return
         branch.end_call()
+        with self._lock:
+            kept = sum(other.residual_bytes for other in self._branches if other.run is branch.run)
+        branch.run.residual_bytes = max(branch.run.residual_bytes, kept)
         if not branch.last:
             return
         self._drop(lambda other: other is branch)

@@ -187,7 +187,7 @@ class Run:
         untouched: other calls, by the reason.
         sigma_start, sigma_end: the noise levels between which the preset is used.
         sharing: of the residuals of a guidance branch; None for none.
-        residual_bytes: memory of the residuals at the end.
+        residual_bytes: the most memory that the residuals took.
         branches: those that have residuals, or can.
     """
 
@@ -207,6 +207,10 @@ class Run:
     schedule: Schedule | None = None
     branches: dict[Any, Branch] = dataclasses.field(default_factory=dict)
 
+    @property
+    def held(self) -> bool:
+        return self.schedule is not None and self.schedule.held
+
     def __str__(self) -> str:
         grids = ", ".join("×".join(map(str, grid)) for grid in sorted(self.grids)) or "unknown"
         parts = [
@@ -216,6 +220,11 @@ class Run:
         if self.exact:
             steps = ", ".join(map(str, sorted(self.refreshed)))
             parts.append(f"Exact, to renew residuals: {self.exact} (steps {steps}).")
+        measured = self.schedule.exact.values() if self.schedule is not None else ()
+        if errors := [error for error in measured if error is not None]:
+            parts.append(f"Error of sharing: {min(errors):.3f} to {max(errors):.3f}.")
+        if self.held:
+            parts.append("More exact steps were needed than half of them, which a tolerance allows at most.")
         if self.residual_bytes:
             parts.append(f"Residuals: {self.residual_bytes / 2**30:.2f} GiB, guidance branches {len(self.branches)}.")
         if self.untouched:
@@ -343,12 +352,11 @@ class OverrideAttention:
             return
         run, self._run = self._run, None
         for branch in run.branches.values():
-            tensors = (tensor for kept in branch.residuals.values() for tensor in kept.residual if tensor is not None)
-            run.residual_bytes += sum(tensor.nbytes for tensor in tensors)
             branch.free()
         if run.forwards:
             self.report = run
-            _LOG.log(logging.INFO if run.attended else logging.WARNING, "%s", run)
+            fine = run.attended and not run.held
+            _LOG.log(logging.INFO if fine else logging.WARNING, "%s", run)
 
     # The model itself may be compiled.
     @torch.compiler.disable(recursive=False)
@@ -371,6 +379,8 @@ class OverrideAttention:
                 options.pop(OVERRIDE, None)
             if call.branch is not None:
                 call.branch.end_call()
+                kept = sum(branch.residual_bytes for branch in call.run.branches.values())
+                call.run.residual_bytes = max(call.run.residual_bytes, kept)
 
     @torch.compiler.disable
     def _begin_call(self, run: Run, model: Any, arguments: Arguments, options: Arguments) -> _Call:

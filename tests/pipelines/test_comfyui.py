@@ -338,10 +338,8 @@ def test_the_nodes_patch_a_model_and_report(nodes, tmp_path):
     assert latents == "latents"
     assert "on WanModel: latent grid 3×2×4, steps 8, forward calls 4." in text
     # Its errors are large: as many steps are exact as half of them allow.
-    assert (
-        "by plan plan.json: 1. Exact, to renew residuals: 3 (steps 0, 1, 2). Residuals: 0.00 GiB, guidance branches 1."
-        in text
-    )
+    assert "by plan plan.json: 1. Exact, to renew residuals: 3 (steps 0, 1, 2). Error of sharing: 1." in text
+    assert ". Residuals: 0.00 GiB, guidance branches 1." in text
     assert "8 cross-attention; 4 that the plan leaves exact" in text
     with pytest.raises(InputError, match="model has no VMonarch node before it"):
         nodes.VMonarchReport.execute(before, "latents")

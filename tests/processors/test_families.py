@@ -25,6 +25,7 @@ from vmonarch import (
     residuals,
     vmonarch_attention,
 )
+from vmonarch.arguments import same_value
 from vmonarch.attend import Exact
 from vmonarch.base import FullAttentionProcessor
 from vmonarch.bias import SpatioTemporalDecay
@@ -35,7 +36,6 @@ from vmonarch.families import known_family
 from vmonarch.grid import LatentGrid
 from vmonarch.installation import own_processors
 from vmonarch.kernels.residual.api import add_residual, attention_residual
-from vmonarch.residuals import same_value
 
 EVERYTHING = ExactBlocks(band=100)
 each_family = pytest.mark.parametrize("name", FAMILIES)

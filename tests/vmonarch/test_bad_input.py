@@ -106,7 +106,7 @@ OF_PROCESSORS = {
     "dense_layers-negative-index": ({"dense_layers": [-1]}, ValueError, "an index in dense_layers must be at least 0"),
     "refresh-zero": ({"refresh": 0}, ValueError, NO_STEP),
     "refresh-other-key": (
-        {"refresh": {"steps": 2, "type": "int8"}}, TypeError, "refresh must have steps, and of steps, dtype"),
+        {"refresh": {"steps": 2, "type": "int8"}}, TypeError, "refresh must have steps or tolerance, and besides"),
     "refresh-dtype": (
         {"refresh": {"steps": 2, "dtype": "int4"}}, ValueError,
         "refresh.dtype must be one of int8, bfloat16, got 'int4'"),
