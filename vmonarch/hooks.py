@@ -19,7 +19,7 @@ from vmonarch.families import Family
 from vmonarch.grid import LatentGrid
 from vmonarch.own import Bound, ours_of
 from vmonarch.parallelism import check_no_first_block_cache
-from vmonarch.residuals import ResidualSharing
+from vmonarch.residuals import NO_GRAPH, ResidualSharing
 from vmonarch.steps import denoising_step, running_objects
 from vmonarch.validation import DenseSet
 
@@ -171,7 +171,7 @@ def _end_call(transformer: torch.nn.Module, args: tuple[Any, ...], output: Any) 
         record.sharing.end(call.branch)
 
 
-@torch.compiler.disable(reason="refresh looks for the pipeline; compile_repeated_blocks leaves that out")
+@torch.compiler.disable(reason=NO_GRAPH)
 def _keep_output(transformer: torch.nn.Module, branch: Any, output: Any) -> None:
     """Have the branch keep what its call has computed; after an error there is none."""
     if branch.foretold is None:

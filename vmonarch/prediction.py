@@ -25,10 +25,7 @@ class Line:
         """The output at a time."""
         (_, before, first), (_, latest, second) = self.outputs
         along = (time - before) / (latest - before) if latest != before else 1.0
-
-        def between(x: Any, y: Any) -> Any:
-            return torch.lerp(x.float(), y.float(), along).to(y.dtype) if isinstance(y, torch.Tensor) else y
-
+        between = lambda x, y: torch.lerp(x.float(), y.float(), along).to(y.dtype) if isinstance(y, torch.Tensor) else y
         return pytree.tree_map(between, first, second)
 
     def error(self, time: float, output: Any) -> torch.Tensor:

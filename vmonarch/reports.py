@@ -119,9 +119,9 @@ def report(pipe_or_transformer: Any) -> Report:
     dense = tuple(filter(lambda step: DenseSet("dense_steps", spec.dense_steps).contains(step, steps), range(steps)))
     predicted = tuple(sorted(step for run in runs for step in run.schedule.predicted))
     # Where attention is approximate, that also computes what the exact steps lack.
-    rough = steps - len({*exact, *dense}) - len(predicted) + sum(len(run.schedule.renewals) for run in runs)
-    alike = steps - len(predicted)
-    of = lambda share: (alike if share == 1 else len({*exact, *dense}) + share * rough) / steps if steps else share
+    computed, whole = steps - len(predicted), len({*exact, *dense})
+    rough = computed - whole + sum(len(run.schedule.renewals) for run in runs)
+    of = lambda share: (computed if share == 1 else whole + share * rough) / steps if steps else share
     work = None if None in shares else sum(map(of, shares)) / len(shares)
     return Report(
         method=_shown(spec),

@@ -30,7 +30,7 @@ from vmonarch.steps import DenoisingStep, denoising_step
 
 # What errors tell to use in its place, by the name of a preset too: "near-lossless" is the default.
 NO_REFRESH = 'use refresh=None, or the preset "vmonarch", which has none'
-_NO_GRAPH = "refresh looks for the pipeline; compile_repeated_blocks leaves that out"
+NO_GRAPH = "refresh looks for the pipeline; compile_repeated_blocks leaves that out"
 # Steps that a guidance branch may sit out and still find its residual.
 _IDLE_STEPS = 2
 
@@ -94,7 +94,6 @@ class Branch:
         """A forward call is over: its error is that of the worst sample, in the mean of its layers."""
         if self.errors:
             sums = torch.stack([error.to(self.errors[0].device) for error in self.errors])
-            self.errors.clear()
             if self.group is not None:
                 torch.distributed.all_reduce(sums, group=self.group)
             change, size = sums.unbind(1)
@@ -267,13 +266,13 @@ class PipelineBranch(Branch):
         unchanged = self.versions == versions_of(self.conditioning)
         return follows and unchanged and same_arguments(self.conditioning, conditioning)
 
-    @torch.compiler.disable(reason=_NO_GRAPH)
+    @torch.compiler.disable(reason=NO_GRAPH)
     def predicted(self, dense: bool) -> Any:
         """The transformer's output of this call; None where it is to be computed."""
-        self.foretold = not dense and self.schedule.step not in self.schedule.forward and self._goes_on
+        self.foretold = not dense and self.step not in self.schedule.forward and self._goes_on
         if not self.foretold:
             return None
-        self.schedule.predicted.add(self.schedule.step)
+        self.schedule.predicted.add(self.step)
         return self.line.at(self.time)
 
     @property
@@ -298,8 +297,7 @@ class PipelineBranch(Branch):
         super().free()
         # An interrupted call may still hold the branch.
         self.conditioning = {}
-        self.lines.clear()
-        self.line = Line()
+        self.lines, self.line = {}, Line()
 
 
 class ResidualSharing:
@@ -328,7 +326,7 @@ class ResidualSharing:
     def __reduce__(self) -> tuple[Any, ...]:
         return ResidualSharing, (self.refresh,)
 
-    @torch.compiler.disable(reason=_NO_GRAPH)
+    @torch.compiler.disable(reason=NO_GRAPH)
     def begin(
         self, transformer: torch.nn.Module, arguments: Mapping[str, Any], by_step: Collection[str]
     ) -> PipelineBranch:
@@ -383,14 +381,13 @@ class ResidualSharing:
         self.runs.append(run)
         return run
 
-    def end(self, branch: PipelineBranch | None) -> None:
+    def end(self, branch: PipelineBranch) -> None:
         """The forward call is over: after a run's last one its residuals are freed."""
-        if branch is None:
-            return
         branch.end_call()
-        with self._lock:
-            kept = sum(other.residual_bytes for other in self._branches if other.run is branch.run)
-        branch.run.residual_bytes = max(branch.run.residual_bytes, kept)
+        if branch.schedule.computed:
+            with self._lock:
+                kept = sum(other.residual_bytes for other in self._branches if other.run is branch.run)
+            branch.run.residual_bytes = max(branch.run.residual_bytes, kept)
         if not branch.last:
             return
         self._drop(lambda other: other is branch)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -73,9 +73,13 @@ class DenoisingStep(NamedTuple):
 
     def noise_changes(self) -> list[float]:
         """[steps]: how far the noise level has moved before each step; waits for the GPU."""
-        levels = self.timesteps[self.first :: self.order].tolist()
-        moves = (abs(after - before) for before, after in itertools.pairwise(levels))
-        return list(itertools.accumulate(moves, initial=0.0))
+        return noise_changes(self.timesteps[self.first :: self.order].tolist())
+
+
+def noise_changes(levels: Sequence[float]) -> list[float]:
+    """How far the noise level has moved before each of these, up or down."""
+    moves = (abs(after - before) for before, after in itertools.pairwise(levels))
+    return list(itertools.accumulate(moves, initial=0.0))
 
 
 @torch.compiler.disable(reason="dense_steps and refresh look for the pipeline; compile_repeated_blocks leaves that out")

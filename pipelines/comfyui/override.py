@@ -11,7 +11,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
-import itertools
 import json
 import logging
 import math
@@ -32,6 +31,7 @@ from vmonarch.configs.methods import resolve_method
 from vmonarch.grid import LatentGrid
 from vmonarch.refresh import Refresh, Schedule
 from vmonarch.residuals import Branch, ResidualSharing
+from vmonarch.steps import noise_changes
 
 PRESETS = ("near-lossless", "fast", "vmonarch", "vmonarch-lite", "vmonarch-t1", "vmonarch-t3", "two-resolution")
 # What ComfyUI calls the override, and what keeps ours apart from those of other nodes.
@@ -391,9 +391,7 @@ class OverrideAttention:
             run.steps = len(schedule) - 1
             step = step_of(sigma, schedule)
             if run.sharing is not None and run.schedule is None:
-                moves = (abs(after - before) for before, after in itertools.pairwise(schedule[:-1]))
-                changes = list(itertools.accumulate(moves, initial=0.0))
-                run.schedule = Schedule(run.sharing.refresh, run.steps, changes)
+                run.schedule = Schedule(run.sharing.refresh, run.steps, noise_changes(schedule[:-1]))
         branch = None
         if run.sharing is not None and run.schedule is not None and step is not None and options.get("uuids"):
             x = x if isinstance(x, torch.Tensor) else x[0]
