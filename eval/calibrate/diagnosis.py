@@ -1,17 +1,18 @@
 """Where attention loses what: every step, layer and head of a model compared with full attention, on its own inputs.
 
-The model runs with full attention. At every self-attention that is recorded, the candidates see the same queries, keys
-and values, and what they give is compared with the exact output: relative error, and the mean row-KL, which is exact
-because a Monarch row has a log-partition of its own (docs/attention.md, "The log-partition").
+The model samples with full attention, and calls of it are `recorded`. They are computed again: at every self-attention
+the candidates see the same queries, keys and values, and what they give is compared with the exact output: relative
+error, and the mean row-KL. That is exact, because a Monarch row has a log-partition of its own
+(docs/attention.md, "The log-partition").
 
-What a head loses says little of what the model loses: later layers mend some errors and let others grow. So recorded
-calls are computed again (`watched`), once with gradients. With u drawn from N(0, 1) for every number of the model's
-output v, and g = ∂⟨u, v⟩/∂o at a head's output o, the error δ of a candidate there changes ⟨u, v⟩ by ⟨g, δ⟩ to first
-order, and E ⟨g, δ⟩² = ‖J δ‖², the square of what it changes in v: for all layers, heads and candidates from one
-backward pass (Hutchinson's estimator). First order is far off where errors grow, tenfold and more in first layers. So
-the call is also computed with one candidate in one layer after the other; to what all heads of a layer change in v by
-that, the first-order squares of the layer are scaled. Deep models do so in `replaced_layers` alone; layers between them
-are scaled by what these tell.
+What a head loses says little of what the model loses: later layers mend some errors and let others grow. So the calls
+are computed again with gradients. With u drawn from N(0, 1) for every number of the model's output v, and
+g = ∂⟨u, v⟩/∂o at a head's output o, the error δ of a candidate there changes ⟨u, v⟩ by ⟨g, δ⟩ to first order, and
+E ⟨g, δ⟩² = ‖J δ‖², the square of what it changes in v: for all layers, heads and candidates from one backward pass
+(Hutchinson's estimator). First order is far off where errors grow, tenfold and more in first layers. So the call is
+also computed with one candidate in one layer after the other; to what all heads of a layer change in v by that, the
+first-order squares of the layer are scaled. Deep models do so in `replaced_layers` alone; layers between them are
+scaled by what these tell.
 
 Where attention is joint, of the video and of text, all this is of the video's queries and keys among themselves.
 
@@ -22,7 +23,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,7 +31,7 @@ import numpy as np
 import torch
 
 from vmonarch import apply, restore
-from vmonarch.attend import Result
+from vmonarch.attend import Attend, Result
 from vmonarch.base import Layer, VideoAttentionProcessor
 from vmonarch.call import Call
 from vmonarch.configs import InputError
@@ -44,7 +45,7 @@ from vmonarch.processors import VMonarchProcessor
 from vmonarch.steps import denoising_step
 
 FORMAT = "vmonarch-diagnosis-1"
-# A watched call has the reference in no more layers than these.
+# The reference stands in no more layers than these.
 _REPLACED = 8
 
 
@@ -53,10 +54,10 @@ _REPLACED = 8
 #   energy      squares of the exact output
 #   squares     (with a candidate's name) of the difference to the exact output
 #   kl          (with a candidate's name) KL(candidate's row ‖ softmax row) in nats
-#   output      (with a candidate's name; of watched calls) ⟨g, δ⟩², whose mean is, to first order, the square of the
+#   output      (with a candidate's name; with gradients) ⟨g, δ⟩², whose mean is, to first order, the square of the
 #               change in the model's output
-#   velocity    of watched calls, a number: squares of the model's output
-#   change      likewise, in `replaced_layers`: of its change when the layer has the recorder's reference
+#   velocity    with gradients, a number: squares of the model's output
+#   change      likewise, in `replaced_layers`: of its change when the layer has the reference
 Totals = dict[Any, Any]
 
 
@@ -67,8 +68,8 @@ def measure(
     grid: LatentGrid,
     candidates: Mapping[str, Options],
     gradient: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, Totals]:
-    """Exact output [B, S, H, D], its log-partition [B, H, S], and `Totals` of one call.
+) -> Totals:
+    """`Totals` of one call.
 
     Args:
         query, key, value: [B, S, H, D].
@@ -85,12 +86,12 @@ def measure(
         totals["kl", name] = (lse.double() - weight.double()).sum((0, 2))
         if gradient is not None:
             totals["output", name] = (gradient * difference).sum((1, 3)).square().sum(0)
-    return out, lse, {"rows": B * S, **{key: total.cpu() for key, total in totals.items()}}
+    return {"rows": B * S, **{key: total.cpu() for key, total in totals.items()}}
 
 
 @dataclass(frozen=True)
 class Rerun:
-    """A recorded call of a transformer, and the model's output `velocity` with full attention."""
+    """A call of a transformer that can be computed again, and the model's output `velocity` with full attention."""
 
     component: str
     step: int
@@ -100,31 +101,41 @@ class Rerun:
     velocity: torch.Tensor
 
 
+@contextlib.contextmanager
+def recorded(pipe: Any, every: int = 1) -> Iterator[list[Rerun]]:
+    """The calls of a pipeline's transformers, with full attention, at the steps 0, every, 2·every, … of the block."""
+    calls: list[Rerun] = []
+
+    def keep(component: str, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        step, *_ = denoising_step(module, None, "a diagnosis", "leave `recorded`")
+        if step % every == 0:
+            calls.append(Rerun(component, step, module, args, kwargs, output[0]))
+
+    restore(pipe)
+    with contextlib.ExitStack() as stack:
+        for component, module in find_transformers(pipe).items():
+            hook = module.register_forward_hook(functools.partial(keep, component), with_kwargs=True)
+            stack.callback(hook.remove)
+        yield calls
+
+
 @dataclass
 class Recorder:
-    """What is recorded while a pipeline runs.
-
-    Without `watched`, calls are measured as they are computed, and nothing is known of the model's output.
+    """What is measured of recorded calls, by computing them again.
 
     Args:
         candidates: options by name.
-        every: the steps 0, every, 2·every, … are recorded.
 
     Attributes:
         grid: of the videos. totals: by (transformer, step, layer).
-        inputs: query, key and value [1, S, H, D] of a recorded call.
-        watched: whether calls are computed again.
-        step: of the call under way, if that is to be computed again.
-        again: the call that is.
+        inputs: query, key and value [1, S, H, D] of a layer.
+        again: the call that is computed again.
     """
 
     candidates: dict[str, Options]
-    every: int = 1
     grid: LatentGrid | None = None
     totals: dict[tuple[str, int, int], Totals] = field(default_factory=dict)
     inputs: tuple[torch.Tensor, ...] = ()
-    watched: bool = False
-    step: int | None = None
     again: Rerun | None = None
     noise: torch.Generator = field(default_factory=lambda: torch.Generator().manual_seed(0))
 
@@ -134,63 +145,69 @@ class Recorder:
         plain = [name for name, options in self.candidates.items() if options == VMonarchOptions()]
         return [*plain, *self.candidates][0]
 
-    def add(self, component: str, step: int, layer: int, totals: Totals) -> None:
-        """Add the sums of one call of one layer."""
-        known = self.totals.setdefault((component, step, layer), {})
+    def diagnose(self, pipe: Any, calls: Sequence[Rerun], *, sensitivity: bool = True) -> None:
+        """Compute calls of a pipeline again and add what the candidates lose in them.
+
+        Args:
+            sensitivity: also what their errors change in the model's output: with gradients, and once for each of
+                `replaced_layers`, with the reference in that layer.
+
+        Raises:
+            InputError: see `differentiate`.
+        """
+        apply(pipe, DiagnosisProcessor(self))
+        for self.again in calls:
+            if not sensitivity:
+                with torch.no_grad():
+                    self.again.module(*self.again.args, **self.again.kwargs)
+                continue
+            noise = torch.randn(self.again.velocity.shape, generator=self.noise).to(self.again.velocity.device)
+            differentiate(self.again, lambda found: (found.float() * noise).sum())  # noqa: B023
+        if sensitivity:
+            self._replace_layers(pipe, calls)
+        restore(pipe)
+
+    def receive(self, layer: int, grid: LatentGrid, gradient: torch.Tensor | None, *tensors: torch.Tensor) -> None:
+        """Add the sums of a layer in the call that is computed again."""
+        assert self.again is not None
+        query, key, value, _ = tensors
+        if self.grid not in (None, grid):
+            raise ValueError(f"all videos must have one size: {tuple(self.grid or ())} and {tuple(grid)}")
+        self.grid, self.inputs = grid, self.inputs or tuple(x[:1].clone() for x in (query, key, value))
+        totals = measure(query, key, value, grid, self.candidates, gradient)
+        if gradient is not None:
+            totals["velocity"] = self.again.velocity.double().square().sum().item()
+        self._add(self.again, layer, totals)
+
+    def _add(self, call: Rerun, layer: int, totals: Totals) -> None:
+        known = self.totals.setdefault((call.component, call.step, layer), {})
         for key, value in totals.items():
             known[key] = known.get(key, 0) + value
 
+    def _replace_layers(self, pipe: Any, calls: Sequence[Rerun]) -> None:
+        """Add the change of the model's output by the reference in one of `replaced_layers` after the other."""
+        sizes = {name: len(known_family(module).layers(module)) for name, module in find_transformers(pipe).items()}
+        options = {self.reference: self.candidates[self.reference], FULL: None}
+        heads = self.inputs[0].shape[2] if self.inputs else 0
+        for layer in sorted({layer for layers in sizes.values() for layer in replaced_layers(layers)}):
+            names = {name: [self.reference if i == layer else FULL for i in range(n)] for name, n in sizes.items()}
+            plan = AttentionPlan(options, {name: [[one] * heads for one in row] for name, row in names.items()})
+            apply(pipe, VMonarchProcessor(plan=plan))
+            for call in calls:
+                if layer in replaced_layers(sizes[call.component]):
+                    with torch.no_grad():
+                        changed = call.module(*call.args, **call.kwargs)[0].double() - call.velocity.double()
+                    self._add(call, layer, {"change": changed.square().sum().item()})
+
 
 def replaced_layers(layers: int) -> tuple[int, ...]:
-    """Layers in which a watched call has the reference, one after the other, at most `_REPLACED`.
+    """Layers that have the reference, one after the other, at most `_REPLACED`.
 
     Errors grow most in first layers: where there are too many, these are the first layer, powers of two and the last.
     """
     if layers <= _REPLACED:
         return tuple(range(layers))
     return (0, *(1 << n for n in range(_REPLACED - 2) if 1 << n < layers - 1), layers - 1)
-
-
-@contextlib.contextmanager
-def watched(recorder: Recorder, pipe: Any) -> Iterator[list[Rerun]]:
-    """The recorded calls of transformers in the block, which are computed again after it: with gradients, to be
-    measured then, and once for each of `replaced_layers`, with the reference in that layer.
-
-    The pipeline has a `DiagnosisProcessor` of the recorder before, and full attention afterwards.
-
-    Raises:
-        InputError: see `differentiate`.
-    """
-    calls: list[Rerun] = []
-
-    def keep(component: str, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        if recorder.step is not None:
-            calls.append(Rerun(component, recorder.step, module, args, kwargs, output[0]))
-        recorder.step = None
-
-    with contextlib.ExitStack() as stack:
-        for component, module in find_transformers(pipe).items():
-            hook = module.register_forward_hook(functools.partial(keep, component), with_kwargs=True)
-            stack.callback(hook.remove)
-        recorder.watched = True
-        yield calls
-    for recorder.again in calls:
-        noise = torch.randn(recorder.again.velocity.shape, generator=recorder.noise).to(recorder.again.velocity.device)
-        differentiate(recorder.again, lambda found: (found.float() * noise).sum())  # noqa: B023
-    recorder.again, recorder.watched = None, False
-    sizes = {name: len(known_family(module).layers(module)) for name, module in find_transformers(pipe).items()}
-    options = {recorder.reference: recorder.candidates[recorder.reference], FULL: None}
-    heads = recorder.inputs[0].shape[2] if calls else 0
-    for layer in sorted({layer for layers in sizes.values() for layer in replaced_layers(layers)}):
-        names = {name: [recorder.reference if i == layer else FULL for i in range(n)] for name, n in sizes.items()}
-        plan = AttentionPlan(options, {name: [[one] * heads for one in row] for name, row in names.items()})
-        apply(pipe, VMonarchProcessor(plan=plan))
-        for call in calls:
-            if layer in replaced_layers(sizes[call.component]):
-                with torch.no_grad():
-                    changed = call.module(*call.args, **call.kwargs)[0].double() - call.velocity.double()
-                recorder.add(call.component, call.step, layer, {"change": changed.square().sum().item()})
-    restore(pipe)
 
 
 def differentiate(call: Rerun, loss: Callable[[torch.Tensor], torch.Tensor]) -> float:
@@ -222,76 +239,51 @@ def differentiate(call: Rerun, loss: Callable[[torch.Tensor], torch.Tensor]) -> 
     return found.item()
 
 
-def when_differentiated(
-    out: torch.Tensor,
-    kept: dict[int, tuple[torch.Tensor, ...]],
-    layer: int,
-    tensors: tuple[torch.Tensor, ...],
-    receive: Callable[..., None],
-) -> None:
-    """Give `receive` the gradient of a layer's output, and tensors, within `differentiate`.
+@dataclass(frozen=True)
+class Watched:
+    """Attention of a layer whose inputs and output are seen, within `differentiate` with the gradient of the output.
 
     Args:
-        kept: the tensors by layer, while the backward pass of a checkpointed block runs.
+        receive: gets the grid, the gradient or None, query, key, value and output.
     """
-    if not out.requires_grad:
-        # Nothing before the first layer is differentiated.
-        out.requires_grad_()
-    if torch._C._current_graph_task_id() != -1:
-        # The block is computed again in backward, because it is checkpointed; the gradient comes next.
-        kept[layer] = tuple(x.detach() for x in tensors)
-    else:
-        out.register_hook(lambda gradient: receive(gradient, *kept.pop(layer)))
 
-
-@dataclass(frozen=True)
-class Diagnosed:
-    """Full attention of a layer that lets a `Recorder` see what candidates would have made of the same inputs."""
-
-    recorder: Recorder
-    layer: Layer = field(repr=False)
-    # Of layers, while backward runs.
-    inputs: dict[int, tuple[torch.Tensor, ...]]
+    attend: Attend
+    receive: Callable[..., None]
+    # While the backward pass of a checkpointed block runs.
+    kept: list[tuple[torch.Tensor, ...]] = field(default_factory=list)
 
     def __call__(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Call) -> Result:
         if call.heads is not None:
             raise NotImplementedError("a diagnosis records all heads, but context parallelism spreads them over ranks")
-        recorder, grid = self.recorder, call.grid
-        if (again := recorder.again) is not None:
-            out, lse, _ = flash_entropy_attention(query, key, value)
-
-            def record(gradient: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-                totals = measure(q, k, v, grid, recorder.candidates, gradient)[-1]
-                totals["velocity"] = again.velocity.double().square().sum().item()
-                recorder.add(again.component, again.step, self.layer.block, totals)
-
-            when_differentiated(out, self.inputs, self.layer.block, (query, key, value), record)
+        out, lse = self.attend(query, key, value, call)
+        if not torch.is_grad_enabled():
+            self.receive(call.grid, None, query, key, value, out)
             return out, lse
-        step, *_ = denoising_step(self.layer.transformer, None, "a diagnosis", "call vmonarch.restore")
-        if step % recorder.every:
-            return flash_entropy_attention(query, key, value)[:2]
-        if recorder.grid not in (None, grid):
-            raise ValueError(f"all videos must have one size: {tuple(recorder.grid or ())} and {tuple(grid)}")
-        recorder.grid = grid
-        recorder.inputs = recorder.inputs or tuple(x[:1].clone() for x in (query, key, value))
-        if recorder.watched:
-            recorder.step = step
-            return flash_entropy_attention(query, key, value)[:2]
-        out, lse, totals = measure(query, key, value, grid, recorder.candidates)
-        recorder.add(self.layer.component, step, self.layer.block, totals)
+        if not out.requires_grad:
+            # Nothing before the first layer is differentiated.
+            out.requires_grad_()
+        if torch._C._current_graph_task_id() != -1:
+            # The block is computed again in backward, because it is checkpointed; the gradient comes next.
+            self.kept.append(tuple(x.detach() for x in (query, key, value, out)))
+        else:
+            out.register_hook(lambda gradient: self.receive(call.grid, gradient, *self.kept.pop()))
         return out, lse
 
 
+def full_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Call) -> Result:
+    """Exact attention by our own op, as the candidates are compared with."""
+    return flash_entropy_attention(query, key, value)[:2]
+
+
 class DiagnosisProcessor(VideoAttentionProcessor):
-    """`Diagnosed` in all layers: `vmonarch.apply(pipe, DiagnosisProcessor(recorder))`, and run the pipeline."""
+    """Full attention in all layers, whose inputs a `Recorder` sees."""
 
     def __init__(self, recorder: Recorder) -> None:
         super().__init__()
         self.recorder = recorder
-        self._inputs: dict[int, tuple[torch.Tensor, ...]] = {}
 
-    def attention(self, layer: Layer) -> Diagnosed:
-        return Diagnosed(self.recorder, layer, self._inputs)
+    def attention(self, layer: Layer) -> Watched:
+        return Watched(full_attention, functools.partial(self.recorder.receive, layer.block))
 
 
 def document(recorder: Recorder, times: Mapping[str, float]) -> dict[str, Any]:
@@ -306,7 +298,7 @@ def document(recorder: Recorder, times: Mapping[str, float]) -> dict[str, Any]:
         [steps, layers, heads]. "flops" are relative to full attention; "ms" and "full_ms" are `times`, None without
         them. "error" is ‖o - o*‖/‖o*‖ of a head's outputs over all rows; "layer_error" the share
         ‖o - o*‖²/Σ_heads ‖o*‖², which adds up over the heads of a layer; "kl" the mean over rows, in nats;
-        "output_error", of watched calls alone, the share of the square of the model's output that the head's error
+        "output_error", with sensitivity alone, the share of the square of the model's output that the head's error
         changes.
 
     Raises:

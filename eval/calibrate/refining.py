@@ -12,55 +12,37 @@ The shares correct what the next plan goes by (`planning.plan`), and the best pl
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from vmonarch import apply, restore
-from vmonarch.attend import Attend, Result
+from vmonarch.attend import Attend
 from vmonarch.base import Layer
-from vmonarch.call import Call
-from vmonarch.eval.calibrate.diagnosis import Rerun, differentiate, when_differentiated
+from vmonarch.eval.calibrate.diagnosis import Rerun, Watched, differentiate
 from vmonarch.eval.calibrate.planning import InPlace
+from vmonarch.grid import LatentGrid
 from vmonarch.kernels.flash_entropy.api import flash_entropy_attention
 from vmonarch.plan import AttentionPlan
 from vmonarch.processors import VMonarchProcessor
 
 
-@dataclass(frozen=True)
-class Shares:
-    """Attention of a layer that adds the shares of its heads to `shares` [heads] (float64) within `differentiate`."""
-
-    attend: Attend
-    shares: torch.Tensor
-    layer: int
-    inputs: dict[int, tuple[torch.Tensor, ...]]
-
-    def __call__(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Call) -> Result:
-        out, lse = self.attend(query, key, value, call)
-
-        def add(gradient: torch.Tensor, *kept: torch.Tensor) -> None:
-            q, k, v, approximate = kept
-            error = approximate.double() - flash_entropy_attention(q, k, v)[0].double()
-            self.shares.add_((gradient * error).sum((0, 1, 3)).cpu() / 2)
-
-        when_differentiated(out, self.inputs, self.layer, (query, key, value, out), add)
-        return out, lse
-
-
 class SharesProcessor(VMonarchProcessor):
-    """VMonarch with a plan that adds up the shares of heads: by transformer, [layers, heads]."""
+    """VMonarch with a plan that adds up the shares of heads (float64): by transformer, [layers, heads]."""
 
     def __init__(self, plan: AttentionPlan, shares: Mapping[str, torch.Tensor]) -> None:
         super().__init__(plan=plan)
         self._shares = shares
-        self._inputs: dict[int, tuple[torch.Tensor, ...]] = {}
 
     def attention(self, layer: Layer) -> Attend | None:
-        attend = super().attention(layer)
-        of_layer = self._shares[layer.component][layer.block]
-        return None if attend is None else Shares(attend, of_layer, layer.block, self._inputs)
+        attend, shares = super().attention(layer), self._shares[layer.component][layer.block]
+
+        def add(grid: LatentGrid, gradient: torch.Tensor, *tensors: torch.Tensor) -> None:
+            q, k, v, approximate = tensors
+            error = approximate.double() - flash_entropy_attention(q, k, v)[0].double()
+            shares.add_((gradient * error).sum((0, 1, 3)).cpu() / 2)
+
+        return None if attend is None else Watched(attend, add)
 
 
 def measure_plan(pipe: Any, plan: AttentionPlan, calls: Sequence[Rerun]) -> InPlace:

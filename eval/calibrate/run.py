@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import json
 import warnings
@@ -14,7 +13,7 @@ from typing import Any
 
 from vmonarch.configs import InputError, read_document, suggest
 from vmonarch.eval.calibrate import planning
-from vmonarch.eval.calibrate.diagnosis import FORMAT, DiagnosisProcessor, Recorder, Rerun, document, head_times, watched
+from vmonarch.eval.calibrate.diagnosis import FORMAT, Recorder, Rerun, document, head_times, recorded
 from vmonarch.eval.calibrate.refining import refine
 from vmonarch.eval.calibrate.settings import CalibrateConfig
 from vmonarch.files import AtomicFiles, short_hash
@@ -34,7 +33,7 @@ class Calibration:
 
 
 def calibrate(config: CalibrateConfig, *, progress: bool = False, model: LoadedModel | None = None) -> Calibration:
-    """Sample every prompt and seed with full attention, record what the candidates lose, and plan.
+    """Sample every prompt and seed with full attention, measure what the candidates lose in its calls, and plan.
 
     In a new folder of `config.output_dir`: `diagnosis.json`, `plan.json` (for `VMonarchProcessor(plan=…)` and
     `vmonarch compare --methods full vmonarch:plan=…`) and `report.html`.
@@ -47,7 +46,7 @@ def calibrate(config: CalibrateConfig, *, progress: bool = False, model: LoadedM
         InputError, ModelError: as `vmonarch.pipelines.generation.generate`; or a budget does not fit.
         GenerationError: a file could not be written.
     """
-    from vmonarch import apply, restore
+    from vmonarch import restore
     from vmonarch.eval.calibrate.report import report
 
     config, model = complete_and_load(config, model)
@@ -56,16 +55,14 @@ def calibrate(config: CalibrateConfig, *, progress: bool = False, model: LoadedM
     output = prepare_output_dir(config.output_dir)
     assert config.steps is not None
     calls: list[Rerun] = []
-    every = config.every or max(1, config.steps // 10)
-    recorder = Recorder(config.options, every)
+    recorder = Recorder(config.options)
     batches = config.batches()
     try:
         for number, batch in enumerate(batches):
             title = f"batch {number + 1} of {len(batches)}" if progress else None
-            apply(model.pipe, DiagnosisProcessor(recorder))
-            with contextlib.ExitStack() as stack:
-                seen = stack.enter_context(watched(recorder, model.pipe)) if config.sensitivity else []
+            with recorded(model.pipe, config.every or max(1, config.steps // 10)) as seen:
                 denoise(model, config, [prompt for prompt, _ in batch], [seed for _, seed in batch], progress=title)
+            recorder.diagnose(model.pipe, seen, sensitivity=config.sensitivity)
             calls += seen if config.refine else []
     finally:
         restore(model.pipe)

@@ -153,7 +153,7 @@ def test_what_a_model_that_cannot_be_differentiated_needs_is_said(cli, monkeypat
         raise RuntimeError("derivative for aten::quantized is not implemented")
 
     words = ["a red circle moving right", "--steps", "1", "--candidates", "vmonarch-t1"]
-    monkeypatch.setattr(diagnosis.Recorder, "add", refuses)
+    monkeypatch.setattr(diagnosis.Recorder, "receive", refuses)
     code, _, err = cli("calibrate", *words)
     assert code == 2 and "sensitivity cannot be measured: derivative for" in err and "--no-sensitivity" in err
     monkeypatch.undo()

@@ -1,7 +1,6 @@
 """The diagnosis says of every head what dense matrices say, and plans spend work where it says that it is needed."""
 
 import json
-from contextlib import nullcontext
 from functools import partial
 
 import pytest
@@ -14,19 +13,14 @@ from vmonarch.configs import InputError
 from vmonarch.eval.calibrate import diagnosis
 from vmonarch.eval.calibrate.diagnosis import (
     FORMAT,
-    DiagnosisProcessor,
     Recorder,
     document,
     head_times,
     measure,
+    recorded,
     replaced_layers,
-    watched,
 )
-from vmonarch.eval.calibrate.planning import (
-    InPlace,
-    default_flops,
-    plan,
-)
+from vmonarch.eval.calibrate.planning import InPlace, default_flops, plan
 from vmonarch.eval.calibrate.refining import measure_plan, refine
 from vmonarch.eval.calibrate.settings import Budget
 from vmonarch.flops import full_flops, vmonarch_flops
@@ -56,13 +50,10 @@ def dense(q, k):
 
 def test_statistics_are_those_of_the_dense_maps():
     q, k, v = tensors()
-    out, lse, totals = measure(q, k, v, GRID, CANDIDATES)
+    totals = measure(q, k, v, GRID, CANDIDATES)
     P = dense(q, k)
     exact = torch.einsum("bhqk,bkhd->bqhd", P, v)
-    torch.testing.assert_close(out, exact)
-    B, S, H, D = q.shape
-    logits = torch.einsum("bqhd,bkhd->bhqk", q, k) * D**-0.5
-    torch.testing.assert_close(lse.double(), logits.double().logsumexp(-1))
+    B, S, H, _ = q.shape
     assert totals["rows"] == B * S
     torch.testing.assert_close(totals["energy"], exact.square().sum((0, 1, 3)))
     for name, options in CANDIDATES.items():
@@ -77,23 +68,22 @@ def test_statistics_are_those_of_the_dense_maps():
     assert (totals["kl", "band"] < totals["kl", "own"]).all()
 
 
-def record(tiny, kind="t2v", steps=4, guidance=3.0, watch=False, **options):
-    pipe = tiny.pipeline(kind)
-    recorder = Recorder(RECORDED, **options)
-    vmonarch.apply(pipe, DiagnosisProcessor(recorder))
+def record(tiny, steps=4, guidance=3.0, every=1, sensitivity=True):
+    pipe, recorder = tiny.pipeline("t2v"), Recorder(RECORDED)
     pipe.set_progress_bar_config(disable=True)
     arguments = dict(
         prompt=tiny.PROMPT, negative_prompt=tiny.NEGATIVE, height=tiny.HEIGHT, width=tiny.WIDTH,
         num_frames=tiny.FRAMES, num_inference_steps=steps, guidance_scale=guidance, output_type="latent",
         generator=torch.Generator().manual_seed(0), max_sequence_length=16,
     )  # fmt: skip
-    with watched(recorder, pipe) if watch else nullcontext() as recorder.calls:
-        latents = pipe(**arguments).frames
-    return pipe, recorder, latents, arguments
+    with recorded(pipe, every) as calls:
+        pipe(**arguments)
+    recorder.diagnose(pipe, calls, sensitivity=sensitivity)
+    return pipe, recorder, calls
 
 
-def test_a_pipeline_is_recorded_step_by_step_and_makes_the_video_of_full_attention(tiny):
-    pipe, recorder, latents, arguments = record(tiny, every=2)
+def test_a_pipeline_is_recorded_step_by_step(tiny):
+    _, recorder, _ = record(tiny, every=2, sensitivity=False)
     found = document(recorder, {})
     part = found["transformers"]["transformer"]
     assert part["steps"] == [0, 2] and (part["layers"], part["heads"]) == (2, 2)
@@ -103,9 +93,6 @@ def test_a_pipeline_is_recorded_step_by_step_and_makes_the_video_of_full_attenti
         assert all(torch.tensor(values[key]).shape == (2, 2, 2) for key in ("error", "layer_error", "kl"))
     flops = found["candidates"]["default"]["flops"]
     assert flops == vmonarch_flops(LatentGrid(3, 2, 3), 1) / full_flops(LatentGrid(3, 2, 3), 1)
-    vmonarch.restore(pipe)
-    arguments["generator"] = torch.Generator().manual_seed(0)
-    torch.testing.assert_close(pipe(**arguments).frames, latents, atol=1e-4, rtol=1e-4)
     json.dumps(found, allow_nan=False)
 
 
@@ -114,13 +101,7 @@ def test_the_output_error_is_what_the_error_of_a_head_changes_in_the_output(tiny
 
     Heads of one layer share the square of what the defaults change when they take the place of all of them.
     """
-    inputs = []
-    pipe, recorder, _, arguments = record(tiny, steps=1, guidance=1.0, watch=True)
-    vmonarch.restore(pipe)
-    pipe.transformer.register_forward_pre_hook(lambda module, *call: inputs.append(call), with_kwargs=True)
-    arguments["generator"] = torch.Generator().manual_seed(0)
-    pipe(**arguments)
-    ((args, kwargs),) = inputs
+    pipe, recorder, (call,) = record(tiny, steps=1, guidance=1.0)
 
     class Towards(VideoAttentionProcessor):
         """Full attention, but some heads of one layer moved by `share` of the way to a candidate."""
@@ -141,7 +122,7 @@ def test_the_output_error_is_what_the_error_of_a_head_changes_in_the_output(tiny
     def output(*moved):
         vmonarch.apply(pipe.transformer, Towards(*moved))
         with torch.no_grad():
-            found = pipe.transformer(*args, **kwargs)[0].double()
+            found = pipe.transformer(*call.args, **call.kwargs)[0].double()
         vmonarch.restore(pipe.transformer)
         return found
 
@@ -186,10 +167,9 @@ def test_layers_of_deep_models_are_scaled_by_their_neighbours():
 def test_what_cannot_be_diagnosed_is_named(tiny):
     with pytest.raises(ValueError, match="nothing was recorded"):
         document(Recorder({}), {})
-    model = tiny.transformer()
-    vmonarch.apply(model, DiagnosisProcessor(Recorder({})))
-    with pytest.raises(RuntimeError, match="a diagnosis needs the denoising step"):
-        model(torch.randn(1, 16, 3, 4, 6), torch.tensor([1.0]), torch.randn(1, 4, 16))
+    pipe = tiny.pipeline("t2v")
+    with recorded(pipe), pytest.raises(RuntimeError, match="a diagnosis needs the denoising step"):
+        pipe.transformer(torch.randn(1, 16, 3, 4, 6), torch.tensor([1.0]), torch.randn(1, 4, 16))
 
 
 # Plans
@@ -313,9 +293,7 @@ def change_by(pipe, calls, processor):
 
 def test_the_share_of_a_head_is_half_of_how_the_change_grows_with_its_error(tiny):
     """By finite differences: E grows by 2·share·ε where the head's error grows by ε."""
-    pipe, recorder, *_ = record(tiny, steps=2, guidance=1.0, watch=True)
-    vmonarch.restore(pipe)
-    calls = recorder.calls
+    pipe, _, calls = record(tiny, steps=2, guidance=1.0)
     assert len(calls) == 2
     found = measure_plan(pipe, PLAN, calls)
     assert found.plan is PLAN
