@@ -13,18 +13,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup, escape
-from matplotlib import rc_context
+from matplotlib import colormaps, rc_context
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
-from matplotlib.cm import ScalarMappable
-from matplotlib.colors import Normalize
+from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
-from matplotlib.patches import Rectangle
 from matplotlib.ticker import MaxNLocator
-from numpy.typing import ArrayLike
 
 from vmonarch.eval.render.tables import percent
 
@@ -32,8 +28,6 @@ from vmonarch.eval.render.tables import percent
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#555555", "#999999")
 # CSS pixels of an inch, and points of text in reports.
 _INCH, _TEXT = 96, 8
-# Sizes of a heat map in CSS pixels: a cell, and what its axes and colour bar take.
-_CELL, _LEFT, _RIGHT, _BOTTOM = 14, 40, 76, 36
 
 
 def page(template: str, **values: Any) -> str:
@@ -51,7 +45,7 @@ def page(template: str, **values: Any) -> str:
     )
     environment.policies["json.dumps_kwargs"] = {"ensure_ascii": False, "allow_nan": False}
     environment.filters |= {"json": partial(json.dumps, ensure_ascii=False), "breakable": breakable}
-    environment.globals |= {"colour": colour, "percent": percent}
+    environment.globals |= {"colour": colour, "percent": percent, "shade": shade}
     return environment.get_template(template).render(values)
 
 
@@ -63,6 +57,11 @@ def breakable(label: str) -> Markup:
 def colour(number: int) -> str:
     """The colour of what has this number, from 1."""
     return COLOURS[(number - 1) % len(COLOURS)]
+
+
+def shade(share: float) -> str:
+    """A colour from white (0) to dark (1)."""
+    return to_hex(colormaps["OrRd"](share))
 
 
 def svg(figure: Figure, label: str, titles: Mapping[Artist, str] | None = None) -> Markup:
@@ -128,28 +127,3 @@ def numbered_lines(lines: Mapping[str, Sequence[float]], places: Sequence[int], 
     axes.set_ylim(bottom=0)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     return svg(figure, title, titles)
-
-
-def heat_map(values: ArrayLike, label: str, top: float) -> Markup:
-    """Values [layers, heads] as cells, a row for each layer, from white (0) to dark (`top`), with a bar of colours."""
-    cells = np.asarray(values)
-    layers, heads = cells.shape
-    width, height = _LEFT + heads * _CELL + _RIGHT, layers * _CELL + _BOTTOM + 8
-    figure = Figure(figsize=(width / _INCH, height / _INCH))
-    place = _LEFT / width, _BOTTOM / height, heads * _CELL / width, layers * _CELL / height
-    axes = figure.add_axes(place)
-    mesh = ScalarMappable(Normalize(0, top), "OrRd")
-    titles: dict[Artist, str] = {}
-    for (layer, head), value in np.ndenumerate(cells):
-        cell = axes.add_patch(Rectangle((head - 0.5, layer - 0.5), 1, 1, color=mesh.to_rgba(value), lw=0))
-        titles[cell] = f"layer {layer}, head {head}: {value:.4g}"
-    axes.set(xlim=(-0.5, heads - 0.5), ylim=(layers - 0.5, -0.5))
-    axes.set_xlabel("head", fontsize=_TEXT)
-    axes.set_ylabel("layer", fontsize=_TEXT)
-    for axis in (axes.xaxis, axes.yaxis):
-        axis.set_major_locator(MaxNLocator(10, steps=[1, 2, 5, 10], integer=True))
-    bar_axes = figure.add_axes((place[0] + place[2] + 8 / width, place[1], 8 / width, place[3]))
-    figure.colorbar(mesh, cax=bar_axes)
-    for panel in (axes, bar_axes):
-        panel.tick_params(labelsize=_TEXT, length=2, color="#999999")
-    return svg(figure, label, titles)

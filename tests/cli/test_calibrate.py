@@ -35,6 +35,7 @@ class Report(HTMLParser):
         self.tags.add(tag)
         links = [value for name, value in attrs if name in ("src", "href") and value is not None]
         assert all(link.startswith(("data:", "#")) for link in links), (tag, links)
+        self.texts += [(name, value) for name, value in attrs if name == "title"]
         if tag not in VOID:
             self.open.append(tag)
 
