@@ -82,8 +82,6 @@ COMPARE = {
 }
 
 # Of the others: all arguments.
-ON_CPU = ["kernels", "--device", "cpu"]
-
 EVAL = {
     "prompt twice": (["a red", "a red"], ["must differ"]),
     "baseline": (["a red", "--baseline", "vmonarch-t9"], ["--baseline must be one of full, vmonarch"]),
@@ -109,11 +107,39 @@ CALIBRATE = {
     "plan alone": (["p", "--plan", "x.json"], ["plan is for --diagnosis"]),
 }
 
+ON_CPU = ["--device", "cpu", "--output", "x.json"]
+KERNELS, E2E, BIAS, PARALLEL = ([name, *ON_CPU] for name in ("kernels", "e2e", "bias", "parallel"))
+TRAIN = ["train", *ON_CPU, "--model", "TINY", "--size", "32", "64"]
 BENCH = {
-    "unknown shape": ([*ON_CPU, "--shapes", "43x28"], ["--shapes", "43x28x52", "'43x28'"]),
-    "head dimension too large": ([*ON_CPU, "--head-dims", "512"], ["--head-dims", "1 to 256", "512"]),
-    "output under a file": ([*ON_CPU, "--output", "FILE/x.json"], ["--output", "cannot be written"]),
+    "unknown shape": ([*KERNELS, "--shapes", "43x28"], ["--shapes", "43x28x52", "'43x28'"]),
+    "head dimension too large": ([*KERNELS, "--head-dims", "512"], ["--head-dims", "1 to 256", "512"]),
+    "output under a file": ([*KERNELS, "--output", "FILE/x.json"], ["--output", "cannot be written"]),
     "something else to bench": (["everything"], ["kernels", "everything"]),
+    "unknown setting": ([*E2E, "--settings", "1.3b-61x448x833"], ["--settings", "did you mean 1.3b-61x448x832?"]),
+    "model without sizes": ([*E2E, "--model", "wan2.1-14b"], ["--settings", "must be given with --model"]),
+    "setting twice": ([*E2E, "--settings", "5b-93x704x1280", "5b-93x704x1280"], ["--settings", "different"]),
+    "height": ([*E2E, "--model", "wan2.2-5b", "--settings", "5x48x64"], ["--settings", "multiple of 32, got 48"]),
+    "unknown method": ([*E2E, "--methods", "vmonach"], ["--methods", "did you mean vmonarch"]),
+    "too many dense steps": ([*E2E, "--methods", "vmonarch:dense_steps=51"], ["--methods", "there are only 50 steps"]),
+    "unknown mode": ([*E2E, "--modes", "fast"], ["--modes", "eager, compiled", "fast"]),
+    "no rounds": ([*E2E, "--rounds", "0"], ["--rounds", "above 0"]),
+    "output is a folder": ([*E2E, "--output", "."], ["--output", "folder"]),
+    "device": (["e2e", "--device", "tpu9"], ["--device", "cuda:N", "tpu9"]),
+    "bias pattern": ([*BIAS, "--cases", "("], ["--cases must be a regular expression, got '('"]),
+    "bias cases": ([*BIAS, "--cases", "huge"], ["--cases 'huge' leaves none of: gpt2-alibi R=2 forward; "]),
+    "bias methods": ([*BIAS, "--methods", "flash-bais"], ["--methods must be of flash-bias, "]),
+    "train frames": ([*TRAIN, "--frames", "60"], ["--frames must have frames 1 more than a multiple of 4, got 60"]),
+    "train without full": ([*TRAIN, "--methods", "vmonarch"], ["--methods must hold full"]),
+    "train model": ([*TRAIN, "--model", "wan-nothing"], ["--model must be a YAML file or one of wan2.1-1.3b"]),
+    "parallel models": ([*PARALLEL, "--models", "14b"], ["settings must be of"]),
+    "parallel without 1": ([*PARALLEL, "--ranks", "2", "4"], ["--ranks must be different numbers, 1 among them"]),
+    "parallel output": ([*PARALLEL, "--output", "."], ["output must be a file"]),
+}
+
+TUNE = {
+    "kernel": ([*ON_CPU, "--kernels", "r_stp"], ["--kernels must be of", "did you mean r_step?"]),
+    "dtype": ([*ON_CPU, "--dtype", "bfloat16"], ["--dtype bfloat16 does not work in the interpreter"]),
+    "the package's table": (ON_CPU[:2], ["--output is needed with --device cpu"]),
 }
 
 CASES = {
@@ -124,6 +150,7 @@ CASES = {
         ("eval", [], EVAL),
         ("calibrate", [], CALIBRATE),
         ("bench", [], BENCH),
+        ("tune", [], TUNE),
     )
     for name, (words, fragments) in table.items()
 }
@@ -136,6 +163,7 @@ def files(cli) -> dict[str, str]:
         "FILE": b"not a folder",
         "LIST": b"- steps\n",
         "EMPTY": b"\n  \n",
+        "TINY": b"num_layers: 1\n",
         "LATIN": "ein rötlicher Kreis".encode("latin-1"),
         "OTHER": b'{"steps": 3}',
         "PARTIAL": json.dumps({"format": "vmonarch-generate-1", "config": {}}).encode(),
@@ -168,7 +196,7 @@ def test_usage_errors(
         monkeypatch.setattr(loading, "read_pipeline", lambda *_, **__: pytest.fail("a model was loaded"))
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     line = [word.replace(word.split("/")[0], files.get(word.split("/")[0], word.split("/")[0])) for word in words]
-    result = cli(command, *line, tiny=command != "bench")
+    result = cli(command, *line, tiny=command not in ("bench", "tune"))
     assert_refused(result, 2, fragments)
     assert result[2].splitlines()[-1].startswith(f"vmonarch {command}")
     assert sorted(files) == sorted(path.name for path in cli.folder.rglob("*") if path.is_file())

@@ -8,7 +8,6 @@ import torch
 
 import vmonarch
 from vmonarch import AttentionPlan, ExactBlocks, LatentGrid, VMonarchProcessor, vmonarch_attention
-from vmonarch.base import VideoAttentionProcessor
 from vmonarch.configs import InputError
 from vmonarch.eval.calibrate import diagnosis
 from vmonarch.eval.calibrate.diagnosis import (
@@ -96,6 +95,33 @@ def test_a_pipeline_is_recorded_step_by_step(tiny):
     json.dumps(found, allow_nan=False)
 
 
+class Moved(VMonarchProcessor):
+    """A plan or full attention, where some heads of one layer are moved by `share` of the way to a target."""
+
+    def __init__(self, layer, heads, share, target, plan=None):
+        super().__init__(plan=plan)
+        self.layer, self.heads, self.share, self.target = layer, heads, share, target
+
+    def attention(self, layer):
+        attend = None if self.plan is None else super().attention(layer)
+        return partial(self.moved, attend or diagnosis.full_attention) if layer.block == self.layer else attend
+
+    def moved(self, attend, query, key, value, call):
+        out = attend(query, key, value, call)[0]
+        target = self.target(query, key, value, grid=call.grid)
+        out[:, :, self.heads] += self.share * (target - out)[:, :, self.heads]
+        return out, None
+
+
+def velocities(pipe, calls, processor):
+    """The model's outputs in calls that are computed again."""
+    vmonarch.apply(pipe, processor)
+    with torch.no_grad():
+        found = [call.module(*call.args, **call.kwargs)[0].double() for call in calls]
+    vmonarch.restore(pipe)
+    return found
+
+
 def test_the_output_error_is_what_the_error_of_a_head_changes_in_the_output(tiny):
     """⟨g, δ⟩ is how fast ⟨u, v⟩ grows when the head's output moves towards the candidate's: by finite differences.
 
@@ -103,40 +129,21 @@ def test_the_output_error_is_what_the_error_of_a_head_changes_in_the_output(tiny
     """
     pipe, recorder, (call,) = record(tiny, steps=1, guidance=1.0)
 
-    class Towards(VideoAttentionProcessor):
-        """Full attention, but some heads of one layer moved by `share` of the way to a candidate."""
-
-        def __init__(self, layer, heads, share, options):
-            super().__init__()
-            self.layer, self.heads, self.share, self.options = layer, heads, share, options
-
-        def attention(self, layer):
-            return self.moved if layer.block == self.layer else None
-
-        def moved(self, query, key, value, call):
-            out = diagnosis.flash_entropy_attention(query, key, value)[0]
-            target = vmonarch_attention(query, key, value, grid=call.grid, options=self.options)
-            chosen = torch.tensor([head in self.heads for head in range(out.shape[2])])[:, None]
-            return out + self.share * chosen * (target - out), None
-
-    def output(*moved):
-        vmonarch.apply(pipe.transformer, Towards(*moved))
-        with torch.no_grad():
-            found = pipe.transformer(*call.args, **call.kwargs)[0].double()
-        vmonarch.restore(pipe.transformer)
+    def output(layer, heads, share, options):
+        (found,) = velocities(pipe, [call], Moved(layer, heads, share, partial(vmonarch_attention, options=options)))
         return found
 
     found = document(recorder, {})["transformers"]["transformer"]["candidates"]
     for layer in range(2):
-        velocity = output(layer, (), 0.0, VMonarchOptions())
+        velocity = output(layer, [], 0.0, VMonarchOptions())
         noise = torch.randn(velocity.shape, generator=torch.Generator().manual_seed(0)).double()
         slopes = {
-            (name, head): ((output(layer, (head,), 0.05, options) - output(layer, (head,), -0.05, options)) * noise)
+            (name, head): ((output(layer, [head], 0.05, options) - output(layer, [head], -0.05, options)) * noise)
             .sum().item() / 0.1
             for name, options in RECORDED.items()
             for head in range(2)
         }  # fmt: skip
-        change = (output(layer, (0, 1), 1.0, VMonarchOptions()) - velocity).square().sum() / velocity.square().sum()
+        change = (output(layer, [0, 1], 1.0, VMonarchOptions()) - velocity).square().sum() / velocity.square().sum()
         scale = change.item() / (slopes["default", 0] ** 2 + slopes["default", 1] ** 2)
         for (name, head), slope in slopes.items():
             wanted = scale * slope**2
@@ -262,30 +269,9 @@ PLAN = AttentionPlan(
 )
 
 
-class Moved(VMonarchProcessor):
-    """A plan with the output of one head moved on, by `step` of its distance to full attention."""
-
-    def __init__(self, plan, place, step):
-        super().__init__(plan=plan)
-        self.place, self.step = place, step
-
-    def attention(self, layer):
-        attend = super().attention(layer)
-        return partial(self.moved, attend) if layer.block == self.place[0] else attend
-
-    def moved(self, attend, query, key, value, call):
-        out, head = attend(query, key, value, call)[0], slice(self.place[1], self.place[1] + 1)
-        exact = diagnosis.flash_entropy_attention(query, key, value)[0]
-        out[:, :, head] += self.step * (out - exact)[:, :, head]
-        return out, None
-
-
 def change_by(pipe, calls, processor):
     """‖v' - v‖²/‖v‖², the mean over calls."""
-    vmonarch.apply(pipe, processor)
-    with torch.no_grad():
-        found = [call.module(*call.args, **call.kwargs)[0].double() for call in calls]
-    vmonarch.restore(pipe)
+    found = velocities(pipe, calls, processor)
     kept = [call.velocity.double() for call in calls]
     pairs = zip(found, kept, strict=True)
     return sum(((a - b).square().sum() / b.square().sum()).item() for a, b in pairs) / len(calls)
@@ -300,9 +286,10 @@ def test_the_share_of_a_head_is_half_of_how_the_change_grows_with_its_error(tiny
     assert found.error == pytest.approx(change_by(pipe, calls, VMonarchProcessor(plan=PLAN)), rel=1e-4)
     shares = found.shares["transformer"]
     assert abs(shares[1, 0]) < 1e-6 * found.error, "an exact head"
-    for place in ((0, 0), (0, 1), (1, 1)):
-        up, down = (change_by(pipe, calls, Moved(PLAN, place, step)) for step in (0.05, -0.05))
-        assert shares[place].item() == pytest.approx((up - down) / 0.2, rel=0.02), place
+    exact = lambda *tensors, grid: diagnosis.flash_entropy_attention(*tensors)[0]
+    for layer, head in ((0, 0), (0, 1), (1, 1)):
+        up, down = (change_by(pipe, calls, Moved(layer, [head], step, exact, PLAN)) for step in (-0.05, 0.05))
+        assert shares[layer, head].item() == pytest.approx((up - down) / 0.2, rel=0.02), (layer, head)
     assert shares.sum().item() == pytest.approx(found.error, rel=0.2)
     model = pipe.transformer
     assert all(parameter.requires_grad and parameter.grad is None for parameter in model.parameters())
