@@ -19,6 +19,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -250,34 +251,29 @@ def _watched(pipe: Any, progress: Callable[..., object], stop: threading.Event, 
     Args:
         more: what else goes on in the steps.
     """
-    begun, last = 0.0, -1
+    begun, last, transformers = 0.0, -1, set(find_transformers(pipe).values())
 
-    def watch(module: torch.nn.Module, what: str) -> Any:
-        def before(module: torch.nn.Module, args: Any, call: dict[str, Any]) -> None:
-            nonlocal begun, last
-            if stop.is_set():
-                raise Cancelled
-            if what:
-                progress(1, desc=what)
-            elif module in transformers:
-                if (place := denoising_step(module, call.get("timestep"), "the progress", "wait")).step == last:
-                    return
-                now, last = time.perf_counter(), place.step
-                begun = begun or now
-                left = f", {seconds((now - begun) / last * (place.steps - last))} left" if last else ""
-                progress((last, place.steps), desc=f"{more}step {last + 1} of {place.steps}{left}", unit="steps")
+    def before(what: str, module: torch.nn.Module, args: Any, call: dict[str, Any]) -> None:
+        nonlocal begun, last
+        if stop.is_set():
+            raise Cancelled
+        if what:
+            progress(1, desc=what)
+        elif module in transformers:
+            if (place := denoising_step(module, call.get("timestep"), "the progress", "wait")).step == last:
+                return
+            now, last = time.perf_counter(), place.step
+            begun = begun or now
+            left = f", {seconds((now - begun) / last * (place.steps - last))} left" if last else ""
+            progress((last, place.steps), desc=f"{more}step {last + 1} of {place.steps}{left}", unit="steps")
 
-        return module.register_forward_pre_hook(before, with_kwargs=True)
-
-    transformers = set(find_transformers(pipe).values())
     parts = [(module, "") for model in transformers for module in (model, *recipes.repeated_blocks(model))]
     parts += [(part, "Reading the prompt") for name, part in pipe.components.items() if name.startswith("text_encoder")]
-    hooks = [watch(part, what) for part, what in (*parts, (pipe.vae.decoder, "Decoding")) if part is not None]
-    try:
+    with contextlib.ExitStack() as stack:
+        for part, what in (*parts, (pipe.vae.decoder, "Decoding")):
+            if part is not None:
+                stack.callback(part.register_forward_pre_hook(partial(before, what), with_kwargs=True).remove)
         yield
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def _said(text: str, *, error: bool = False) -> str:
