@@ -1,4 +1,4 @@
-"""Pipelines beyond Wan in the commands that sample: frames, grids and settings are those of the pipeline itself."""
+"""Pipelines of every family in the commands that sample: frames, grids and settings are those of the pipeline."""
 
 from __future__ import annotations
 
@@ -23,6 +23,10 @@ from vmonarch.pipelines.model_folder import find_model
 PROMPT = "a red circle moving right"
 # Settings that are not the defaults, and what the pipeline itself calls them.
 SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "wan": (
+        {"guidance": 4.0, "negative_prompt": "blue", "max_sequence_length": 8},
+        {"guidance_scale": 4.0, "negative_prompt": ["blue"], "max_sequence_length": 8},
+    ),
     "hunyuan": (
         {"guidance": 4.0, "true_guidance": 2.0, "negative_prompt": "blue", "max_sequence_length": 24},
         {"guidance_scale": 4.0, "true_cfg_scale": 2.0, "negative_prompt": ["blue"], "max_sequence_length": 24},
@@ -59,7 +63,7 @@ def line(folder: Path, name: str, *words: object) -> list[object]:
 
 
 @pytest.mark.parametrize("name", tiny_folders.FOLDERS)
-def test_full_attention_is_the_stock_pipeline_whose_grid_is_known(folders: Folders, name: str) -> None:
+def test_full_attention_is_the_stock_pipeline(folders: Folders, name: str) -> None:
     folder, (ours, theirs) = find_model(str(folders(name))), SETTINGS[name]
     settings = complete(config(folder.path, name, attention="full", **ours), folder)
     model = loading.load_model(settings, folder)

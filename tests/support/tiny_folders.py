@@ -1,4 +1,4 @@
-"""Tiny random pipelines of the families beyond Wan, with tokenizers and text encoders, in folders as the hub's."""
+"""Tiny random pipelines with tokenizers and text encoders, in folders as the hub's."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import diffusers
+import tiny_wan
 import torch
 from tiny_families import FAMILIES
 from tiny_pipelines import pipeline
-from tiny_wan import tokenizer
 from transformers import (
     ByT5Tokenizer,
     CLIPTextConfig,
@@ -31,7 +31,7 @@ _CHAT = "{% for m in messages %}{{ m.content }} " + "filler " * 25 + "{% endfor 
 
 
 def _tokenizer(length: int = 1024, **options: Any) -> PreTrainedTokenizerFast:
-    return tokenizer(_WORDS, model_max_length=length, **options)
+    return tiny_wan.tokenizer(_WORDS, model_max_length=length, **options)
 
 
 def _t5(dim: int, words: int = 16) -> T5EncoderModel:
@@ -69,8 +69,9 @@ def _cogvideox15() -> dict[str, Any]:
     return _one_encoder(8)() | {"transformer": model}
 
 
-# Name of a pipeline in `tiny_pipelines`, parts to put in, grid of a video of `size`.
+# Name of a pipeline in `tiny_pipelines` (or `tiny_wan`), parts to put in, grid of a video of `size`.
 FOLDERS: dict[str, tuple[str, Callable[[], dict[str, Any]], tuple[int, int, int]]] = {
+    "wan": ("t2v", dict, (3, 2, 3)),
     "hunyuan": ("hunyuan", _hunyuan_text, (3, 2, 3)),
     "hunyuan15": ("hunyuan15", _hunyuan15_text, (3, 2, 3)),
     "ltx": ("ltx", _one_encoder(16), (3, 2, 3)),
@@ -88,7 +89,7 @@ def size(name: str) -> dict[str, int]:
 def save(name: str, folder: Path) -> None:
     """Write one of `FOLDERS`."""
     stock, parts, _ = FOLDERS[name]
-    pipe, _ = pipeline(stock)
+    pipe = tiny_wan.pipeline(stock) if name == "wan" else pipeline(stock)[0]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         found = parts()
