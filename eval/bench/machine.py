@@ -20,7 +20,7 @@ import torch
 
 from vmonarch.configs import InputError
 from vmonarch.kernels.common.launch import interpreted
-from vmonarch.pipelines.environment import device_name, environment, git_commit, package_versions, shown_command
+from vmonarch.pipelines.environment import device_name, environment, git_commit, package_versions
 
 # Rounds that every way gets, however long its calls take.
 MIN_ROUNDS = 3
@@ -193,18 +193,14 @@ def provenance(device: torch.device, command: str) -> dict[str, Any]:
     }
 
 
-def script_record(name: str, arguments: Sequence[str] | None, device: Any) -> dict[str, Any]:
-    """What the JSON of a script begins with: when and where it runs, with what, and how it was called.
-
-    Args:
-        arguments: None for those of this process.
-    """
+def script_record(command: str, device: Any) -> dict[str, Any]:
+    """What the JSON of a script begins with: when and where it runs, with what, and how it was called."""
     about = environment(device)
     return {
         "date": datetime.now(UTC).date().isoformat(),
         "hardware": f"{about['device_name']}, {about['cpu_count']} cores",
         "environment": about,
-        "command": shown_command(("python", "-m", f"vmonarch.eval.{name}"), arguments),
+        "command": command,
     }
 
 

@@ -37,6 +37,7 @@ from vmonarch import ExactBlocks, taylor_attention, vmonarch_attention
 from vmonarch.eval.bench.machine import script_record
 from vmonarch.files import write_json
 from vmonarch.kernels.common.launch import interpreted
+from vmonarch.pipelines.environment import shown_command
 
 Tensors = dict[str, torch.Tensor]
 
@@ -351,7 +352,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--configurations", type=int, help="what kernels are compiled for is one of so many draws")
     parser.add_argument("--output", type=Path, help="JSON to write")
     options = parser.parse_args(arguments)
-    record = script_record("studies.fuzz", arguments, options.device)
+    command = shown_command(("python", "-m", "vmonarch.eval.studies.fuzz"), arguments)
+    record = script_record(command, options.device)
     how = {name: getattr(options, name) for name in ("device", "implementation", "configurations", "ops")}
     # Those of a configuration one after the other.
     numbers = range(options.seed, options.seed + options.cases)

@@ -40,7 +40,8 @@ def main(arguments=None):
     parser.add_argument("--output", type=Path, required=True, help="JSON to write; the log goes beside it")
     options = parser.parse_args(arguments)
     command, log = ["pytest", "-m", "gpu", *options.words], options.output.with_suffix(".log")
-    record = script_record("", [], "cuda" if torch.cuda.is_available() else "cpu")
+    shown = shlex.join(["python", "-m", *command])
+    record = script_record(shown, "cuda" if torch.cuda.is_available() else "cpu")
     with tempfile.TemporaryDirectory() as folder:
         junit = Path(folder) / "report.xml"
         # Straight into its place: an interrupted run is long, too, and leaves what it has shown.
@@ -54,7 +55,7 @@ def main(arguments=None):
         log.write_text(text)
         if not junit.exists():
             sys.exit(f"pytest wrote no report; its output is in {log}")
-        record |= summarise(junit.read_text()) | {"command": shlex.join(["python", "-m", *command])}
+        record |= summarise(junit.read_text())
     write_json(options.output, record)
     print(record["counts"], *record["failed"], sep="\n")
     return 1 if record["failed"] or not record["passed"] else 0

@@ -85,9 +85,8 @@ def main(arguments=None):
     parser.add_argument("--output", type=Path, required=True, help="JSON to write")
     options = parser.parse_args(arguments)
     counts = count([report.read_text() for report in options.reports])
-    record = script_record("", [], "cpu")
     words = map(str, [*options.reports, "--output", options.output])
-    record["command"] = shlex.join(["python", "tests/support/support_matrix.py", *words])
+    record = script_record(shlex.join(["python", "tests/support/support_matrix.py", *words]), "cpu")
     passed = sum(n["passed"] for features in counts.values() for n in features.values())
     caption = f"{passed} tests with tiny random models, {record['date']}. Made by `{record['command']}`."
     write_json(options.output, record | {"models": counts, "tables": [table(counts)], "caption": caption})
