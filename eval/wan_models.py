@@ -121,7 +121,7 @@ def share_weights(model: torch.nn.Module) -> Any:
     return copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
 
 
-def read_model_config(name: str, *, argument: str = "model") -> WanModel:
+def read_model_config(name: str) -> WanModel:
     """The model of a YAML file: a path, or a name of `configs/models/`.
 
     Raises:
@@ -130,7 +130,7 @@ def read_model_config(name: str, *, argument: str = "model") -> WanModel:
     from diffusers import AutoencoderKLWan, WanTransformer3DModel
     from transformers import UMT5Config
 
-    transformer = read_yaml(name, group="models", argument=argument)
+    transformer = read_yaml(name, group="models", argument="model")
     beside: dict[str, Any] = {"vae": {}, "text_encoder": {}, "boundary_ratio": None, "expand_timesteps": False}
     vae, text, boundary, expand = (transformer.pop(key, default) for key, default in beside.items())
     for prefix, values, cls, more in (
@@ -139,21 +139,21 @@ def read_model_config(name: str, *, argument: str = "model") -> WanModel:
         ("text_encoder.", text, UMT5Config, ()),
     ):
         if not isinstance(values, Mapping):
-            raise InputError(argument, f"{name!r} must have a mapping as {prefix[:-1]}, got {values!r}")
+            raise InputError("model", f"{name!r} must have a mapping as {prefix[:-1]}, got {values!r}")
         known = [*inspect.signature(cls).parameters, *more]
         for key in (key for key in values if key not in known):
             problem = f"no usable key {prefix}{key}{suggest(key, known)}; known: {', '.join(sorted(known))}"
-            raise InputError(argument, f"{name!r} has {problem}")
+            raise InputError("model", f"{name!r} has {problem}")
     if boundary is not None and not (isinstance(boundary, float) and 0 < boundary < 1):
-        raise InputError(argument, f"{name!r} must have a boundary_ratio between 0 and 1, got {boundary!r}")
+        raise InputError("model", f"{name!r} must have a boundary_ratio between 0 and 1, got {boundary!r}")
     if not isinstance(expand, bool):
-        raise InputError(argument, f"{name!r} must have true or false as expand_timesteps, got {expand!r}")
+        raise InputError("model", f"{name!r} must have true or false as expand_timesteps, got {expand!r}")
     defaults = {key: given.default for key, given in inspect.signature(WanTransformer3DModel).parameters.items()}
     # Folders of this machine are nobody else's.
     return WanModel(Path(name).name, defaults | transformer, dict(vae), UMT5_XXL | dict(text), boundary, expand)
 
 
-def read_model(name: str, *, argument: str = "model") -> WanModel:
+def read_model(name: str) -> WanModel:
     """The model of a YAML file, of a pipeline's folder, or of the hub (downloaded when needed).
 
     Raises:
@@ -163,10 +163,10 @@ def read_model(name: str, *, argument: str = "model") -> WanModel:
     path = Path(name).expanduser()
     is_yaml = path.is_file() or path.suffix in (".yaml", ".yml")
     if is_yaml or not (path.is_dir() or "/" in name or name == "embedded"):
-        return read_model_config(name, argument=argument)
+        return read_model_config(name)
     folder = find_model(name)
     if folder.pipeline != TEXT_TO_VIDEO:
-        raise InputError(argument, f"{name!r} is a {folder.pipeline}; supported: {TEXT_TO_VIDEO}")
+        raise InputError("model", f"{name!r} is a {folder.pipeline}; supported: {TEXT_TO_VIDEO}")
     index = read_json(folder.path / "model_index.json")
     return WanModel(
         folder.path.name if path.is_dir() else name,

@@ -87,7 +87,7 @@ def bench(
     Raises:
         InputError: an argument cannot be used.
     """
-    wan = read_model_config(model, argument="model")
+    wan = read_model_config(model)
     resolved = [resolve_method(name, argument="methods") for name in methods]
     labels = choose("methods", [method.label for method in resolved])
     if "full" not in labels:
