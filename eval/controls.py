@@ -259,7 +259,8 @@ class Nothing(Control):
 class Trained(TwoResolutionOptions, Control):
     """Block-sparse attention with a linear layer that is learnt, 0 at first, for the tiles of keys that it leaves out.
 
-    The options are those of `TwoResolutionOptions` for the choice of the exact tiles.
+    The options are those of `TwoResolutionOptions` for the choice of the exact tiles. Of such a control, `learnt` makes
+    the layer of an attention module, `far` what it weighs, [B, S, H, D] in at least float32, and `weighed` weighs it.
     """
 
     rest: bool = False
@@ -268,18 +269,6 @@ class Trained(TwoResolutionOptions, Control):
         super().__post_init__()
         if self.rest:
             raise ValueError("rest must be False: what is learnt stands for the tiles that are not exact")
-
-    def learnt(self, attn: Any) -> torch.nn.Linear:
-        """The layer of an attention module, before it has learnt anything."""
-        raise NotImplementedError
-
-    def far(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, tiling: Tiling) -> torch.Tensor:
-        """What the layer weighs, [B, S, H, D] in at least float32."""
-        raise NotImplementedError
-
-    def weighed(self, learnt: torch.nn.Linear, far: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
-        """`far` with the weights that the layer gives it."""
-        raise NotImplementedError
 
 
 @dataclass(frozen=True, kw_only=True)
