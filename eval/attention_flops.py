@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -51,16 +51,12 @@ def recorded_call(pipe: Any) -> Iterator[SimpleNamespace]:
     def record_attention(module: Any, *inputs: Any) -> None:
         call.attention.append(tree_map_only(torch.Tensor, _without_data, inputs))
 
-    hooks = []
-    for transformer in find_transformers(pipe).values():
-        hooks.append(transformer.register_forward_pre_hook(record, with_kwargs=True))
-        for _, module in known_family(transformer).layers(transformer):
-            hooks.append(module.register_forward_pre_hook(record_attention, with_kwargs=True))
-    try:
+    with ExitStack() as hooks:
+        for transformer in find_transformers(pipe).values():
+            hooks.enter_context(transformer.register_forward_pre_hook(record, with_kwargs=True))
+            for _, module in known_family(transformer).layers(transformer):
+                hooks.enter_context(module.register_forward_pre_hook(record_attention, with_kwargs=True))
         yield call
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def transformers_by_step(pipe: Any, steps: int) -> list[str]:

@@ -269,10 +269,10 @@ def _watched(pipe: Any, progress: Callable[..., object], stop: threading.Event, 
 
     parts = [(module, "") for model in transformers for module in (model, *recipes.repeated_blocks(model))]
     parts += [(part, "Reading the prompt") for name, part in pipe.components.items() if name.startswith("text_encoder")]
-    with contextlib.ExitStack() as stack:
+    with contextlib.ExitStack() as hooks:
         for part, what in (*parts, (pipe.vae.decoder, "Decoding")):
             if part is not None:
-                stack.callback(part.register_forward_pre_hook(partial(before, what), with_kwargs=True).remove)
+                hooks.enter_context(part.register_forward_pre_hook(partial(before, what), with_kwargs=True))
         yield
 
 

@@ -112,10 +112,9 @@ def recorded(pipe: Any, every: int = 1) -> Iterator[list[Rerun]]:
             calls.append(Rerun(component, step, module, args, kwargs, output[0]))
 
     restore(pipe)
-    with contextlib.ExitStack() as stack:
+    with contextlib.ExitStack() as hooks:
         for component, module in find_transformers(pipe).items():
-            hook = module.register_forward_hook(functools.partial(keep, component), with_kwargs=True)
-            stack.callback(hook.remove)
+            hooks.enter_context(module.register_forward_hook(functools.partial(keep, component), with_kwargs=True))
         yield calls
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 from typing import Any
 
 
@@ -86,17 +87,14 @@ def collect() -> dict[str, Any]:
 def _residuals(model_name: str, size: str) -> dict[str, Any]:
     """Bytes of the residuals of all layers and both guidance branches, by `vmonarch.Refresh.dtype`."""
     from vmonarch.configs import InputError
-    from vmonarch.eval.bench.e2e import choose_settings
     from vmonarch.eval.wan_models import read_model
     from vmonarch.kernels.residual.api import DTYPES, residual_bytes
 
-    try:
-        (setting,) = choose_settings([size], model_name)
-    except InputError as error:
-        raise InputError("residuals", f"must be a model and frames x height x width, got {size!r}") from error
+    if re.fullmatch(r"\d+x\d+x\d+", size) is None:
+        raise InputError("residuals", f"must be a model and frames x height x width, got {size!r}")
     model = read_model(model_name)
     shape = model.transformer
-    tokens = model.grid(setting.size, argument="residuals").tokens
+    tokens = model.grid([int(side) for side in size.split("x")], argument="residuals").tokens
     heads, head_dim, layers = (shape[name] for name in ("num_attention_heads", "attention_head_dim", "num_layers"))
     sizes = {dtype: 2 * layers * residual_bytes(1, tokens, heads, head_dim, dtype) for dtype in DTYPES}
     return {"tokens": tokens, "layers": layers, "bytes": sizes}
