@@ -312,7 +312,7 @@ class _Run:
             raise GenerationError(f"{what}: {error}") from error
         row = {
             "method": label,
-            **dict.fromkeys((*summary.MEASURES, "exact_steps", "errors", "attention_work")),
+            **dict.fromkeys((*summary.MEASURES, "exact_steps", "errors", "predicted_steps", "attention_work")),
             # A batch's time is shared out evenly.
             "seconds": result.seconds["total"] / len(result.frames),
             "transformer_seconds_per_step": result.seconds["transformer"] / len(result.frames) / self.config.steps,
@@ -321,7 +321,8 @@ class _Run:
         }
         if result.report is not None:
             exact, errors = result.report.exact, result.report.exact.values()
-            row |= {"exact_steps": [*exact], "errors": [*errors], "attention_work": result.report.work}
+            row |= {"exact_steps": [*exact], "errors": [*errors], "predicted_steps": [*result.report.predicted]}
+            row["attention_work"] = result.report.work
         if label != self.config.reference.label:
             pair = [frames[name].to(self.model.device) for name in (label, self.config.reference.label)]
             row |= similarity.similarity(*pair) | (similarity.lpips(*pair) if self.config.lpips else {})

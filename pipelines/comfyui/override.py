@@ -149,7 +149,7 @@ def parse_refresh(refresh: str, preset: str, *, dtype: str = "int8", offload: bo
     Args:
         refresh: as text, a count, a fraction, indices with commas between them, "tolerance=" and a number, "none", or
             nothing for the preset's.
-        dtype, offload: as in `Refresh`.
+        dtype, offload: as in `Refresh`. It has no `cache`: ComfyUI computes every step.
 
     Raises:
         InputError: it is none of these.
@@ -165,7 +165,7 @@ def parse_refresh(refresh: str, preset: str, *, dtype: str = "int8", offload: bo
         else:
             (*several,) = json.loads(f"[{text}]")
             found = Refresh(several[0] if len(several) == 1 else several)
-        return None if found is None else dataclasses.replace(found, dtype=dtype, offload=offload)
+        return None if found is None else dataclasses.replace(found, dtype=dtype, offload=offload, cache=None)
     except (TypeError, ValueError, RecursionError) as error:
         what = 'a count ("6"), a fraction ("0.28"), indices ("0, 1, 3, 7"), "tolerance=0.1", "none", or empty'
         raise InputError("refresh", f"must be {what}, got {refresh!r}: {error}") from error
