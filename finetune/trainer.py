@@ -41,13 +41,13 @@ from vmonarch.finetune.models import (
     Experts,
     compile_blocks,
     load_experts,
-    model_facts,
+    objective_of,
     save_trained_alone,
     share_clips,
 )
 from vmonarch.finetune.objective import Draw, generator_for
 from vmonarch.pipelines.environment import environment
-from vmonarch.pipelines.model_folder import find_wan_model
+from vmonarch.pipelines.model_folder import ModelError, find_wan_model
 from vmonarch.pipelines.outputs import prepare_output_dir
 
 # What may change between a run and the one that resumes it; all else would make it another run. Model and data may have
@@ -91,8 +91,8 @@ class Trainer:
         held_out = str(self.held_out.path) if self.held_out else None
         data = dataclasses.replace(config.data, path=str(self.clips.path), validation=held_out)
         config = self.config = dataclasses.replace(config, model=self.folder.word, data=data)
-        self.facts = facts = model_facts(self.folder, config)
-        self.accelerator = _accelerator(config, len(facts.names))
+        self.objective = objective_of(self.folder, config)
+        self.accelerator = _accelerator(config, len(self.objective.experts))
         self.rank, self.world = self.accelerator.process_index, self.accelerator.num_processes
         self.spread = self.accelerator.distributed_type.value == "FSDP"
         # Processes that share clips, noise and noise levels have one data rank.
@@ -110,7 +110,6 @@ class Trainer:
             "model": self.folder.fingerprint(),
             "environment": environment(self.accelerator.device),
         }
-        self.objective = facts.objective
         how = {"workers": data.workers, "caption_dropout": data.caption_dropout}
         self.loader = self._loader(self.clips, batch_size=config.micro_batch, seed=config.seed, **how)
         self.step, self.saved = 0, self.output / "checkpoints"
@@ -124,13 +123,16 @@ class Trainer:
             self._held = held.pop_all()
 
     def _loader(self, clips: ParquetFolder, **options: Any) -> LatentLoader:
+        vae = self.folder.configs["vae"]
+        if not vae.get("latents_mean") or not vae.get("latents_std"):
+            raise ModelError(f"{self.folder.path / 'vae' / 'config.json'} has no latents_mean and latents_std")
         return LatentLoader(
             clips,
             rank=self.data_rank,
             world_size=self.data_world,
-            mean=self.facts.mean,
-            std=self.facts.std,
-            text_dim=self.facts.text_dim,
+            mean=torch.tensor(vae["latents_mean"]),
+            std=torch.tensor(vae["latents_std"]),
+            text_dim=self.folder.configs["transformer"].get("text_dim", 4096),
             bad_fraction=self.config.data.bad_fraction,
             **options,
         )
@@ -140,7 +142,7 @@ class Trainer:
         products = torch.bfloat16 if config.precision == "bf16" else torch.float32
         # FSDP wants the weights of a block to have one dtype.
         frozen = torch.float32 if self.spread else products
-        experts, teacher = load_experts(self.folder, self.facts, config, frozen)
+        experts, teacher = load_experts(self.folder, self.objective.experts, config, frozen)
         distils_lora = bool(config.objective.distillation and config.lora.rank)
         loaded = [experts] if teacher is None else [experts, teacher]
         if self.group > 1:

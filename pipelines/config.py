@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from vmonarch.configs import InputError, build, check_keys, check_types, check_values, choice, number, read_yaml
-from vmonarch.configs.methods import Additions, AttentionMethod, as_json, merge_attention, options_now, resolve_method
+from vmonarch.configs import InputError, Settings, build, check_keys, choice, deep_merge, number, read_yaml
+from vmonarch.configs.methods import Additions, AttentionMethod, merge_attention, options_now, resolve_method
 from vmonarch.pipelines.environment import DTYPES, choose_device, choose_dtype
 from vmonarch.pipelines.lora import LORA, find_lora
 from vmonarch.pipelines.model_folder import PROXY_RECORD, ModelFolder, read_json
@@ -27,6 +27,7 @@ _MAX_CHARACTERS = 128 * _MAX_TEXT_TOKENS
 # Frames per second that are encoded and read back as they are.
 FPS = (0.1, 240.0)
 Config = TypeVar("Config", bound="SamplingConfig")
+AnySettings = TypeVar("AnySettings", bound=Settings)
 
 
 # Metadata of a field: what its option on the command line has of its own.
@@ -34,7 +35,7 @@ _LORA_OPTION = {"option": {"action": "append", "nargs": None, "metavar": "FILE[:
 
 
 @dataclass(frozen=True)
-class SamplingConfig:
+class SamplingConfig(Settings):
     """What to sample, from which model and how. None means: what the model recommends.
 
     Args:
@@ -100,8 +101,7 @@ class SamplingConfig:
     output_dir: str = "outputs/generate"
 
     def __post_init__(self) -> None:
-        check_types(self)
-        check_values(self)
+        super().__post_init__()
         for name in ("prompts", "negative_prompt"):
             texts = getattr(self, name)
             for text in (texts,) if isinstance(texts, str) else texts or ():
@@ -146,11 +146,6 @@ class SamplingConfig:
         if self.steps not in (None, len(self.sigmas)):
             raise InputError("sigmas", f"must be {self.steps}, as many as steps, got {len(self.sigmas)}")
         object.__setattr__(self, "steps", len(self.sigmas))
-
-    def to_dict(self) -> dict[str, Any]:
-        """Every setting as plain values, methods with all their parameters."""
-        settings: dict[str, Any] = as_json(vars(self))
-        return settings
 
 
 @dataclass(frozen=True)
@@ -212,8 +207,8 @@ def _check_text(name: str, text: str) -> None:
         raise InputError(name, f"must be Unicode text, got {text!r}") from error
 
 
-def build_config(schema: type[Config], *layers: Mapping[str, Any]) -> Config:
-    """A config from layers of plain values (YAML, JSON, overrides), later ones over earlier ones.
+def build_config(schema: type[AnySettings], *layers: Mapping[str, Any]) -> AnySettings:
+    """Settings from layers of plain values (YAML, JSON, overrides), later ones over earlier ones.
 
     Parameters under `attention` add to the layer below as long as the name stays; another name drops them.
 
@@ -221,12 +216,12 @@ def build_config(schema: type[Config], *layers: Mapping[str, Any]) -> Config:
         InputError: an unknown key, or a value of another type or out of range.
     """
     values: dict[str, Any] = {}
-    for layer in layers:
-        layer = options_now(layer)
+    for layer in map(options_now, layers):
         check_keys(schema, layer)
+        merged = deep_merge(values, layer)
         if "attention" in layer:
-            layer["attention"] = merge_attention(values.get("attention", "vmonarch"), layer["attention"])
-        values |= layer
+            merged["attention"] = merge_attention(values.get("attention", "vmonarch"), layer["attention"])
+        values = merged
     return build(schema, values)
 
 
@@ -315,8 +310,8 @@ def _check_settings(config: SamplingConfig, model: ModelFolder) -> None:
     for argument, wrong, problem in (
         ("scheduler", config.scheduler and not traits.wan, f"is for the Wan family, and this model is {what}"),
         ("negative_prompt", config.negative_prompt and unguided, f"needs true_guidance above 1 in {what}"),
-        ("guidance_2", config.guidance_2 is not None and not model.two_stage, two),
-        ("lora_2", config.lora_2 and not model.two_stage, two),
+        ("guidance_2", config.guidance_2 is not None and model.boundary is None, two),
+        ("lora_2", config.lora_2 and model.boundary is None, two),
         ("image", config.image is None and needs_image, "is needed: this is an image-to-video model"),
         (
             "image",

@@ -40,11 +40,10 @@ import torch
 from safetensors.torch import save_file
 from tqdm import tqdm
 
-from vmonarch.configs import InputError, build, file_sha256
-from vmonarch.configs.methods import options_now
+from vmonarch.configs import InputError, Settings, choice, file_sha256, number
 from vmonarch.files import AtomicFiles, write_json
 from vmonarch.finetune.checkpoints import hold
-from vmonarch.finetune.config import check_values, choice, number, require
+from vmonarch.finetune.config import require
 from vmonarch.finetune.data.captions import read_captions
 from vmonarch.finetune.data.decode import BadVideo, Clip, ClipShape, decode_clips
 from vmonarch.finetune.data.parquet import EMPTY_CAPTION, TEXT_LENGTH, Sample, write_shard
@@ -66,7 +65,7 @@ class PreprocessError(RuntimeError):
 
 
 @dataclass(frozen=True)
-class PreprocessConfig:
+class PreprocessConfig(Settings):
     """What to prepare for which model. None means: what the model recommends.
 
     Args:
@@ -75,7 +74,7 @@ class PreprocessConfig:
         procedural: instead of videos, so many clips of the embedded model's coloured shapes.
         model: `embedded`, the folder of a Wan pipeline, or a hub id.
         revision: branch, tag or commit of a hub model.
-        output: folder of the shards, created when missing.
+        output: folder of the shards, created when missing (default: outputs/preprocess).
         height, width: pixels, multiples of 16 (of 32 for some models).
         num_frames: of a clip, 4·k + 1.
         buckets: sizes and lengths in place of the three, each as `480x832x81` (height, width, frames). A video becomes
@@ -122,7 +121,7 @@ class PreprocessConfig:
     timeout: float = number(120.0, "(0, inf)")
 
     def __post_init__(self) -> None:
-        check_values(self)
+        super().__post_init__()
         source = "must be given, or procedural=N for clips without videos; not both"
         require((self.procedural is None) != (self.videos is None), "videos", source)
         require(self.videos or self.captions is None, "captions", "must be given with videos only")
@@ -140,17 +139,6 @@ class PreprocessConfig:
         sizes: list[Any] = [tuple(map(int, bucket.split("x"))) for bucket in self.buckets]
         sizes = sizes or [(self.height, self.width, self.num_frames)]
         return [ClipShape(h, w, f, self.fps, self.start, self.clips_per_video) for h, w, f in sizes]
-
-
-def preprocess_config(*layers: Mapping[str, Any]) -> PreprocessConfig:
-    """A config from layers of plain values (YAML, options, overrides), later ones over earlier ones.
-
-    Raises:
-        InputError: no output, an unknown key, or a value of another type or out of range; the error names the key.
-    """
-    values = {key: value for layer in layers for key, value in options_now(layer).items()}
-    require(values.get("output") is not None, "output", "is missing: name a folder")
-    return build(PreprocessConfig, values)
 
 
 def complete(config: PreprocessConfig, model: ModelFolder) -> PreprocessConfig:
@@ -398,7 +386,7 @@ def preprocess(
     pairs = hashlib.sha256(json.dumps(list(captions.items())).encode()).hexdigest() if captions else None
     about = {
         "format": FORMAT,
-        "config": dataclasses.asdict(config),
+        "config": config.to_dict(),
         "captions_sha256": file_sha256(config.captions) if config.captions else pairs,
         "model": {"name": folder.name, "revision": folder.revision, **folder.fingerprint()},
     }

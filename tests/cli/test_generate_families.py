@@ -15,7 +15,7 @@ import torch
 
 from vmonarch import LatentGrid, VMonarchProcessor, apply
 from vmonarch.configs import InputError
-from vmonarch.finetune.data.preprocess import preprocess, preprocess_config
+from vmonarch.finetune.data.preprocess import PreprocessConfig, preprocess
 from vmonarch.pipelines import loading, sampling
 from vmonarch.pipelines.config import GenerateConfig, complete
 from vmonarch.pipelines.model_folder import find_model
@@ -200,4 +200,4 @@ def test_training_is_for_the_wan_family(folders: Folders, tmp_path: Path) -> Non
     model = str(folders("ltx"))
     message = "model must be of the Wan family, as training data and trainer are .*LTXPipeline"
     with pytest.raises(InputError, match=message):
-        preprocess(preprocess_config({"model": model, "procedural": 1, "output": str(tmp_path / "data")}))
+        preprocess(PreprocessConfig(model=model, procedural=1, output=str(tmp_path / "data")))

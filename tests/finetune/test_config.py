@@ -5,7 +5,8 @@ import math
 import pytest
 
 from vmonarch.configs import InputError
-from vmonarch.finetune.config import finetune_config
+from vmonarch.finetune.config import FinetuneConfig
+from vmonarch.pipelines.config import build_config
 
 DATA = {"data": {"path": "clips"}}
 
@@ -35,13 +36,13 @@ BAD = {
 def test_bad_settings_are_named(name):
     values, message = BAD[name]
     with pytest.raises(InputError, match=message):
-        finetune_config(DATA, values)
+        build_config(FinetuneConfig, DATA, values)
 
 
 @pytest.mark.parametrize("schedule,middle,end", [("constant", 1.0, 1.0), ("linear", 0.55, 0.1), ("cosine", 0.55, 0.1)])
 def test_the_learning_rate_warms_up_and_decays(schedule, middle, end):
     options = {"learning_rate": 2.0, "schedule": schedule, "warmup": 4, "final": 0.1}
-    config = finetune_config(DATA, {"steps": 104, "optimizer": options})
+    config = build_config(FinetuneConfig, DATA, {"steps": 104, "optimizer": options})
     assert [config.learning_rate(step) for step in range(4)] == [0.5, 1.0, 1.5, 2.0]
     assert config.learning_rate(4) == 2.0
     assert config.learning_rate(54) == pytest.approx(2 * middle) and config.learning_rate(104) == pytest.approx(2 * end)

@@ -298,7 +298,7 @@ BAD_WORDS = {
     "procedural size": (["--procedural", "2", "height=48"], "height must be 96 for procedural clips, got 48"),
     "device": (["--procedural", "2", "device=tpu"], "device must be auto, cpu, cuda or cuda:N, got 'tpu'"),
     "model": (["--procedural", "2", "--model", "nowhere"], "--model must be 'embedded', a folder"),
-    "output": (["--procedural", "2", "output=null"], "--output is missing: name a folder"),
+    "output": (["--procedural", "2", "output=null"], "--output must be text, got None"),
     "output's kind": (["--procedural", "2", "output=captions.jsonl"], "--output must be a folder"),
 }
 
