@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from vmonarch.configs import InputError, Settings, build, check_keys, choice, deep_merge, number, read_yaml
 from vmonarch.configs.methods import Additions, AttentionMethod, merge_attention, options_now, resolve_method
+from vmonarch.pipelines.embedded import EMBEDDED_SETTINGS, embedded_model_path
 from vmonarch.pipelines.environment import DTYPES, choose_device, choose_dtype
 from vmonarch.pipelines.lora import LORA, find_lora
 from vmonarch.pipelines.model_folder import PROXY_RECORD, ModelFolder, read_json
@@ -111,7 +112,7 @@ class SamplingConfig(Settings):
                 "seeds", f"must be one or more that differ, or the same video is made twice; got {self.seeds}"
             )
         self._check_sigmas()
-        check_sizes(self, 16, 16, 4)
+        check_sizes(self, (16, 16), 4)
         if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device):
             raise InputError("device", f"must be auto, cpu, cuda or cuda:N, got {self.device!r}")
         if not self.output_dir or "\0" in self.output_dir:
@@ -178,9 +179,9 @@ class GenerateConfig(SamplingConfig):
         return additions
 
 
-def check_sizes(config: Any, height_multiple: int, width_multiple: int, temporal: int, where: str = "") -> None:
+def check_sizes(config: Any, multiples: tuple[int, int], temporal: int, where: str = "") -> None:
     """Raise InputError unless its sizes (None: not given) are such multiples, and num_frames is `temporal`·k + 1."""
-    for name, multiple in (("height", height_multiple), ("width", width_multiple)):
+    for name, multiple in zip(("height", "width"), multiples, strict=True):
         value = getattr(config, name)
         if value is not None and value % multiple:
             below = value // multiple * multiple
@@ -249,21 +250,12 @@ def recommended_settings(model: ModelFolder) -> dict[str, Any]:
         InputError: the pipeline has a part that is not supported.
     """
     proxy = model.path / PROXY_RECORD
-    if model.name == "embedded" or proxy.is_file() or _has_embedded_vae(model):
-        from vmonarch.pipelines.embedded import EMBEDDED_SETTINGS
-
+    if proxy.is_file() or model.configs["vae"] == read_json(embedded_model_path() / "vae" / "config.json"):
         settings = read_json(proxy)["generation"] if proxy.is_file() else vars(EMBEDDED_SETTINGS)
         ours = {"num_inference_steps": "steps", "guidance_scale": "guidance"}
         found: dict[str, Any] = {ours.get(name, name): value for name, value in settings.items()}
         return found | {"fps": float(found["fps"]), "max_sequence_length": 512, "negative_prompt": ""}
     return read_yaml("defaults", group=".")[model.traits.defaults] | model.traits.recommended(model.configs)
-
-
-def _has_embedded_vae(model: ModelFolder) -> bool:
-    from vmonarch.pipelines.embedded import embedded_model_path
-
-    config = Path("vae") / "config.json"
-    return (model.path / config).read_bytes() == (embedded_model_path() / config).read_bytes()
 
 
 def complete(config: Config, model: ModelFolder) -> Config:
@@ -285,7 +277,7 @@ def complete(config: Config, model: ModelFolder) -> Config:
     config = dataclasses.replace(config, **missing)
     if not config.prompts:
         raise InputError("prompts", "must hold at least one prompt")
-    check_sizes(config, model.height_multiple, model.width_multiple, model.temporal, " for this model")
+    check_sizes(config, model.multiples, model.temporal, " for this model")
     _check_video(config, model)
     if config.image is not None:
         from vmonarch.pipelines.video_io import open_image

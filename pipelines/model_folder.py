@@ -85,14 +85,9 @@ class ModelFolder:
         return TRAITS[self.pipeline]
 
     @property
-    def height_multiple(self) -> int:
-        """What a video's height must be a multiple of; most of diffusers' pipelines demand 16."""
-        return math.lcm(16, self.spatial * self.patch[1])
-
-    @property
-    def width_multiple(self) -> int:
-        """What a video's width must be a multiple of."""
-        return math.lcm(16, self.spatial * self.patch[2])
+    def multiples(self) -> tuple[int, int]:
+        """What a video's height and width must be multiples of; most of diffusers' pipelines demand 16."""
+        return math.lcm(16, self.spatial * self.patch[1]), math.lcm(16, self.spatial * self.patch[2])
 
     def grid(self, num_frames: int, height: int, width: int) -> LatentGrid:
         """The transformer's tokens for a video of this size; pipelines fill up the last token of too few frames."""

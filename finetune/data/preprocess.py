@@ -157,7 +157,7 @@ def complete(config: PreprocessConfig, model: ModelFolder) -> PreprocessConfig:
         changes["videos"] = str(Path(config.videos).expanduser().resolve())
     config = dataclasses.replace(config, **changes)
     for shape in config.shapes:
-        check_sizes(shape, model.height_multiple, model.width_multiple, model.temporal, " for this model")
+        check_sizes(shape, model.multiples, model.temporal, " for this model")
     if config.procedural is not None:
         own = dict(height=HEIGHT, width=WIDTH, num_frames=NUM_FRAMES, fps=None, start="begin", clips_per_video=1)
         for name, only in own.items():
@@ -390,10 +390,7 @@ def preprocess(
         "captions_sha256": file_sha256(config.captions) if config.captions else pairs,
         "model": {"name": folder.name, "revision": folder.revision, **folder.fingerprint()},
     }
-    try:
-        path = prepare_output_dir(config.output)
-    except InputError as error:
-        raise InputError("output", error.problem) from error
+    path = prepare_output_dir(config.output, "output")
     names = list(captions) or [f"procedural-{config.seed}-{k}" for k in range(config.procedural or 0)]
     with hold(path, "output"):
         output = _Output(path, about)
