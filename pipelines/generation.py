@@ -25,7 +25,7 @@ from vmonarch.pipelines.config import GenerateConfig
 from vmonarch.pipelines.loading import LoadedModel, complete_and_load
 from vmonarch.pipelines.outputs import GeneratedVideo, GenerationError, load_record
 from vmonarch.pipelines.processes import ALONE, Shard, check_sharing, shared_videos
-from vmonarch.pipelines.sampling import denoise, sample
+from vmonarch.pipelines.sampling import sample
 
 if TYPE_CHECKING:
     import torch
@@ -66,7 +66,7 @@ def generate(
         if shard.rank > 0:
             # The first process decodes and writes.
             for jobs in config.batches():
-                denoise(model, config, *zip(*jobs, strict=True))
+                sample(model, config, *zip(*jobs, strict=True), decode=False)
             return []
         return _generate(config, model, shard, progress)
 

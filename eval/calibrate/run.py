@@ -20,7 +20,7 @@ from vmonarch.eval.calibrate.settings import CalibrateConfig
 from vmonarch.files import AtomicFiles, short_hash
 from vmonarch.pipelines.loading import LoadedModel, complete_and_load
 from vmonarch.pipelines.outputs import GenerationError, facts, keep_elsewhere, next_number, prepare_output_dir
-from vmonarch.pipelines.sampling import denoise
+from vmonarch.pipelines.sampling import sample
 from vmonarch.plan import AttentionPlan
 
 
@@ -65,7 +65,7 @@ def calibrate(config: CalibrateConfig, *, progress: bool = False, model: LoadedM
             apply(model.pipe, DiagnosisProcessor(recorder))
             with contextlib.ExitStack() as stack:
                 seen = stack.enter_context(watched(recorder, model.pipe)) if config.sensitivity else []
-                denoise(model, config, [prompt for prompt, _ in batch], [seed for _, seed in batch], progress=title)
+                sample(model, config, *zip(*batch, strict=True), decode=False, progress=title)
             calls += seen if config.refine else []
     finally:
         restore(model.pipe)

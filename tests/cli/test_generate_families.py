@@ -74,7 +74,7 @@ def test_full_attention_is_the_stock_pipeline_whose_grid_is_known(folders: Folde
     assert not torch.equal(found.frames, sampling.sample(model, plain, [PROMPT], [7]).frames)
     # The grid is that of the call.
     installation = apply(model.pipe, VMonarchProcessor())
-    sampling.denoise(model, settings, [PROMPT], [0], steps=1)
+    sampling.sample(model, settings, [PROMPT], [0], steps=1, decode=False)
     expected_grid = LatentGrid(*tiny_folders.FOLDERS[name][2])
     assert folder.grid(**tiny_folders.size(name)) == expected_grid == installation.grid
     modules = len([module for module in model.pipe.transformer.modules() if hasattr(module, "to_q")])

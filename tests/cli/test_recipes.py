@@ -15,10 +15,9 @@ from diffusers import MagCacheConfig
 from vmonarch.configs import InputError
 from vmonarch.configs.methods import merge_attention, recipe_names, resolve_method
 from vmonarch.finetune.config import FinetuneConfig
-from vmonarch.pipelines import recipes
+from vmonarch.pipelines import recipes, sampling
 from vmonarch.pipelines.loading import LoadedModel
 from vmonarch.pipelines.model_folder import find_model
-from vmonarch.pipelines.sampling import denoise
 
 STEPS = 7
 resolve = functools.partial(resolve_method, recipes=True)
@@ -36,7 +35,7 @@ def sample(loaded: LoadedModel) -> Callable[..., torch.Tensor]:
 
     def latents(recipe: Any, backend: Any = "eager") -> torch.Tensor:
         recipes.apply(loaded.pipe, recipe, compile_backend=backend)
-        return denoise(loaded, loaded.config, loaded.config.prompts, [0]).latents
+        return sampling.sample(loaded, loaded.config, loaded.config.prompts, [0], decode=False).latents
 
     return latents
 
@@ -87,7 +86,7 @@ def test_blocks_are_compiled_below_the_hooks_of_caches(
     for recipe in ("stock", "full"):
         recipes.apply(loaded.pipe, recipe, compile_backend=backend)
         loaded.pipe.transformer.enable_cache(MagCacheConfig(num_inference_steps=STEPS, mag_ratios=[1.0] * STEPS))
-        found.append(denoise(loaded, loaded.config, loaded.config.prompts, [0]).latents)
+        found.append(sampling.sample(loaded, loaded.config, loaded.config.prompts, [0], decode=False).latents)
         loaded.pipe.transformer.disable_cache()
     # One for both blocks and every step, with all that a block computes.
     assert len(graphs) == 1 and len(graphs[0]) > 20
