@@ -46,7 +46,7 @@ from vmonarch.finetune.checkpoints import hold
 from vmonarch.finetune.config import require
 from vmonarch.finetune.data.captions import read_captions
 from vmonarch.finetune.data.decode import BadVideo, Clip, ClipShape, decode_clips
-from vmonarch.finetune.data.parquet import EMPTY_CAPTION, TEXT_LENGTH, Sample, write_shard
+from vmonarch.finetune.data.parquet import EMPTY_CAPTION, TEXT_LENGTH, DataError, Sample, write_shard
 from vmonarch.pipelines.environment import DTYPES, choose_device, choose_dtype, environment, package_versions
 from vmonarch.pipelines.model_folder import ModelFolder, find_wan_model
 from vmonarch.pipelines.outputs import prepare_output_dir
@@ -58,10 +58,6 @@ FORMAT = "vmonarch-preprocess-1"
 _FREE = ("captions", "output", "model", "revision", "workers", "timeout")
 # Caption and clips of a video.
 Made = tuple[str, list[Clip]]
-
-
-class PreprocessError(RuntimeError):
-    """No video gave a clip."""
 
 
 @dataclass(frozen=True)
@@ -200,17 +196,15 @@ class PipelineEncoders:
     def image(self, video: torch.Tensor) -> dict[str, torch.Tensor]:
         """`first_frame_latent` [C, T, y, x], and `clip_feature` [tokens, D] if the pipeline has an image encoder.
 
-        The latents are those that `WanImageToVideoPipeline.prepare_latents` gives the transformer beside its mask: of
-        the first frame with zeros after it (alone where the model has a timestep for each token, T = 1), normalised by
-        the VAE's statistics. FastVideo stores the same.
+        The latents are those that the pipeline gives the transformer beside its mask: of the first frame with zeros
+        after it (alone where the model has a timestep for each token, T = 1), normalised by the VAE's statistics.
+        FastVideo stores the same.
         """
-        frames = video[:, :1]
-        if not self.pipe.config.get("expand_timesteps"):
-            frames = torch.cat([frames, torch.zeros_like(video[:, 1:])], dim=1)
-        config = self.pipe.vae.config
-        mean, std = (torch.tensor(config[name]).view(-1, 1, 1, 1) for name in ("latents_mean", "latents_std"))
-        # Multiplied by the inverse, as diffusers does it, to keep its bits.
-        extras = {"first_frame_latent": (self.latents(frames) - mean) * (1.0 / std)}
+        size = dict(zip(("num_frames", "height", "width"), video.shape[1:], strict=True))
+        given = {"dtype": torch.float32, "device": self._device, "latents": torch.empty(0)}
+        _, condition, *_ = self.pipe.prepare_latents(video[None, :, 0].to(self._device), 1, **size, **given)
+        # Channels of a mask may come before them.
+        extras = {"first_frame_latent": condition[0, -self.pipe.vae.config.z_dim :].cpu()}
         if getattr(self.pipe, "image_encoder", None) is not None:
             from PIL import Image
 
@@ -373,7 +367,7 @@ def preprocess(
         InputError: an argument that cannot be used, found before any work; or the output folder holds the work of
             another config, model or captions.
         ModelError: the model folder is missing something, damaged or unsupported.
-        PreprocessError: no clip could be made.
+        DataError: no clip could be made.
     """
     captions: dict[str, str] = {}
     if config.videos is not None:
@@ -404,7 +398,7 @@ def preprocess(
     if not output.done:
         file, reason = next(iter(output.bad.items()))
         why = f"{path / 'quarantine.jsonl'} says why, and first: {file} {reason}"
-        raise PreprocessError(f"no clip could be made of {len(names)} videos; {why}")
+        raise DataError(f"no clip could be made of {len(names)} videos; {why}")
     counts: dict[str, int] = output.manifest["counts"]
     return counts
 
