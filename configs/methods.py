@@ -244,9 +244,9 @@ def _entry(spec: str | Mapping[str, Any], prefix: str = "attention.") -> dict[st
 
 
 def resolve_method(
-    spec: str | Mapping[str, Any], *, argument: str = "attention", recipes: bool = False
+    spec: str | Mapping[str, Any] | AttentionMethod, *, argument: str = "attention", recipes: bool = False
 ) -> AttentionMethod:
-    """The method that `spec` names: `name`, `name:key=value,key=value`, or a mapping with `name` and options.
+    """The method that `spec` names: `name`, `name:key=value,key=value`, or a mapping with `name` and options; or is.
 
     Args:
         recipes: whether it may be a recipe; for callers that do what it adds.
@@ -254,6 +254,8 @@ def resolve_method(
     Raises:
         InputError: an unknown name, an unknown option, or a value that the processor refuses.
     """
+    if isinstance(spec, AttentionMethod):
+        return spec
     if not isinstance(spec, str | Mapping):
         raise InputError(argument, f"must be a method's name or a mapping with one, got {spec!r}")
     values = _entry(spec, f"{argument}.")

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from vmonarch.configs import InputError, Settings, choice, number
-from vmonarch.configs.methods import AttentionMethod, resolve_method
+from vmonarch.configs.methods import resolve_method
 
 # What of a checkpoint another number of processes starts anew.
 WAIVABLE = ("loader", "random")
@@ -176,8 +176,7 @@ class FinetuneConfig(Settings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not isinstance(self.attention, AttentionMethod):
-            object.__setattr__(self, "attention", resolve_method(self.attention))
+        object.__setattr__(self, "attention", resolve_method(self.attention))
         require(
             self.data.path, "data.path", "is missing: a folder of parquet files, as `vmonarch preprocess` makes them"
         )

@@ -164,8 +164,7 @@ class GenerateConfig(SamplingConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not isinstance(self.attention, AttentionMethod):
-            object.__setattr__(self, "attention", resolve_method(self.attention, recipes=True))
+        object.__setattr__(self, "attention", resolve_method(self.attention, recipes=True))
 
     @property
     def attention_methods(self) -> Mapping[str, Sequence[AttentionMethod]]:
