@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -185,7 +185,7 @@ def share_clips(experts: Experts, size: int, device: torch.device, at_times_full
     Each process then has the gradients of its own tokens: those of a clip are the sum over its processes.
 
     Args:
-        at_times_full: layers also have full attention, by `Annealing` or `BeforeLora`.
+        at_times_full: layers also have full attention, by `anneal` or `BeforeLora`.
 
     Raises:
         InputError: the transformers do not support it, or the processes cannot share their heads.
@@ -220,7 +220,7 @@ def share_clips(experts: Experts, size: int, device: torch.device, at_times_full
 # Attention that changes while a model is trained
 
 
-def _layers(model: nn.Module) -> list[tuple[Any, Bound, Any]]:
+def layers_of(model: nn.Module) -> list[tuple[Any, Bound, Any]]:
     """(attention module, our processor, full attention in its place) of each layer that has one of ours.
 
     Full attention is the processor that was there before, unless processes share clips.
@@ -281,7 +281,7 @@ def transfer_loss(model: nn.Module, arguments: Mapping[str, Any]) -> torch.Tenso
 
     The gradient of a layer's distance reaches that layer alone.
     """
-    compared = [(attn, _Compared(ours, full)) for attn, ours, full in _layers(model) if ours.spec.LEARNS]
+    compared = [(attn, _Compared(ours, full)) for attn, ours, full in layers_of(model) if ours.spec.LEARNS]
     with _processors(compared), torch.no_grad():
         model(**arguments)
     return torch.stack([processor.loss for _, processor in compared]).mean()[None]
@@ -291,9 +291,9 @@ class BeforeLora:
     """A teacher of LoRA layers: the transformers without these and with full attention, in the same weights."""
 
     def __init__(self, experts: Experts) -> None:
-        self._experts = experts
-        self._lora = {name: lora_layers(model) for name, model in experts.parts.items()}
-        self._full = {name: [(attn, full) for attn, _, full in _layers(model)] for name, model in experts.parts.items()}
+        self._experts, parts = experts, experts.parts.items()
+        self._lora = {name: lora_layers(model) for name, model in parts}
+        self._full = {name: [(attn, full) for attn, _, full in layers_of(model)] for name, model in parts}
 
     @torch.no_grad()
     def __call__(self, expert: str, **arguments: Any) -> Any:
@@ -308,28 +308,16 @@ class BeforeLora:
                     layer.set_scale("default", 1.0)
 
 
-class Annealing:
-    """Moves the layers of transformers from full attention to the attention that is applied, the last layers first.
+def anneal(models: Iterable[Sequence[tuple[Any, Bound, Any]]], share: float) -> int:
+    """Give a share of each model's `layers_of`, the last ones, the attention that is applied, and the others full.
 
-    Args:
-        steps: after which all layers have it.
-
-    Raises:
-        InputError: the attention has parameters, which must stay where they are.
+    Returns:
+        how many have full attention.
     """
-
-    def __init__(self, experts: Experts, steps: int) -> None:
-        self.steps, self._models = steps, [_layers(model) for model in experts.parts.values()]
-        learns = any(ours.spec.LEARNS for layers in self._models for _, ours, _ in layers)
-        require(not (steps and learns), "anneal", f"must be 0 with an attention that has parameters, got {steps}")
-
-    def at(self, step: int) -> int:
-        """Set the processors for a step, a function of the step alone; returns the layers that have full attention."""
-        share = 1.0 if self.steps == 0 else min(1.0, step / self.steps)
-        dense = 0
-        for layers in self._models:
-            first = len(layers) - int(share * len(layers))
-            for number, (attn, ours, full) in enumerate(layers):
-                _put(attn, full if number < first else ours)
-            dense += first
-        return dense
+    dense = 0
+    for layers in models:
+        first = len(layers) - int(share * len(layers))
+        for number, (attn, ours, full) in enumerate(layers):
+            _put(attn, full if number < first else ours)
+        dense += first
+    return dense

@@ -36,10 +36,11 @@ from vmonarch.finetune.config import WAIVABLE, FinetuneConfig, OptimizerConfig, 
 from vmonarch.finetune.data.loader import Batch, DataError, LatentLoader
 from vmonarch.finetune.data.parquet import ParquetFolder
 from vmonarch.finetune.models import (
-    Annealing,
     BeforeLora,
     Experts,
+    anneal,
     compile_blocks,
+    layers_of,
     load_experts,
     objective_of,
     save_trained_alone,
@@ -148,7 +149,11 @@ class Trainer:
         if self.group > 1:
             for shared in loaded:
                 share_clips(shared, self.group, accelerator.device, distils_lora or config.anneal > 0)
-        self.annealing = Annealing(experts, config.anneal)
+        self.layers = [layers_of(model) for model in experts.parts.values()]
+        learns = any(ours.spec.LEARNS for layers in self.layers for _, ours, _ in layers)
+        require(learns or not config.transfer, "transfer", "must be 0 with an attention that has no parameters")
+        problem = f"must be 0 with an attention that has parameters, got {config.anneal}"
+        require(not (learns and config.anneal), "anneal", problem)
         trained = [parameter for parameter in experts.parameters() if parameter.requires_grad]
         optimizer = make_optimizer(trained, config.optimizer, accelerator.device)
         # The parts are reached through this; training goes through what accelerate makes of it.
@@ -163,8 +168,6 @@ class Trainer:
                 compile_blocks(*compiled.parts.values())
         named = accelerator.unwrap_model(self.model).named_parameters()
         self.trained = {name: parameter for name, parameter in named if parameter.requires_grad}
-        learns = any(".processor." in name for name in self.trained)
-        require(learns or not config.transfer, "transfer", "must be 0 with an attention that has no parameters")
         self.average = EMAModel(self.trained.values(), decay=config.ema) if config.ema else None
         # Weights are read and written by name: accelerate knows them by how they are wrapped.
         accelerator.register_save_state_pre_hook(self._write_weights)
@@ -286,7 +289,7 @@ class Trainer:
         rate, transfer = config.learning_rate(self.step), self.step < config.transfer
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        dense = self.annealing.at(self.step)
+        dense = anneal(self.layers, min(1.0, self.step / config.anneal) if config.anneal else 1.0)
         losses: list[torch.Tensor] = []
         seen: list[Batch] = []
         norm = torch.zeros(())
@@ -353,7 +356,7 @@ class Trainer:
         Raises:
             TrainingError: they differ.
         """
-        self.annealing.at(self.config.anneal)
+        anneal(self.layers, 1.0)
         batch = next(iter(self._loader(self.clips, batch_size=1, seed=0, shuffle=False)))
         latents = batch.latents.to(self.accelerator.device)
         for expert in self.objective.experts:

@@ -20,7 +20,7 @@ from vmonarch.finetune.checkpoints import CheckpointError, newest, read_json, st
 from vmonarch.finetune.config import FinetuneConfig, OptimizerConfig
 from vmonarch.finetune.data.parquet import Sample, write_shard
 from vmonarch.finetune.export import comfyui_name, export
-from vmonarch.finetune.models import Experts, compile_blocks, lora_layers, share_clips
+from vmonarch.finetune.models import Experts, anneal, compile_blocks, lora_layers, share_clips
 from vmonarch.finetune.trainer import Trainer, TrainingError, _flat
 from vmonarch.own import ours_of
 from vmonarch.pipelines import config
@@ -150,7 +150,7 @@ def test_layers_move_from_full_attention_one_after_the_other(place, tmp_path):
     trainer.run()
     lines = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
     assert [line["dense_layers"] for line in lines if "loss" in line] == [2, 2, 1, 1, 0]
-    trainer.annealing.at(2)
+    anneal(trainer.layers, 0.5)
     found = [ours_of(block.attn1) for block in trainer.experts.parts["transformer"].blocks]
     assert found[0] is None and isinstance(found[1].spec, vmonarch.VMonarchProcessor)
 
