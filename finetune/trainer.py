@@ -33,8 +33,8 @@ from vmonarch.files import AtomicFiles
 from vmonarch.finetune import checkpoints
 from vmonarch.finetune.checkpoints import CheckpointError
 from vmonarch.finetune.config import WAIVABLE, FinetuneConfig, OptimizerConfig, require
-from vmonarch.finetune.data.loader import Batch, DataError, LatentLoader
-from vmonarch.finetune.data.parquet import ParquetFolder
+from vmonarch.finetune.data.loader import Batch, LatentLoader
+from vmonarch.finetune.data.parquet import DataError, ParquetFolder
 from vmonarch.finetune.models import (
     BeforeLora,
     Experts,

@@ -26,8 +26,6 @@ from torch.utils.data import DataLoader, Dataset
 
 from vmonarch.finetune.data.parquet import EMPTY_CAPTION, BadRow, DataError, ParquetFolder, Sample
 
-__all__ = ["Batch", "DataError", "LatentLoader"]
-
 # Half of what a process keeps of row groups (`parquet.CACHE_BYTES`): batches made ahead reach into the next window.
 WINDOW_BYTES = 1 << 29
 # Where each bad row is and why it is one, by its number.
