@@ -177,8 +177,7 @@ class Settings:
 
     def to_dict(self) -> dict[str, Any]:
         """Every setting as JSON has it, methods with all their parameters."""
-        settings: dict[str, Any] = as_json(vars(self))
-        return settings
+        return {name: as_json(value) for name, value in vars(self).items()}
 
 
 def as_json(value: Any) -> Any:

@@ -54,8 +54,6 @@ _OWN = ("adapter", "adapter_sha256", "plan_sha256")
 
 # Names that methods had.
 _RENAMED = {"vmonarch-refresh": "near-lossless", "vmonarch-refresh-fast": "fast"}
-# Names of torchao's configurations: products in float8 with scales of rows, and weights alone in float8.
-LINEARS = ("float8", "float8-weights")
 _ADVICE = (
     "Based has to be trained for a model: give adapter=FILE of vmonarch.save_adapter, or adapter=null for parameters"
     " that have learnt nothing"
@@ -94,7 +92,7 @@ class Additions(Settings):
     """
 
     compile: bool = False
-    linears: str | None = choice(None, *LINEARS)
+    linears: str | None = choice(None, "float8", "float8-weights")
 
     def __bool__(self) -> bool:
         return self != Additions()

@@ -238,8 +238,7 @@ def _flops(config: EvalConfig, model: LoadedModel, batch: Sequence[Item]) -> dic
     # A step of full attention by itself, because what is compiled cannot be recorded.
     recipes.apply(model.pipe, "full")
     with recorded_call(model.pipe) as call:
-        prompts, seeds = [item.prompt for item in batch], [item.seed for item in batch]
-        sample(model, config, prompts, seeds, steps=1, decode=False)
+        sample(model, config, [item.prompt for item in batch], [item.seed for item in batch], steps=1, decode=False)
     return relative_flops(call, config.methods, transformers_by_step(model.pipe, config.steps))
 
 
