@@ -20,6 +20,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+from vmonarch.validation import plain
+
 FOLDER = Path(__file__).parent
 
 # `key=value` with a dotted lower-case key: what tells an override from a prompt such as "E=mc² on a blackboard".
@@ -150,23 +152,55 @@ def check_keys(known: type | Sequence[str], values: Mapping[str, Any], *, prefix
             raise InputError(prefix + key, f"is no known key{suggest(key, names)}; known: {', '.join(names) or 'none'}")
 
 
+class Settings:
+    """Of a frozen dataclass: values get the types of their hints and are checked when it is made.
+
+    Fields may be settings themselves, and are then made of mappings.
+
+    Raises:
+        InputError: a value is of another type, or not in the interval or among the choices of its field.
+    """
+
+    def __post_init__(self) -> None:
+        hints = typing.get_type_hints(type(self))
+        for field in dataclasses.fields(self):  # type: ignore[arg-type]
+            name, hint, value = field.name, hints[field.name], getattr(self, field.name)
+            if dataclasses.is_dataclass(hint) and isinstance(value, Mapping):
+                value = build(typing.cast(type, hint), value, prefix=f"{name}.")
+            try:
+                value = _as(hint, value)
+            except (TypeError, ValueError) as error:
+                raise InputError(name, f"must be {_describe(hint)}, got {value!r}") from error
+            object.__setattr__(self, name, value)
+            for one in value if isinstance(value, tuple) else () if value is None else (value,):
+                _check(name, one, **field.metadata)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Every setting as JSON has it, methods with all their parameters."""
+        return {name: as_json(value) for name, value in vars(self).items()}
+
+
+def as_json(value: Any) -> Any:
+    """Settings, options and methods as JSON has them."""
+    if hasattr(value, "to_dict"):
+        return value.to_dict()
+    if isinstance(value, Mapping):
+        return {key: as_json(entry) for key, entry in value.items()}
+    return [as_json(entry) for entry in value] if isinstance(value, tuple | list) else plain(value)
+
+
 def build(schema: type[Config], values: Mapping[str, Any], *, prefix: str = "") -> Config:
-    """Instance of the dataclass `schema` with `values` over its defaults; fields may be dataclasses themselves.
+    """Settings with `values` over their defaults.
 
     Args:
         prefix: put before a key's name in errors (`optimizer.` for those of the field with this name).
 
     Raises:
-        InputError: an unknown key, a value of another type, or one that the dataclass itself refuses.
+        InputError: an unknown key, or a value that the settings refuse.
     """
     check_keys(schema, values, prefix=prefix)
-    hints = typing.get_type_hints(schema)
-    given = {}
-    for key, value in values.items():
-        nested, name = dataclasses.is_dataclass(hints[key]) and isinstance(value, Mapping), prefix + key
-        given[key] = build(hints[key], value, prefix=f"{name}.") if nested else _typed(name, hints[key], value)
     try:
-        return schema(**given)
+        return schema(**values)
     except InputError as error:
         raise InputError(prefix + error.argument, error.problem) from error
 
@@ -181,26 +215,16 @@ def choice(default: Any, *choices: str) -> Any:
     return dataclasses.field(default=default, metadata={"choices": choices})
 
 
-def check_values(config: Any) -> None:
-    """Check that the values of a dataclass, but for None, are of the choices and in the intervals of their fields.
-
-    Raises:
-        InputError: one is not; the error names it.
-    """
-    for field in dataclasses.fields(config):
-        value = getattr(config, field.name)
-        entries = value if isinstance(value, tuple) else () if value is None else (value,)
-        if choices := field.metadata.get("choices"):
-            for one in entries:
-                if one not in choices:
-                    raise InputError(field.name, f"must be one of {', '.join(choices)}, got {one!r}")
-        if interval := field.metadata.get("interval"):
-            ends = interval[1:-1].replace(" ", "").split(",")
-            low, high = (int(end) if end.isdecimal() else float(end) for end in ends)
-            for one in entries:
-                at_end = (one == low and interval[0] == "[") or (one == high and interval[-1] == "]")
-                if not (low < one < high or at_end):
-                    raise InputError(field.name, f"must be in {interval}, got {one}")
+def _check(name: str, value: Any, choices: Sequence[str] = (), interval: str = "", **_: Any) -> None:
+    """Check a value, or an entry of one, by the metadata of its field."""
+    if choices and value not in choices:
+        raise InputError(name, f"must be one of {', '.join(choices)}, got {value!r}")
+    if interval:
+        ends = interval[1:-1].replace(" ", "").split(",")
+        low, high = (int(end) if end.isdecimal() else float(end) for end in ends)
+        at_end = (value == low and interval[0] == "[") or (value == high and interval[-1] == "]")
+        if not (low < value < high or at_end):
+            raise InputError(name, f"must be in {interval}, got {value}")
 
 
 def described(schema: type) -> dict[str, str]:
@@ -210,20 +234,6 @@ def described(schema: type) -> dict[str, str]:
         for entry in re.finditer(r"^    ([a-z_0-9, ]+): (.+(?:\n {8}.+)*)", inspect.getdoc(cls) or "", re.MULTILINE):
             found |= dict.fromkeys(entry[1].split(", "), " ".join(entry[2].split()).rstrip("."))
     return found
-
-
-def check_types(config: Any) -> None:
-    """Give the fields of a frozen dataclass the types of their hints, as `build` does, or raise InputError."""
-    hints = typing.get_type_hints(type(config))
-    for field in dataclasses.fields(config):
-        object.__setattr__(config, field.name, _typed(field.name, hints[field.name], getattr(config, field.name)))
-
-
-def _typed(name: str, hint: Any, value: Any) -> Any:
-    try:
-        return _as(hint, value)
-    except (TypeError, ValueError) as error:
-        raise InputError(name, f"must be {_describe(hint)}, got {value!r}") from error
 
 
 def _as(hint: Any, value: Any) -> Any:

@@ -23,15 +23,17 @@ from typing import TYPE_CHECKING, Any
 from vmonarch.configs import (
     FOLDER,
     InputError,
+    Settings,
+    as_json,
     build,
     check_keys,
+    choice,
     deep_merge,
     file_sha256,
     parse_overrides,
     read_yaml,
     suggest,
 )
-from vmonarch.validation import plain
 
 if TYPE_CHECKING:
     from vmonarch.base import VideoAttentionProcessor
@@ -52,8 +54,6 @@ _OWN = ("adapter", "adapter_sha256", "plan_sha256")
 
 # Names that methods had.
 _RENAMED = {"vmonarch-refresh": "near-lossless", "vmonarch-refresh-fast": "fast"}
-# Names of torchao's configurations: products in float8 with scales of rows, and weights alone in float8.
-LINEARS = ("float8", "float8-weights")
 _ADVICE = (
     "Based has to be trained for a model: give adapter=FILE of vmonarch.save_adapter, or adapter=null for parameters"
     " that have learnt nothing"
@@ -79,7 +79,7 @@ _GONE = {
 
 
 @dataclass(frozen=True)
-class Additions:
+class Additions(Settings):
     """What is switched on besides attention; `vmonarch.pipelines.recipes` does it.
 
     Args:
@@ -92,11 +92,7 @@ class Additions:
     """
 
     compile: bool = False
-    linears: str | None = None
-
-    def __post_init__(self) -> None:
-        if self.linears not in (None, *LINEARS):
-            raise InputError("linears", f"must be null or one of {', '.join(LINEARS)}, got {self.linears!r}")
+    linears: str | None = choice(None, "float8", "float8-weights")
 
     def __bool__(self) -> bool:
         return self != Additions()
@@ -198,7 +194,7 @@ class AttentionMethod:
         about: dict[str, Any] = {"name": self.name, "label": self.label}
         if self.attention is None:
             return about | {"processor": self.processor_name} | self.options
-        return about | {"attention": self.attention.to_dict()} | as_json(vars(self.additions))
+        return about | {"attention": self.attention.to_dict()} | self.additions.to_dict()
 
 
 def method_names() -> list[str]:
@@ -246,9 +242,9 @@ def _entry(spec: str | Mapping[str, Any], prefix: str = "attention.") -> dict[st
 
 
 def resolve_method(
-    spec: str | Mapping[str, Any], *, argument: str = "attention", recipes: bool = False
+    spec: str | Mapping[str, Any] | AttentionMethod, *, argument: str = "attention", recipes: bool = False
 ) -> AttentionMethod:
-    """The method that `spec` names: `name`, `name:key=value,key=value`, or a mapping with `name` and options.
+    """The method that `spec` names: `name`, `name:key=value,key=value`, or a mapping with `name` and options; or is.
 
     Args:
         recipes: whether it may be a recipe; for callers that do what it adds.
@@ -256,6 +252,8 @@ def resolve_method(
     Raises:
         InputError: an unknown name, an unknown option, or a value that the processor refuses.
     """
+    if isinstance(spec, AttentionMethod):
+        return spec
     if not isinstance(spec, str | Mapping):
         raise InputError(argument, f"must be a method's name or a mapping with one, got {spec!r}")
     values = _entry(spec, f"{argument}.")
@@ -378,15 +376,6 @@ def _naming_the_option(prefix: str = "") -> Iterator[None]:
     except (TypeError, ValueError, NotImplementedError) as error:
         option, _, problem = str(error).partition(" ")
         raise InputError(prefix + option.rstrip(":"), problem) from error
-
-
-def as_json(value: Any) -> Any:
-    """Options and methods as JSON has them."""
-    if isinstance(value, AttentionMethod):
-        return value.to_dict()
-    if isinstance(value, Mapping):
-        return {key: as_json(entry) for key, entry in value.items()}
-    return [as_json(entry) for entry in value] if isinstance(value, tuple | list) else plain(value)
 
 
 def options_now(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -46,7 +46,7 @@ from vmonarch.pipelines.loading import LoadedModel, complete_and_load
 from vmonarch.pipelines.model_folder import PROXY_RECORD, ModelFolder, find_model
 from vmonarch.pipelines.outputs import GenerationError, frames_sha256, lora_sha256, next_number, prepare_output_dir
 from vmonarch.pipelines.processes import Shard
-from vmonarch.pipelines.sampling import Batch, denoise, sample
+from vmonarch.pipelines.sampling import Batch, sample
 
 if TYPE_CHECKING:
     import numpy as np
@@ -238,7 +238,7 @@ def _flops(config: EvalConfig, model: LoadedModel, batch: Sequence[Item]) -> dic
     # A step of full attention by itself, because what is compiled cannot be recorded.
     recipes.apply(model.pipe, "full")
     with recorded_call(model.pipe) as call:
-        denoise(model, config, [item.prompt for item in batch], [item.seed for item in batch], steps=1)
+        sample(model, config, [item.prompt for item in batch], [item.seed for item in batch], steps=1, decode=False)
     return relative_flops(call, config.methods, transformers_by_step(model.pipe, config.steps))
 
 
@@ -277,7 +277,7 @@ class _Run:
             warmed = method.without_dense() if steps == 1 else method
             recipes.apply(self.model.pipe, warmed)
             last = method is self.config.methods[-1]
-            denoise(self.model, self.config, prompts, seeds, steps=steps, decode=last, progress=title)
+            sample(self.model, self.config, prompts, seeds, steps=steps, decode=last, progress=title)
 
     def _make(self, batch: Sequence[Item], total: int, pool: Executor) -> None:
         """Sample, measure and write what is missing of a batch."""

@@ -17,10 +17,7 @@ def resolved(specs: Sequence[Any], argument: str, *, recipes: bool = True) -> tu
     Raises:
         InputError: a method is unknown or there twice.
     """
-    methods = [
-        spec if isinstance(spec, AttentionMethod) else resolve_method(spec, argument=argument, recipes=recipes)
-        for spec in specs
-    ]
+    methods = [resolve_method(spec, argument=argument, recipes=recipes) for spec in specs]
     labels = [method.label for method in methods]
     if repeated := sorted({label for label in labels if labels.count(label) > 1}):
         raise InputError(argument, f"must differ; repeated: {', '.join(repeated)}")

@@ -165,7 +165,7 @@ class Studio:
         """Updates of what depends on the model: whether it takes an image, its sizes, and what it is best run with."""
         folder, found = self.folders[model], recommended_settings(self.folders[model])
         width, height = found["width"], found["height"]
-        square = round((width * height) ** 0.5 / folder.width_multiple) * folder.width_multiple
+        square = round((width * height) ** 0.5 / folder.multiples[1]) * folder.multiples[1]
         sizes = [f"{width}×{height}", f"{height}×{width}", f"{square}×{square}"]
         best = [gr.update(value=found[name]) for name in list(FIELDS)[5:9]]
         return [gr.update(visible=folder.image_capable, value=None), gr.update(choices=sizes, value=sizes[0]), *best]

@@ -171,7 +171,7 @@ def read_model(name: str) -> WanModel:
     return WanModel(
         folder.path.name if path.is_dir() else name,
         **{part: read_json(folder.path / part / "config.json") for part in ("transformer", "vae", "text_encoder")},
-        boundary_ratio=index.get("boundary_ratio") if folder.two_stage else None,
+        boundary_ratio=folder.boundary,
         expand_timesteps=bool(index.get("expand_timesteps")),
         folder=folder,
     )

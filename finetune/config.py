@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from vmonarch.configs import InputError, build, check_keys, check_values, choice, deep_merge, number
-from vmonarch.configs.methods import merge_attention, resolve_method
+from vmonarch.configs import InputError, Settings, choice, number
+from vmonarch.configs.methods import resolve_method
 
 # What of a checkpoint another number of processes starts anew.
 WAIVABLE = ("loader", "random")
@@ -22,15 +19,8 @@ def require(fits: object, argument: str, problem: str) -> None:
         raise InputError(argument, problem)
 
 
-class _Checked:
-    """Of a dataclass: its values are checked when it is made."""
-
-    def __post_init__(self) -> None:
-        check_values(self)
-
-
 @dataclass(frozen=True)
-class DataConfig(_Checked):
+class DataConfig(Settings):
     """Clips as rows of parquet (`vmonarch preprocess` or FastVideo make them).
 
     Args:
@@ -48,7 +38,7 @@ class DataConfig(_Checked):
 
 
 @dataclass(frozen=True)
-class ObjectiveConfig(_Checked):
+class ObjectiveConfig(Settings):
     """Flow matching; see `vmonarch.finetune.objective`.
 
     Args:
@@ -68,7 +58,7 @@ class ObjectiveConfig(_Checked):
 
 
 @dataclass(frozen=True)
-class OptimizerConfig(_Checked):
+class OptimizerConfig(Settings):
     """AdamW and its learning rate.
 
     Args:
@@ -90,7 +80,7 @@ class OptimizerConfig(_Checked):
 
 
 @dataclass(frozen=True)
-class LoraConfig(_Checked):
+class LoraConfig(Settings):
     """Low-rank layers in place of the full weights; rank 0 for the full weights.
 
     Args:
@@ -103,7 +93,7 @@ class LoraConfig(_Checked):
 
 
 @dataclass(frozen=True)
-class ValidationConfig(_Checked):
+class ValidationConfig(Settings):
     """What is measured while training, always with the same noise.
 
     Args:
@@ -120,7 +110,7 @@ class ValidationConfig(_Checked):
 
 
 @dataclass(frozen=True)
-class CheckpointConfig(_Checked):
+class CheckpointConfig(Settings):
     """Checkpoints to resume from.
 
     Args:
@@ -136,7 +126,7 @@ class CheckpointConfig(_Checked):
 
 
 @dataclass(frozen=True)
-class FinetuneConfig:
+class FinetuneConfig(Settings):
     """A run.
 
     Args:
@@ -185,7 +175,8 @@ class FinetuneConfig:
     checkpoints: CheckpointConfig = field(default_factory=CheckpointConfig)
 
     def __post_init__(self) -> None:
-        check_values(self)
+        super().__post_init__()
+        object.__setattr__(self, "attention", resolve_method(self.attention))
         require(
             self.data.path, "data.path", "is missing: a folder of parquet files, as `vmonarch preprocess` makes them"
         )
@@ -209,25 +200,3 @@ class FinetuneConfig:
         progress = min(1.0, (step - options.warmup) / max(1, self.steps - self.transfer - options.warmup))
         down = (1 + math.cos(math.pi * progress)) / 2 if options.schedule == "cosine" else 1 - progress
         return options.learning_rate * (options.final + (1 - options.final) * down)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Every setting as JSON has it; `finetune_config` reads it back."""
-        values = dataclasses.asdict(dataclasses.replace(self, attention=None)) | {"attention": self.attention.to_dict()}
-        plain: dict[str, Any] = json.loads(json.dumps(values))
-        return plain
-
-
-def finetune_config(*layers: Mapping[str, Any]) -> FinetuneConfig:
-    """A config from layers of plain values (YAML, overrides), later ones over earlier ones.
-
-    Raises:
-        InputError: an unknown key, or a value of another type or out of range; the error names the key.
-    """
-    values: dict[str, Any] = {"attention": "vmonarch"}
-    for layer in layers:
-        check_keys(FinetuneConfig, layer)
-        attention = values["attention"]
-        if "attention" in layer:
-            attention = merge_attention(attention, layer["attention"])
-        values = deep_merge(values, layer) | {"attention": attention}
-    return build(FinetuneConfig, values | {"attention": resolve_method(values["attention"])})

@@ -19,14 +19,16 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint
+from safetensors import safe_open
 
 from vmonarch import restore, save_adapter
 from vmonarch.configs import InputError
 from vmonarch.finetune import checkpoints
 from vmonarch.finetune.checkpoints import CheckpointError
-from vmonarch.finetune.config import finetune_config, require
-from vmonarch.finetune.models import COMPONENTS, Experts, cast, load_experts, model_facts
+from vmonarch.finetune.config import FinetuneConfig, require
+from vmonarch.finetune.models import COMPONENTS, Experts, cast, load_experts, objective_of
 from vmonarch.installation import is_applied
+from vmonarch.pipelines.config import build_config
 from vmonarch.pipelines.model_folder import ModelFolder, find_wan_model
 
 WHICH, NAMES = ("auto", "last", "ema"), ("diffusers", "comfyui")
@@ -85,24 +87,23 @@ def export(
     record = checkpoints.read_json(path / checkpoints.RUN)
     # Validation has had other settings, and is of no account here.
     told = record["config"] | {"validation": {}, "gradient_checkpointing": False} | ({"model": model} if model else {})
-    config = finetune_config(told, {"objective": {"distillation": 0.0}})
+    config = build_config(FinetuneConfig, told, {"objective": {"distillation": 0.0}})
     folder = find_wan_model(config.model, config.revision)
     if folder.fingerprint() != record["model"]:
         raise CheckpointError(f"{path} was trained from another model than {folder.path}")
     require(config.ema or weights != "ema", "weights", "cannot be ema: the run has no average")
     require(config.lora.rank > 0 or names == "diffusers", "names", f"cannot be {names}: the run has no LoRA layers")
-    facts = model_facts(folder, config)
-    experts, _ = load_experts(folder, facts, config)
+    experts, _ = load_experts(folder, objective_of(folder, config).experts, config)
     _fill(experts.eval(), path, checkpoints.AVERAGE if config.ema > 0 and weights != "last" else checkpoints.WEIGHTS)
-    dtypes = {name: dtype or facts.dtypes[name] for name in facts.names}
+    dtypes = {name: dtype or _stored_dtype(folder.path / name) for name in experts.parts}
     learns = any(".processor." in name for name, _ in experts.named_parameters())
-    form = "end with .safetensors" if learns or (config.lora.rank and len(facts.names) == 1) else "be a folder"
+    form = "end with .safetensors" if learns or (config.lora.rank and len(dtypes) == 1) else "be a folder"
     problem = f"must {form} for what this run trained, got {str(output)!r}"
     require((form != "be a folder") == (output.suffix == ".safetensors"), "output", problem)
     with appears(output) as partial:
         if learns:
             pipe = types.SimpleNamespace(**{**dict.fromkeys(COMPONENTS), **experts.parts})
-            save_adapter(pipe, partial, dtype=dtypes[facts.names[0]])
+            save_adapter(pipe, partial, dtype=next(iter(dtypes.values())))
         elif config.lora.rank:
             _write_layers(experts, partial, dtypes, names)
         else:
@@ -121,6 +122,13 @@ def _find_checkpoint(run: Path, step: int | None) -> Path:
     if step is not None:
         checkpoints.check(path)
     return path
+
+
+def _stored_dtype(folder: Path) -> torch.dtype:
+    """The dtype of a component's first weight."""
+    with safe_open(min(folder.glob("*.safetensors")), "pt") as file:
+        dtype: torch.dtype = file.get_tensor(next(iter(file.keys()))).dtype
+    return dtype
 
 
 def _fill(experts: Experts, path: Path, file: str) -> None:

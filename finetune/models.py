@@ -8,8 +8,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import re
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,7 +17,7 @@ from torch import nn
 from vmonarch.configs import InputError
 from vmonarch.finetune.config import FinetuneConfig, require
 from vmonarch.finetune.objective import Expert, Objective
-from vmonarch.pipelines.model_folder import ModelError, ModelFolder, read_json
+from vmonarch.pipelines.model_folder import ModelFolder, read_json
 from vmonarch.pipelines.recipes import RECOMPILE_LIMIT
 
 if TYPE_CHECKING:
@@ -27,69 +26,32 @@ if TYPE_CHECKING:
 COMPONENTS = ("transformer", "transformer_2")
 
 
-@dataclass(frozen=True)
-class ModelFacts:
-    """What a pipeline folder says about its training.
-
-    Args:
-        names: of the transformers to train.
-        mean, std: [C], of the VAE's latents.
-        text_dim: of the text embeddings.
-        dtypes: of the stored weights, by name of the transformer.
-        objective: the loss of the run.
-    """
-
-    names: tuple[str, ...]
-    mean: torch.Tensor
-    std: torch.Tensor
-    text_dim: int
-    dtypes: Mapping[str, torch.dtype]
-    objective: Objective
-
-
-def model_facts(folder: ModelFolder, config: FinetuneConfig) -> ModelFacts:
-    """Read the facts from the folder's JSON files.
+def objective_of(folder: ModelFolder, config: FinetuneConfig) -> Objective:
+    """The loss of a run, which names the transformers that are trained.
 
     Raises:
         InputError: `train` names a transformer that the pipeline has not, or `objective` does not fit the model.
-        ModelError: the folder does not say how its latents are normalised.
     """
-    from safetensors import safe_open
-
-    index = read_json(folder.path / "model_index.json")
-    there = tuple(name for name in COMPONENTS if (index.get(name) or [None])[0])
-    require(config.train in ("all", *there), "train", f"must be all or one of {', '.join(there)}, got {config.train!r}")
-    names = there if config.train == "all" else (config.train,)
-    vae = read_json(folder.path / "vae" / "config.json")
-    if not vae.get("latents_mean") or not vae.get("latents_std"):
-        raise ModelError(f"{folder.path / 'vae' / 'config.json'} has no latents_mean and latents_std")
+    there = [Expert(name) for name in COMPONENTS if name in folder.components]
+    if (boundary := folder.boundary) is not None:
+        there = [Expert("transformer", boundary, 1.0), Expert("transformer_2", 0.0, boundary)]
+    names = ", ".join(expert.name for expert in there)
+    experts = tuple(expert for expert in there if config.train in ("all", expert.name))
+    require(experts, "train", f"must be all or one of {names}, got {config.train!r}")
     scheduler = read_json(folder.path / "scheduler" / "scheduler_config.json")
-    transformer = read_json(folder.path / names[0] / "config.json")
     told = config.objective
-    form = "channels" if folder.image_conditioned else "tokens" if index.get("expand_timesteps") else "none"
+    form = "channels" if folder.image_conditioned else "tokens" if folder.image_capable else "none"
     problem = f"must be 0 for {folder.name}, which takes no first frame, got {told.image_share}"
     require(form != "none" or told.image_share == 0, "objective.image_share", problem)
-    # The noise level at which Wan2.2's two transformers meet.
-    boundary = index.get("boundary_ratio") if len(there) == 2 else None
-    experts: tuple[Expert, ...] = (Expert(names[0]),)
-    if boundary is not None:
-        both = Expert("transformer", boundary, 1.0), Expert("transformer_2", 0.0, boundary)
-        experts = tuple(expert for expert in both if expert.name in names)
-    objective = Objective(
+    return Objective(
         experts,
         config.seed,
         told,
         shift=told.flow_shift or float(scheduler.get("flow_shift", scheduler.get("shift", 1.0))),
         form=form,
-        takes_image=transformer.get("image_dim") is not None,
-        patch=tuple(transformer.get("patch_size", (1, 2, 2))),
+        takes_image=folder.configs["transformer"].get("image_dim") is not None,
+        patch=folder.patch,
     )
-    dtypes = {}
-    for name in names:
-        with safe_open(min((folder.path / name).glob("*.safetensors")), "pt") as file:
-            dtypes[name] = file.get_tensor(next(iter(file.keys()))).dtype
-    mean, std = (torch.tensor(vae[f"latents_{name}"]) for name in ("mean", "std"))
-    return ModelFacts(names, mean, std, transformer.get("text_dim", 4096), dtypes, objective)
 
 
 class Experts(nn.Module):
@@ -128,13 +90,14 @@ def save_trained_alone(experts: Experts) -> None:
 
 
 def load_experts(
-    folder: ModelFolder, facts: ModelFacts, config: FinetuneConfig, frozen: torch.dtype = torch.float32
+    folder: ModelFolder, trained: Iterable[Expert], config: FinetuneConfig, frozen: torch.dtype = torch.float32
 ) -> tuple[Experts, Experts | None]:
     """(what is trained, with the run's attention; a teacher of its own with full attention, or None).
 
     A teacher of LoRA layers has the weights that these leave as they are; see `BeforeLora`.
 
     Args:
+        trained: the transformers.
         frozen: dtype of the weights that LoRA leaves as they are, but for the layers that the model keeps in float32.
             All that is trained is float32.
 
@@ -147,7 +110,7 @@ def load_experts(
 
     lora, method = config.lora, config.attention
     dtype = frozen if lora.rank else torch.float32
-    parts: dict[str, Any] = {name: folder.read_component(name, dtype) for name in facts.names}
+    parts: dict[str, Any] = {expert.name: folder.read_component(expert.name, dtype) for expert in trained}
     teacher = None
     if config.objective.distillation and not lora.rank:
         teacher = Experts(copy.deepcopy(parts)).eval().requires_grad_(False)
@@ -222,7 +185,7 @@ def share_clips(experts: Experts, size: int, device: torch.device, at_times_full
     Each process then has the gradients of its own tokens: those of a clip are the sum over its processes.
 
     Args:
-        at_times_full: layers also have full attention, by `Annealing` or `BeforeLora`.
+        at_times_full: layers also have full attention, by `anneal` or `BeforeLora`.
 
     Raises:
         InputError: the transformers do not support it, or the processes cannot share their heads.
@@ -257,7 +220,7 @@ def share_clips(experts: Experts, size: int, device: torch.device, at_times_full
 # Attention that changes while a model is trained
 
 
-def _layers(model: nn.Module) -> list[tuple[Any, Bound, Any]]:
+def layers_of(model: nn.Module) -> list[tuple[Any, Bound, Any]]:
     """(attention module, our processor, full attention in its place) of each layer that has one of ours.
 
     Full attention is the processor that was there before, unless processes share clips.
@@ -318,7 +281,7 @@ def transfer_loss(model: nn.Module, arguments: Mapping[str, Any]) -> torch.Tenso
 
     The gradient of a layer's distance reaches that layer alone.
     """
-    compared = [(attn, _Compared(ours, full)) for attn, ours, full in _layers(model) if ours.spec.LEARNS]
+    compared = [(attn, _Compared(ours, full)) for attn, ours, full in layers_of(model) if ours.spec.LEARNS]
     with _processors(compared), torch.no_grad():
         model(**arguments)
     return torch.stack([processor.loss for _, processor in compared]).mean()[None]
@@ -328,9 +291,9 @@ class BeforeLora:
     """A teacher of LoRA layers: the transformers without these and with full attention, in the same weights."""
 
     def __init__(self, experts: Experts) -> None:
-        self._experts = experts
-        self._lora = {name: lora_layers(model) for name, model in experts.parts.items()}
-        self._full = {name: [(attn, full) for attn, _, full in _layers(model)] for name, model in experts.parts.items()}
+        self._experts, parts = experts, experts.parts.items()
+        self._lora = {name: lora_layers(model) for name, model in parts}
+        self._full = {name: [(attn, full) for attn, _, full in layers_of(model)] for name, model in parts}
 
     @torch.no_grad()
     def __call__(self, expert: str, **arguments: Any) -> Any:
@@ -345,28 +308,16 @@ class BeforeLora:
                     layer.set_scale("default", 1.0)
 
 
-class Annealing:
-    """Moves the layers of transformers from full attention to the attention that is applied, the last layers first.
+def anneal(models: Iterable[Sequence[tuple[Any, Bound, Any]]], share: float) -> int:
+    """Give a share of each model's `layers_of`, the last ones, the attention that is applied, and the others full.
 
-    Args:
-        steps: after which all layers have it.
-
-    Raises:
-        InputError: the attention has parameters, which must stay where they are.
+    Returns:
+        how many have full attention.
     """
-
-    def __init__(self, experts: Experts, steps: int) -> None:
-        self.steps, self._models = steps, [_layers(model) for model in experts.parts.values()]
-        learns = any(ours.spec.LEARNS for layers in self._models for _, ours, _ in layers)
-        require(not (steps and learns), "anneal", f"must be 0 with an attention that has parameters, got {steps}")
-
-    def at(self, step: int) -> int:
-        """Set the processors for a step, a function of the step alone; returns the layers that have full attention."""
-        share = 1.0 if self.steps == 0 else min(1.0, step / self.steps)
-        dense = 0
-        for layers in self._models:
-            first = len(layers) - int(share * len(layers))
-            for number, (attn, ours, full) in enumerate(layers):
-                _put(attn, full if number < first else ours)
-            dense += first
-        return dense
+    dense = 0
+    for layers in models:
+        first = len(layers) - int(share * len(layers))
+        for number, (attn, ours, full) in enumerate(layers):
+            _put(attn, full if number < first else ours)
+        dense += first
+    return dense

@@ -33,21 +33,22 @@ from vmonarch.files import AtomicFiles
 from vmonarch.finetune import checkpoints
 from vmonarch.finetune.checkpoints import CheckpointError
 from vmonarch.finetune.config import WAIVABLE, FinetuneConfig, OptimizerConfig, require
-from vmonarch.finetune.data.loader import Batch, DataError, LatentLoader
-from vmonarch.finetune.data.parquet import ParquetFolder
+from vmonarch.finetune.data.loader import Batch, LatentLoader
+from vmonarch.finetune.data.parquet import DataError, ParquetFolder
 from vmonarch.finetune.models import (
-    Annealing,
     BeforeLora,
     Experts,
+    anneal,
     compile_blocks,
+    layers_of,
     load_experts,
-    model_facts,
+    objective_of,
     save_trained_alone,
     share_clips,
 )
 from vmonarch.finetune.objective import Draw, generator_for
 from vmonarch.pipelines.environment import environment
-from vmonarch.pipelines.model_folder import find_wan_model
+from vmonarch.pipelines.model_folder import ModelError, find_wan_model
 from vmonarch.pipelines.outputs import prepare_output_dir
 
 # What may change between a run and the one that resumes it; all else would make it another run. Model and data may have
@@ -91,8 +92,8 @@ class Trainer:
         held_out = str(self.held_out.path) if self.held_out else None
         data = dataclasses.replace(config.data, path=str(self.clips.path), validation=held_out)
         config = self.config = dataclasses.replace(config, model=self.folder.word, data=data)
-        self.facts = facts = model_facts(self.folder, config)
-        self.accelerator = _accelerator(config, len(facts.names))
+        self.objective = objective_of(self.folder, config)
+        self.accelerator = _accelerator(config, len(self.objective.experts))
         self.rank, self.world = self.accelerator.process_index, self.accelerator.num_processes
         self.spread = self.accelerator.distributed_type.value == "FSDP"
         # Processes that share clips, noise and noise levels have one data rank.
@@ -110,7 +111,6 @@ class Trainer:
             "model": self.folder.fingerprint(),
             "environment": environment(self.accelerator.device),
         }
-        self.objective = facts.objective
         how = {"workers": data.workers, "caption_dropout": data.caption_dropout}
         self.loader = self._loader(self.clips, batch_size=config.micro_batch, seed=config.seed, **how)
         self.step, self.saved = 0, self.output / "checkpoints"
@@ -124,13 +124,16 @@ class Trainer:
             self._held = held.pop_all()
 
     def _loader(self, clips: ParquetFolder, **options: Any) -> LatentLoader:
+        vae = self.folder.configs["vae"]
+        if not vae.get("latents_mean") or not vae.get("latents_std"):
+            raise ModelError(f"{self.folder.path / 'vae' / 'config.json'} has no latents_mean and latents_std")
         return LatentLoader(
             clips,
             rank=self.data_rank,
             world_size=self.data_world,
-            mean=self.facts.mean,
-            std=self.facts.std,
-            text_dim=self.facts.text_dim,
+            mean=torch.tensor(vae["latents_mean"]),
+            std=torch.tensor(vae["latents_std"]),
+            text_dim=self.folder.configs["transformer"].get("text_dim", 4096),
             bad_fraction=self.config.data.bad_fraction,
             **options,
         )
@@ -140,13 +143,17 @@ class Trainer:
         products = torch.bfloat16 if config.precision == "bf16" else torch.float32
         # FSDP wants the weights of a block to have one dtype.
         frozen = torch.float32 if self.spread else products
-        experts, teacher = load_experts(self.folder, self.facts, config, frozen)
+        experts, teacher = load_experts(self.folder, self.objective.experts, config, frozen)
         distils_lora = bool(config.objective.distillation and config.lora.rank)
         loaded = [experts] if teacher is None else [experts, teacher]
         if self.group > 1:
             for shared in loaded:
                 share_clips(shared, self.group, accelerator.device, distils_lora or config.anneal > 0)
-        self.annealing = Annealing(experts, config.anneal)
+        self.layers = [layers_of(model) for model in experts.parts.values()]
+        learns = any(ours.spec.LEARNS for layers in self.layers for _, ours, _ in layers)
+        require(learns or not config.transfer, "transfer", "must be 0 with an attention that has no parameters")
+        problem = f"must be 0 with an attention that has parameters, got {config.anneal}"
+        require(not (learns and config.anneal), "anneal", problem)
         trained = [parameter for parameter in experts.parameters() if parameter.requires_grad]
         optimizer = make_optimizer(trained, config.optimizer, accelerator.device)
         # The parts are reached through this; training goes through what accelerate makes of it.
@@ -161,8 +168,6 @@ class Trainer:
                 compile_blocks(*compiled.parts.values())
         named = accelerator.unwrap_model(self.model).named_parameters()
         self.trained = {name: parameter for name, parameter in named if parameter.requires_grad}
-        learns = any(".processor." in name for name in self.trained)
-        require(learns or not config.transfer, "transfer", "must be 0 with an attention that has no parameters")
         self.average = EMAModel(self.trained.values(), decay=config.ema) if config.ema else None
         # Weights are read and written by name: accelerate knows them by how they are wrapped.
         accelerator.register_save_state_pre_hook(self._write_weights)
@@ -284,7 +289,7 @@ class Trainer:
         rate, transfer = config.learning_rate(self.step), self.step < config.transfer
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        dense = self.annealing.at(self.step)
+        dense = anneal(self.layers, min(1.0, self.step / config.anneal) if config.anneal else 1.0)
         losses: list[torch.Tensor] = []
         seen: list[Batch] = []
         norm = torch.zeros(())
@@ -351,7 +356,7 @@ class Trainer:
         Raises:
             TrainingError: they differ.
         """
-        self.annealing.at(self.config.anneal)
+        anneal(self.layers, 1.0)
         batch = next(iter(self._loader(self.clips, batch_size=1, seed=0, shuffle=False)))
         latents = batch.latents.to(self.accelerator.device)
         for expert in self.objective.experts:

@@ -10,8 +10,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from vmonarch.configs import InputError, build, check_keys, check_types, check_values, choice, number, read_yaml
-from vmonarch.configs.methods import Additions, AttentionMethod, as_json, merge_attention, options_now, resolve_method
+from vmonarch.configs import InputError, Settings, build, check_keys, choice, deep_merge, number, read_yaml
+from vmonarch.configs.methods import Additions, AttentionMethod, merge_attention, options_now, resolve_method
+from vmonarch.pipelines.embedded import EMBEDDED_SETTINGS, embedded_model_path
 from vmonarch.pipelines.environment import DTYPES, choose_device, choose_dtype
 from vmonarch.pipelines.lora import LORA, find_lora
 from vmonarch.pipelines.model_folder import PROXY_RECORD, ModelFolder, read_json
@@ -27,6 +28,7 @@ _MAX_CHARACTERS = 128 * _MAX_TEXT_TOKENS
 # Frames per second that are encoded and read back as they are.
 FPS = (0.1, 240.0)
 Config = TypeVar("Config", bound="SamplingConfig")
+AnySettings = TypeVar("AnySettings", bound=Settings)
 
 
 # Metadata of a field: what its option on the command line has of its own.
@@ -34,7 +36,7 @@ _LORA_OPTION = {"option": {"action": "append", "nargs": None, "metavar": "FILE[:
 
 
 @dataclass(frozen=True)
-class SamplingConfig:
+class SamplingConfig(Settings):
     """What to sample, from which model and how. None means: what the model recommends.
 
     Args:
@@ -100,8 +102,7 @@ class SamplingConfig:
     output_dir: str = "outputs/generate"
 
     def __post_init__(self) -> None:
-        check_types(self)
-        check_values(self)
+        super().__post_init__()
         for name in ("prompts", "negative_prompt"):
             texts = getattr(self, name)
             for text in (texts,) if isinstance(texts, str) else texts or ():
@@ -111,7 +112,7 @@ class SamplingConfig:
                 "seeds", f"must be one or more that differ, or the same video is made twice; got {self.seeds}"
             )
         self._check_sigmas()
-        check_sizes(self, 16, 16, 4)
+        check_sizes(self, (16, 16), 4)
         if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device):
             raise InputError("device", f"must be auto, cpu, cuda or cuda:N, got {self.device!r}")
         if not self.output_dir or "\0" in self.output_dir:
@@ -147,11 +148,6 @@ class SamplingConfig:
             raise InputError("sigmas", f"must be {self.steps}, as many as steps, got {len(self.sigmas)}")
         object.__setattr__(self, "steps", len(self.sigmas))
 
-    def to_dict(self) -> dict[str, Any]:
-        """Every setting as plain values, methods with all their parameters."""
-        settings: dict[str, Any] = as_json(vars(self))
-        return settings
-
 
 @dataclass(frozen=True)
 class GenerateConfig(SamplingConfig):
@@ -168,8 +164,7 @@ class GenerateConfig(SamplingConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not isinstance(self.attention, AttentionMethod):
-            object.__setattr__(self, "attention", resolve_method(self.attention, recipes=True))
+        object.__setattr__(self, "attention", resolve_method(self.attention, recipes=True))
 
     @property
     def attention_methods(self) -> Mapping[str, Sequence[AttentionMethod]]:
@@ -183,9 +178,9 @@ class GenerateConfig(SamplingConfig):
         return additions
 
 
-def check_sizes(config: Any, height_multiple: int, width_multiple: int, temporal: int, where: str = "") -> None:
+def check_sizes(config: Any, multiples: tuple[int, int], temporal: int, where: str = "") -> None:
     """Raise InputError unless its sizes (None: not given) are such multiples, and num_frames is `temporal`·k + 1."""
-    for name, multiple in (("height", height_multiple), ("width", width_multiple)):
+    for name, multiple in zip(("height", "width"), multiples, strict=True):
         value = getattr(config, name)
         if value is not None and value % multiple:
             below = value // multiple * multiple
@@ -212,8 +207,8 @@ def _check_text(name: str, text: str) -> None:
         raise InputError(name, f"must be Unicode text, got {text!r}") from error
 
 
-def build_config(schema: type[Config], *layers: Mapping[str, Any]) -> Config:
-    """A config from layers of plain values (YAML, JSON, overrides), later ones over earlier ones.
+def build_config(schema: type[AnySettings], *layers: Mapping[str, Any]) -> AnySettings:
+    """Settings from layers of plain values (YAML, JSON, overrides), later ones over earlier ones.
 
     Parameters under `attention` add to the layer below as long as the name stays; another name drops them.
 
@@ -221,12 +216,12 @@ def build_config(schema: type[Config], *layers: Mapping[str, Any]) -> Config:
         InputError: an unknown key, or a value of another type or out of range.
     """
     values: dict[str, Any] = {}
-    for layer in layers:
-        layer = options_now(layer)
+    for layer in map(options_now, layers):
         check_keys(schema, layer)
+        merged = deep_merge(values, layer)
         if "attention" in layer:
-            layer["attention"] = merge_attention(values.get("attention", "vmonarch"), layer["attention"])
-        values |= layer
+            merged["attention"] = merge_attention(values.get("attention", "vmonarch"), layer["attention"])
+        values = merged
     return build(schema, values)
 
 
@@ -254,21 +249,12 @@ def recommended_settings(model: ModelFolder) -> dict[str, Any]:
         InputError: the pipeline has a part that is not supported.
     """
     proxy = model.path / PROXY_RECORD
-    if model.name == "embedded" or proxy.is_file() or _has_embedded_vae(model):
-        from vmonarch.pipelines.embedded import EMBEDDED_SETTINGS
-
+    if proxy.is_file() or model.configs["vae"] == read_json(embedded_model_path() / "vae" / "config.json"):
         settings = read_json(proxy)["generation"] if proxy.is_file() else vars(EMBEDDED_SETTINGS)
         ours = {"num_inference_steps": "steps", "guidance_scale": "guidance"}
         found: dict[str, Any] = {ours.get(name, name): value for name, value in settings.items()}
         return found | {"fps": float(found["fps"]), "max_sequence_length": 512, "negative_prompt": ""}
     return read_yaml("defaults", group=".")[model.traits.defaults] | model.traits.recommended(model.configs)
-
-
-def _has_embedded_vae(model: ModelFolder) -> bool:
-    from vmonarch.pipelines.embedded import embedded_model_path
-
-    config = Path("vae") / "config.json"
-    return (model.path / config).read_bytes() == (embedded_model_path() / config).read_bytes()
 
 
 def complete(config: Config, model: ModelFolder) -> Config:
@@ -290,7 +276,7 @@ def complete(config: Config, model: ModelFolder) -> Config:
     config = dataclasses.replace(config, **missing)
     if not config.prompts:
         raise InputError("prompts", "must hold at least one prompt")
-    check_sizes(config, model.height_multiple, model.width_multiple, model.temporal, " for this model")
+    check_sizes(config, model.multiples, model.temporal, " for this model")
     _check_video(config, model)
     if config.image is not None:
         from vmonarch.pipelines.video_io import open_image
@@ -315,8 +301,8 @@ def _check_settings(config: SamplingConfig, model: ModelFolder) -> None:
     for argument, wrong, problem in (
         ("scheduler", config.scheduler and not traits.wan, f"is for the Wan family, and this model is {what}"),
         ("negative_prompt", config.negative_prompt and unguided, f"needs true_guidance above 1 in {what}"),
-        ("guidance_2", config.guidance_2 is not None and not model.two_stage, two),
-        ("lora_2", config.lora_2 and not model.two_stage, two),
+        ("guidance_2", config.guidance_2 is not None and model.boundary is None, two),
+        ("lora_2", config.lora_2 and model.boundary is None, two),
         ("image", config.image is None and needs_image, "is needed: this is an image-to-video model"),
         (
             "image",

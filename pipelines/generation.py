@@ -24,8 +24,8 @@ from vmonarch.pipelines import outputs, recipes
 from vmonarch.pipelines.config import GenerateConfig
 from vmonarch.pipelines.loading import LoadedModel, complete_and_load
 from vmonarch.pipelines.outputs import GeneratedVideo, GenerationError, load_record
-from vmonarch.pipelines.processes import Shard, check_sharing, shared_videos
-from vmonarch.pipelines.sampling import denoise, sample
+from vmonarch.pipelines.processes import ALONE, Shard, check_sharing, shared_videos
+from vmonarch.pipelines.sampling import sample
 
 if TYPE_CHECKING:
     import torch
@@ -39,7 +39,7 @@ def generate(
     recorded: Mapping[str, Any] | None = None,
     progress: bool = False,
     model: LoadedModel | None = None,
-    shard: Shard | None = None,
+    shard: Shard = ALONE,
 ) -> list[GeneratedVideo]:
     """Generate every prompt with every seed and write mp4, contact sheet and record of each.
 
@@ -48,7 +48,7 @@ def generate(
         progress: show progress bars.
         model: a pipeline loaded before with the same model settings (`load_model`), to save loading it again.
         shard: this process among several that make the same call and compute every video together, each on a GPU of its
-            own; the first one writes. A pipeline given as `model` serves no more afterwards. None: this process alone.
+            own; the first one writes. A pipeline given as `model` serves no more afterwards. By default it is alone.
 
     Returns:
         The videos, by prompt and then by seed; none in processes that do not write.
@@ -59,7 +59,6 @@ def generate(
         GenerationError: a video came out constant or with NaN, or could not be written. The others are on disk all
             the same, and of the broken one the raw frames, at the path in the message.
     """
-    shard = shard or Shard()
     check_sharing(config, shard)
     config, model = complete_and_load(config, model, shard=shard, recorded=recorded)
     with shared_videos(model, config, shard):
@@ -67,7 +66,7 @@ def generate(
         if shard.rank > 0:
             # The first process decodes and writes.
             for jobs in config.batches():
-                denoise(model, config, *zip(*jobs, strict=True))
+                sample(model, config, *zip(*jobs, strict=True), decode=False)
             return []
         return _generate(config, model, shard, progress)
 

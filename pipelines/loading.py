@@ -14,7 +14,7 @@ from vmonarch.pipelines.environment import choose_device, choose_dtype
 from vmonarch.pipelines.lora import LORA, fuse_loras, in_words
 from vmonarch.pipelines.model_folder import MODELS, ModelError, ModelFolder, find_model
 from vmonarch.pipelines.outputs import check_sources, prepare_output_dir
-from vmonarch.pipelines.processes import Shard
+from vmonarch.pipelines.processes import ALONE, Shard
 from vmonarch.pipelines.recipes import quantize_for_good
 from vmonarch.pipelines.traits import IMAGE_TO_VIDEO, Traits
 
@@ -50,7 +50,7 @@ def complete_and_load(
     config: Config,
     model: LoadedModel | None,
     *,
-    shard: Shard | None = None,
+    shard: Shard = ALONE,
     recorded: Mapping[str, Any] | None = None,
 ) -> tuple[Config, LoadedModel]:
     """The completed config and a pipeline that it can be run on; its output folder is there and can be written to.
@@ -65,7 +65,7 @@ def complete_and_load(
     """
     folder = model.folder if model else find_model(config.model, config.revision)
     config = complete(config, folder)
-    if shard is not None and shard.size > 1 and not folder.traits.wan:
+    if shard.size > 1 and not folder.traits.wan:
         problem = f"must be of the Wan family for {shard.size} processes that share a video; it is a {folder.pipeline}"
         raise InputError("model", problem)
     if recorded is not None:
@@ -77,7 +77,7 @@ def complete_and_load(
     return config, model
 
 
-def load_model(config: SamplingConfig, folder: ModelFolder, shard: Shard | None = None) -> LoadedModel:
+def load_model(config: SamplingConfig, folder: ModelFolder, shard: Shard = ALONE) -> LoadedModel:
     """Load the pipeline for a completed `config` onto its device; what can be is checked before the weights are read.
 
     Args:
@@ -91,7 +91,7 @@ def load_model(config: SamplingConfig, folder: ModelFolder, shard: Shard | None 
     import torch
 
     device = choose_device(config.device)
-    if shard is not None and shard.size > 1 and device.type == "cuda":
+    if shard.size > 1 and device.type == "cuda":
         device = choose_device(f"cuda:{shard.local_rank}")
         torch.cuda.set_device(device)
     dtype = choose_dtype(config.dtype, device)

@@ -56,7 +56,7 @@ class ModelFolder:
             transformer's rotary tables; None where these are made for the video.
         image_conditioned: the transformer takes an image and cannot do without.
         image_capable: it can take one.
-        two_stage: it has a second transformer for the low-noise steps.
+        boundary: the noise level below which it has a second transformer; None if it has none.
     """
 
     name: str
@@ -72,7 +72,7 @@ class ModelFolder:
     axis_tokens: tuple[int | None, int | None, int | None]
     image_conditioned: bool
     image_capable: bool
-    two_stage: bool
+    boundary: float | None
 
     @property
     def word(self) -> str:
@@ -85,24 +85,15 @@ class ModelFolder:
         return TRAITS[self.pipeline]
 
     @property
-    def height_multiple(self) -> int:
-        """What a video's height must be a multiple of; most of diffusers' pipelines demand 16."""
-        return math.lcm(16, self.spatial * self.patch[1])
-
-    @property
-    def width_multiple(self) -> int:
-        """What a video's width must be a multiple of."""
-        return math.lcm(16, self.spatial * self.patch[2])
-
-    def latents(self, num_frames: int, height: int, width: int) -> tuple[int, int, int]:
-        """The VAE's latent frames, rows and columns for a video of this size."""
-        return (num_frames - 1) // self.temporal + 1, height // self.spatial, width // self.spatial
+    def multiples(self) -> tuple[int, int]:
+        """What a video's height and width must be multiples of; most of diffusers' pipelines demand 16."""
+        return math.lcm(16, self.spatial * self.patch[1]), math.lcm(16, self.spatial * self.patch[2])
 
     def grid(self, num_frames: int, height: int, width: int) -> LatentGrid:
         """The transformer's tokens for a video of this size; pipelines fill up the last token of too few frames."""
         from vmonarch.grid import LatentGrid
 
-        latents = self.latents(num_frames, height, width)
+        latents = (num_frames - 1) // self.temporal + 1, height // self.spatial, width // self.spatial
         return LatentGrid(*(-(-size // patch) for size, patch in zip(latents, self.patch, strict=True)))
 
     def read_component(self, name: str, dtype: torch.dtype | None = None) -> Any:
@@ -213,7 +204,7 @@ def find_model(name: str, revision: str | None = None) -> ModelFolder:
         image_conditioned=image_conditioned,
         # The 5B model blends the image into the first latent frame instead of taking more channels.
         image_capable=image_conditioned or bool(index.get("expand_timesteps")),
-        two_stage="transformer_2" in components and index.get("boundary_ratio") is not None,
+        boundary=index.get("boundary_ratio") if len(transformers) == 2 else None,
     )
 
 

@@ -121,22 +121,22 @@ def facts(config: SamplingConfig, model: LoadedModel) -> dict[str, Any]:
     }
 
 
-def prepare_output_dir(output_dir: str) -> Path:
+def prepare_output_dir(output_dir: str, argument: str = "output_dir") -> Path:
     """The folder for outputs, created when missing.
 
     Raises:
-        InputError: the path is a file, or files cannot be created there.
+        InputError: the path is a file, or files cannot be created there; it names the argument.
     """
     folder = Path(output_dir).expanduser()
     if folder.exists() and not folder.is_dir():
-        raise InputError("output_dir", f"must be a folder; {output_dir!r} is a file")
+        raise InputError(argument, f"must be a folder; {output_dir!r} is a file")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         # The one sure test; permission bits say nothing about read-only file systems, quotas or root.
         with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as error:
-        raise InputError("output_dir", f"{output_dir!r} cannot be written to: {error.strerror or error}") from error
+        raise InputError(argument, f"{output_dir!r} cannot be written to: {error.strerror or error}") from error
     return folder
 
 

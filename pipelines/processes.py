@@ -38,6 +38,9 @@ class Shard:
         return cls(*map(int, values))
 
 
+ALONE = Shard()
+
+
 def check_alone() -> None:
     """Check that this is the only process, for commands that would do everything once in each.
 

@@ -56,7 +56,7 @@ def apply(
     """
     from vmonarch.installation import find_transformers
 
-    method = recipe if isinstance(recipe, AttentionMethod) else resolve_method(recipe, argument="recipe", recipes=True)
+    method = resolve_method(recipe, argument="recipe", recipes=True)
     transformers: list[Any] = list(find_transformers(pipe).values())
     # Where it computes: with offloading the weights are elsewhere.
     device = getattr(pipe, "_execution_device", None) or next(transformers[0].parameters()).device

@@ -47,28 +47,16 @@ def sample(
     prompts: Sequence[str],
     seeds: Sequence[int],
     *,
-    progress: str | None = None,
-) -> Batch:
-    """One video for each pair of `prompts[i]` and `seeds[i]`: `denoise`, decoded by the pipeline."""
-    return denoise(model, config, prompts, seeds, decode=True, progress=progress)
-
-
-def denoise(
-    model: LoadedModel,
-    config: SamplingConfig,
-    prompts: Sequence[str],
-    seeds: Sequence[int],
-    *,
     steps: int | None = None,
-    decode: bool = False,
+    decode: bool = True,
     progress: str | None = None,
 ) -> Batch:
-    """Latents for each pair of `prompts[i]` and `seeds[i]`, with the attention that the pipeline carries.
+    """A video for each pair of `prompts[i]` and `seeds[i]`, with the attention that the pipeline carries.
 
     Args:
         config: a completed config.
         steps: instead of `config.steps`.
-        decode: whether to make frames of the latents.
+        decode: whether to make frames of the latents, or leave it at these.
         progress: title of a progress bar; None for none.
 
     Raises:

@@ -1,14 +1,13 @@
-"""Writing, reading and laying out videos, and reading the first frame of one.
+"""Writing and laying out videos, and reading the first frame of one.
 
-Legend: F frames, H and W pixels. Generated videos are float tensors [F, 3, H, W] in [0, 1]; pictures and decoded videos
-are uint8 arrays [F, H, W, 3].
+Legend: F frames, H and W pixels. Generated videos are float tensors [F, 3, H, W] in [0, 1]; pictures are
+uint8 arrays [F, H, W, 3].
 """
 
 from __future__ import annotations
 
 import functools
 import io
-import re
 import subprocess
 import textwrap
 from collections.abc import Mapping, Sequence
@@ -37,7 +36,7 @@ _Cell = tuple[str, str, NDArray[np.uint8] | None]
 
 
 class VideoError(RuntimeError):
-    """A video that is no video: NaN, constant, or not to be read from its file."""
+    """A video that is no video: NaN or constant."""
 
 
 def check_frames(frames: torch.Tensor) -> None:
@@ -72,71 +71,30 @@ def encode_video(path: Path, frames: NDArray[np.uint8], fps: float) -> None:
         ValueError: another dtype or shape.
         OSError: ffmpeg could not write the file; 4:2:0 halves height and width, which must be even.
     """
+    import imageio_ffmpeg
+
     if frames.dtype != np.uint8 or frames.ndim != 4 or frames.shape[3] != 3 or 0 in frames.shape:
         raise ValueError(f"frames must be uint8 [F, H, W, 3] and not empty, got {frames.dtype} {frames.shape}")
     height, width = frames.shape[1:3]
     threads = max(1, min(8, height * width // _PIXELS_PER_THREAD))
     # Converted by BT.709 and marked so: players that must guess take BT.601 for small videos, and shift the colours.
     bt709 = "setparams=range=tv:colorspace=bt709:color_primaries=bt709:color_trc=bt709"
-    status, _, messages = _ffmpeg(
-        *("-y", "-xerror", "-v", "error", "-f", "rawvideo", "-s", f"{width}x{height}", "-pix_fmt", "rgb24"),
+    command = [
+        *(imageio_ffmpeg.get_ffmpeg_exe(), "-y", "-xerror", "-v", "error"),
+        *("-f", "rawvideo", "-s", f"{width}x{height}", "-pix_fmt", "rgb24"),
         *("-r", str(Fraction(fps).limit_denominator()), "-i", "pipe:0", "-c:v", "libx264", "-pix_fmt", "yuv420p"),
         *("-vf", f"scale=out_color_matrix=bt709:out_range=tv,{bt709}", "-threads", str(threads), "-crf", "12"),
-        *("-movflags", "+faststart", "-fflags", "+bitexact", "-flags:v", "+bitexact", "-f", "mp4", _url(path)),
-        frames=frames,
-    )
-    if status:
-        raise OSError(f"ffmpeg could not write the video: {(messages.splitlines() or [f'exit status {status}'])[-1]}")
-
-
-def read_video(path: Path) -> tuple[NDArray[np.uint8], float]:
-    """All frames [F, H, W, 3] of a video file and its frames per second.
-
-    Raises:
-        FileNotFoundError: there is no such file.
-        VideoError: it cannot be decoded or holds no frame.
-    """
-    path = Path(path)
-    if not path.is_file():
-        raise FileNotFoundError(f"there is no video {path}")
-    status, output, messages = _ffmpeg(
-        *("-nostdin", "-hide_banner", "-xerror", "-i", _url(path), "-map", "0:V:0"),
-        *("-fps_mode", "passthrough", "-f", "image2pipe", "-c:v", "ppm", "-pix_fmt", "rgb24", "pipe:1"),
-    )
-    if status:
-        raise VideoError(f"{path} cannot be decoded: {(messages.splitlines() or [f'exit status {status}'])[-1]}")
-    # ffmpeg writes 1000 as "1k". An attached picture may come first; it has no rate, or that of its clock.
-    streams = [line for line in messages.splitlines() if "Video: " in line and "(attached pic)" not in line]
-    rate = re.search(r"([0-9.]+)(k?) fps", "".join(streams[:1]))
-    header = re.match(rb"P6\s(\d+)\s(\d+)\s255\s", output)
-    if header is None or rate is None:
-        raise VideoError(f"{path} holds no frame")
-    width, height, start = int(header[1]), int(header[2]), header.end()
-    # A binary PPM file for every frame, all with the same header.
-    size = start + 3 * width * height
-    files = np.frombuffer(output, np.uint8, len(output) // size * size).reshape(-1, size)
-    if len(output) % size or not (files[:, :start] == files[0, :start]).all():
-        raise VideoError("the decoder's output is no stream of pictures")
-    return files[:, start:].reshape(-1, height, width, 3), float(rate.group(1)) * (1000 if rate.group(2) else 1)
-
-
-def _ffmpeg(*arguments: str, frames: NDArray[np.uint8] | None = None) -> tuple[int, bytes, str]:
-    """Run ffmpeg to its end, with frames for its standard input: its exit status, its output and its messages.
-
-    It has a process group of its own, so that it is killed when Ctrl-C ends this call, and not before. Not by imageio's
-    reader and writer: these do not tell how ffmpeg ended, and lose a Ctrl-C while they start it.
-    """
-    import imageio_ffmpeg
-
-    pixels = b"" if frames is None else np.ascontiguousarray(frames).reshape(-1).data
-    command = [imageio_ffmpeg.get_ffmpeg_exe(), *arguments]
-    found = subprocess.run(command, input=pixels, capture_output=True, process_group=0)
-    return found.returncode, found.stdout, found.stderr.decode(errors="replace").strip()
-
-
-def _url(path: Path) -> str:
-    """A path as ffmpeg takes it whatever is in it: a colon would end a protocol, and a dash begin an option."""
-    return f"file:{path.absolute()}"
+        *("-movflags", "+faststart", "-fflags", "+bitexact", "-flags:v", "+bitexact", "-f", "mp4"),
+        # Whatever is in a path: a colon would end a protocol, and a dash begin an option.
+        f"file:{path.absolute()}",
+    ]
+    # A process group of its own: it is killed when Ctrl-C ends this call, and not before. Not imageio's writer, which
+    # does not tell how ffmpeg ended, and loses a Ctrl-C while it starts it.
+    pixels = np.ascontiguousarray(frames).reshape(-1).data
+    done = subprocess.run(command, input=pixels, capture_output=True, process_group=0)
+    if done.returncode:
+        messages = done.stderr.decode(errors="replace").strip().splitlines()
+        raise OSError(f"ffmpeg could not write the video: {(messages or [f'exit status {done.returncode}'])[-1]}")
 
 
 def open_image(path: str, height: int, width: int) -> tuple[Image.Image, str]:

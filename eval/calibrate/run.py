@@ -19,7 +19,7 @@ from vmonarch.eval.calibrate.settings import CalibrateConfig
 from vmonarch.files import AtomicFiles, short_hash
 from vmonarch.pipelines.loading import LoadedModel, complete_and_load
 from vmonarch.pipelines.outputs import GenerationError, facts, keep_elsewhere, next_number, prepare_output_dir
-from vmonarch.pipelines.sampling import denoise
+from vmonarch.pipelines.sampling import sample
 from vmonarch.plan import AttentionPlan
 
 
@@ -61,7 +61,7 @@ def calibrate(config: CalibrateConfig, *, progress: bool = False, model: LoadedM
         for number, batch in enumerate(batches):
             title = f"batch {number + 1} of {len(batches)}" if progress else None
             with recorded(model.pipe, config.every or max(1, config.steps // 10)) as seen:
-                denoise(model, config, [prompt for prompt, _ in batch], [seed for _, seed in batch], progress=title)
+                sample(model, config, *zip(*batch, strict=True), decode=False, progress=title)
             recorder.diagnose(model.pipe, seen, sensitivity=config.sensitivity)
             calls += seen if config.refine else []
     finally:

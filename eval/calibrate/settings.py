@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from vmonarch.configs import InputError, check_values, choice, number
+from vmonarch.configs import InputError, Settings, choice, number
 from vmonarch.configs.methods import AttentionMethod
 from vmonarch.eval.calibrate import MEASURES
 from vmonarch.eval.settings import resolved
@@ -44,7 +44,7 @@ _PROCESSORS = ("vmonarch", "two_resolution", "first_order")
 
 
 @dataclass(frozen=True)
-class Budget:
+class Budget(Settings):
     """What a plan may cost: flops or time, or neither for as much work as VMonarch with its defaults.
 
     Args:
@@ -59,7 +59,7 @@ class Budget:
     measure: str | None = choice(None, *MEASURES)
 
     def __post_init__(self) -> None:
-        check_values(self)
+        super().__post_init__()
         if self.flops is not None and self.time is not None:
             raise InputError("flops", "and time exclude each other: give one")
 
@@ -84,10 +84,9 @@ class CalibrateConfig(Budget, SamplingConfig):
     refine: int = number(0, "[0, inf)")
 
     def __post_init__(self) -> None:
-        SamplingConfig.__post_init__(self)
+        super().__post_init__()
         if self.refine and self.measure is None:
             object.__setattr__(self, "measure", "layer_error")
-        Budget.__post_init__(self)
         methods = resolved(self.candidates, "candidates", recipes=False)
         object.__setattr__(self, "candidates", methods)
         if not methods:

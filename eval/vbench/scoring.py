@@ -153,9 +153,9 @@ def score_videos(
         report: is called with a line for each dimension.
 
     Raises:
-        InputError: no videos or dimensions, unknown ones, a video that is too short for a dimension, no environment, a
-            time-out that cannot be used.
-        FileNotFoundError, VideoError: a video that does not exist or cannot be decoded.
+        InputError: no videos or dimensions, unknown ones, a video that is too short for a dimension or cannot be
+            decoded, no environment, a time-out that cannot be used.
+        FileNotFoundError: a video does not exist.
         VBenchError: weights are missing, the package failed or took too long, or gave a video no or no possible score.
             Scores of the dimensions before stay in `work_dir`.
     """
@@ -176,7 +176,7 @@ def score_videos(
         key = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:16]
         records[name] = path, *_ = work_dir / f"{name}-{key}.json", judged, identity
         if not path.exists():
-            _check_lengths(judged, name)
+            _check_lengths(judged, name, timeout)
     work_dir.mkdir(parents=True, exist_ok=True)
     for name, (path, judged, identity) in records.items():
         if not path.exists():
@@ -188,14 +188,18 @@ def score_videos(
     return scores
 
 
-def _check_lengths(videos: Sequence[PromptedVideo], dimension: str) -> None:
+def _check_lengths(videos: Sequence[PromptedVideo], dimension: str, timeout: float) -> None:
     """Decode every video, and count the frames that a dimension sees; the package skips what it cannot read."""
-    from vmonarch.pipelines.video_io import read_video
+    from vmonarch.finetune.data.decode import BadVideo, read_stream, time_limit
 
     for path in dict.fromkeys(video.path for video in videos):
-        frames, rate = read_video(path)
+        try:
+            stream = read_stream(path, time_limit(timeout))
+        except BadVideo as error:
+            raise InputError("videos", f"must be ones that can be decoded: {path} {error}") from error
+        frames = len(stream.times)
         # It samples 8 frames a second.
-        seen = -(-len(frames) // max(1, round(rate / 8))) if dimension == "dynamic_degree" else len(frames)
+        seen = -(-frames // max(1, round(stream.rate / 8))) if dimension == "dynamic_degree" else frames
         if seen < FEWEST_FRAMES[dimension]:
             fewest = f"which sees {seen} of its frames and needs {FEWEST_FRAMES[dimension]}"
             raise InputError("videos", f"must be longer: {path} is too short for {dimension}, {fewest}")

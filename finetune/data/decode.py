@@ -21,10 +21,11 @@ import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Generator, Sequence
-from contextlib import closing, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from fractions import Fraction
+from itertools import count
 from pathlib import Path
 
 import imageio_ffmpeg
@@ -79,22 +80,28 @@ class Clip:
 
 
 @dataclass(frozen=True)
-class _Stream:
+class Stream:
     """The decoded frames of a file: their times in seconds, h and w after rotation, and what their pixels are.
 
     Args:
+        number: of the stream among the file's video streams.
         aspect: width of a pixel over its height.
         colours: matrix, primaries and transfer function, in ffmpeg's names.
-        count: of the file's video streams, without pictures attached to it.
     """
 
+    number: int
     times: list[Fraction]
     height: int
     width: int
     aspect: Fraction
     transparent: bool
     colours: Sequence[str]
-    count: int
+
+    @property
+    def rate(self) -> float:
+        """Frames per second; 0 if unknown."""
+        seconds = self.times[-1] - self.times[0]
+        return float((len(self.times) - 1) / seconds) if seconds > 0 else 0.0
 
     def kept(self, shape: ClipShape) -> float:
         """The share of the picture that clips of a shape show."""
@@ -140,17 +147,8 @@ def decode_clips(
             cannot be converted, shorter than a clip, or the time is over.
         OSError: ffmpeg cannot be started.
     """
-    end = time.monotonic() + timeout
-
-    def check_time() -> None:
-        if time.monotonic() > end or (stop is not None and stop.is_set()):
-            raise BadVideo(f"took longer than {timeout:g} s to decode")
-
-    number, stream = 0, _read_stream(path, 0, check_time)
-    # A still before the video, such as a cover that is not marked as one.
-    while len(stream.times) == 1 and number + 1 < stream.count:
-        number += 1
-        stream = _read_stream(path, number, check_time)
+    check_time = time_limit(timeout, stop)
+    stream = read_stream(path, check_time)
     fitting = [shape for shape in shapes if len(_grid(stream.times, shape)) >= shape.num_frames]
     shape = max(
         fitting or [min(shapes, key=lambda shape: shape.num_frames)],
@@ -161,17 +159,30 @@ def decode_clips(
     first, last = min(wanted), max(wanted)
     filters = stream.filters(rf"select=between(n\,{first}\,{last})")
     output = ["-vf", filters, "-frames:v", str(last - first + 1), "-f", "rawvideo", "-pix_fmt", "rgb24"]
-    frames, size = {}, 3 * stream.height * stream.width
-    with closing(_decode(path, number, output, size, check_time, [])) as blocks:
-        for index, data in zip(range(first, last + 1), blocks, strict=False):
-            if index in wanted and len(data) == size:
-                frame = torch.frombuffer(data, dtype=torch.uint8).reshape(stream.height, stream.width, 3)
-                frames[index] = resize_and_crop(frame.permute(2, 0, 1), shape.height, shape.width, stream.aspect)
+    frames, numbers, size = {}, count(first), 3 * stream.height * stream.width
+
+    def take(data: bytearray) -> None:
+        index = next(numbers)
+        if index in wanted and len(data) == size:
+            frame = torch.frombuffer(data, dtype=torch.uint8).reshape(stream.height, stream.width, 3)
+            frames[index] = resize_and_crop(frame.permute(2, 0, 1), shape.height, shape.width, stream.aspect)
+
+    _decode(path, stream.number, output, size, check_time, take)
     if len(frames) < len(wanted):
         raise BadVideo("cannot be decoded: the decoder ended early")
-    times = stream.times
-    rate = shape.fps or float((len(times) - 1) / (times[-1] - times[0]) if times[-1] > times[0] else 0)
+    rate = shape.fps or stream.rate
     return [Clip(torch.stack([frames[index] for index in clip], dim=1), rate, stream.kept(shape)) for clip in clips]
+
+
+def time_limit(timeout: float, stop: threading.Event | None = None) -> Callable[[], None]:
+    """What raises `BadVideo` when so many seconds are over, or `stop` is set."""
+    end = time.monotonic() + timeout
+
+    def check_time() -> None:
+        if time.monotonic() > end or (stop is not None and stop.is_set()):
+            raise BadVideo(f"took longer than {timeout:g} s to decode")
+
+    return check_time
 
 
 def _grid(times: Sequence[Fraction], shape: ClipShape) -> list[int]:
@@ -230,11 +241,17 @@ def resize_and_crop(frame: torch.Tensor, height: int, width: int, aspect: Fracti
 
 
 def _decode(
-    path: Path, stream: int, output: Sequence[str], size: int, check_time: Callable[[], None], report: list[str]
-) -> Generator[bytearray]:
-    """What an ffmpeg makes of a file, in blocks of `size` bytes, the last one shorter. It is killed on closing.
+    path: Path,
+    stream: int,
+    output: Sequence[str],
+    size: int,
+    check_time: Callable[[], None],
+    take: Callable[[bytearray], object],
+) -> str:
+    """Have an ffmpeg decode a file; `take` gets what it makes, in blocks of `size` bytes, the last one shorter.
 
-    At the end `report` gets what it reported, each message after its level in brackets.
+    Returns:
+        what it reported, each message after its level in brackets.
     """
     command = [
         *(imageio_ffmpeg.get_ffmpeg_exe(), "-nostdin", "-hide_banner", "-nostats", "-v", "level+info", "-xerror"),
@@ -263,18 +280,19 @@ def _decode(
                     block += chunk
                     more = bool(chunk)
                 if len(block) == size or not more:
-                    yield block
+                    take(block)
                     block = bytearray()
             while process.poll() is None:
                 check_time()
                 time.sleep(0.002)
             log.seek(0)
             # Addresses differ from run to run.
-            report += [re.sub(r"\[[^\]\n]*@ 0x[0-9a-f]+\]\s*", "", log.read(2**24).decode(errors="replace"))]
-            errors = re.findall(r"^\[(?:error|fatal|panic)\]\s*(\S.*)", report[0], re.MULTILINE)
+            report = re.sub(r"\[[^\]\n]*@ 0x[0-9a-f]+\]\s*", "", log.read(2**24).decode(errors="replace"))
+            errors = re.findall(r"^\[(?:error|fatal|panic)\]\s*(\S.*)", report, re.MULTILINE)
             # Of some containers ffmpeg reports the missing end, and goes on all the same.
             if process.returncode or any("prematurely" in error for error in errors):
                 raise BadVideo(f"cannot be decoded: {next(iter(errors), f'ffmpeg ended with {process.returncode}')}")
+            return report
         finally:
             if process.poll() is None:
                 with suppress(ProcessLookupError):
@@ -285,18 +303,25 @@ def _decode(
             pipe.close()
 
 
-def _read_stream(path: Path, number: int, check_time: Callable[[], None]) -> _Stream:
-    """Decode a whole video stream for its frames' times and kind."""
-    report: list[str] = []
+def read_stream(path: Path, check_time: Callable[[], None], number: int = 0) -> Stream:
+    """Decode the whole video of a file for its frames' times and kind.
+
+    Args:
+        check_time: see `time_limit`. number: of the first stream that it may be.
+
+    Raises:
+        BadVideo, OSError: as `decode_clips`.
+    """
+    found = bytearray()
     options = ["-enc_time_base", "demux", "-f", "framecrc"]
-    text = b"".join(_decode(path, number, options, 2**20, check_time, report)).decode()
-    source, _, output = report[0].partition("[info] Output #0")
+    report = _decode(path, number, options, 2**20, check_time, found.extend)
+    text, (source, _, output) = found.decode(), report.partition("[info] Output #0")
     ticks = [int(tick) for tick in re.findall(r"^0,\s*-?\d+,\s*(-?\d+),", text, re.MULTILINE)]
     base = re.search(r"^#tb 0: (\d+/\d+)", text, re.MULTILINE)
     # pixel format, its traits, width, height, shape of a pixel
     line = r"Video: rawvideo.*?, (\w+)(?:\((.*)\))?, (\d+)x(\d+)(?: \[SAR (\d+):(\d+))?"
-    found = re.search(line, output)
-    if not ticks or base is None or found is None:
+    kind = re.search(line, output)
+    if not ticks or base is None or kind is None:
         raise BadVideo("has no frame")
     if ticks != sorted(ticks):
         raise BadVideo("has frames whose times go backwards")
@@ -304,16 +329,20 @@ def _read_stream(path: Path, number: int, check_time: Callable[[], None]) -> _St
         raise BadVideo("changes its picture size or its colours midway; cut it there")
     if re.search(r"alpha_mode\s*: 1", output):
         raise BadVideo("has transparency in a stream of its own, which is not decoded; lay it over a background first")
-    pixels, traits, width, height, across, down = found.groups(default="")
+    pixels, traits, width, height, across, down = kind.groups(default="")
     # Of three names that are the same number, ffmpeg writes the first.
     names = [trait for trait in traits.split(", ") if "/" in trait or trait in _PLAIN_COLOURS]
     colours = names[0].split("/") if names else ["unknown"]
-    return _Stream(
+    streams = len(re.findall(r"^\[info\]   Stream #0:.*: Video: (?!.*\(attached pic\))", source, re.MULTILINE))
+    # A still before the video, such as a cover that is not marked as one.
+    if len(ticks) == 1 and number + 1 < streams:
+        return read_stream(path, check_time, number + 1)
+    return Stream(
+        number=number,
         times=[tick * Fraction(base[1]) for tick in ticks],
         height=int(height),
         width=int(width),
         aspect=Fraction(int(across), int(down)) if int(across or 0) and int(down or 0) else Fraction(1),
         transparent=bool(re.match(r"yuva|gbrap|rgba|bgra|argb|abgr|ya[\df]|ayuv|vuya|pal8", pixels)),
         colours=(3 * colours)[:3],
-        count=len(re.findall(r"^\[info\]   Stream #0:.*: Video: (?!.*\(attached pic\))", source, re.MULTILINE)),
     )

@@ -26,8 +26,6 @@ from torch.utils.data import DataLoader, Dataset
 
 from vmonarch.finetune.data.parquet import EMPTY_CAPTION, BadRow, DataError, ParquetFolder, Sample
 
-__all__ = ["Batch", "DataError", "LatentLoader"]
-
 # Half of what a process keeps of row groups (`parquet.CACHE_BYTES`): batches made ahead reach into the next window.
 WINDOW_BYTES = 1 << 29
 # Where each bad row is and why it is one, by its number.
@@ -103,9 +101,7 @@ class LatentLoader(Dataset[tuple[Batch | Exception, BadRows]]):
         self._buckets = np.array([numbers[shape] for shape in self.folder.shapes])
         self._unit = self.batch_size * self.world_size
         self.batches_per_epoch = int(sum(-(-count // self._unit) for count in np.bincount(self._buckets)))
-        names = ("seed", "batch_size", "world_size", "shuffle")
-        # What a saved position means nothing without.
-        self._run = {"fingerprint": self.folder.fingerprint(), **{name: getattr(self, name) for name in names}}
+        self._fingerprint = self.folder.fingerprint()
         self._next, self._epoch = 0, -1
         self._bad: BadRows = {}
 
@@ -191,19 +187,18 @@ class LatentLoader(Dataset[tuple[Batch | Exception, BadRows]]):
             raise DataError(f"{problem} {self.bad_fraction:.1%} may (bad_fraction): {reasons}")
 
     def state_dict(self) -> dict[str, Any]:
-        """The batches handed out so far and what they depend on, as plain values; the same on all ranks."""
-        return {"batches": self._next, **self._run}
+        """The batches handed out so far, and which data they are of, as plain values; the same on all ranks."""
+        return {"batches": self._next, "fingerprint": self._fingerprint}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go to a saved position; an iterator that was made before must not be used any more.
+        """Go to a position that a loader with the same settings has saved; iterators of before are of no use then.
 
         Raises:
-            DataError: the state is of other data, or of a run with another seed, batch size, world size or shuffle; the
-                message names what differs.
+            DataError: the state is of other data.
         """
-        differing = [f"{n} is {here!r} but was {state.get(n)!r}" for n, here in self._run.items() if here != state[n]]
-        if differing:
-            raise DataError(f"cannot resume on {self.folder.path}: {'; '.join(differing)}")
+        if self._fingerprint != state["fingerprint"]:
+            was = f"its fingerprint is {self._fingerprint} but was {state['fingerprint']}"
+            raise DataError(f"cannot resume on {self.folder.path}: {was}")
         self._next = int(state["batches"])
 
     def __iter__(self) -> Generator[Batch]:

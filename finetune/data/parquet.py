@@ -19,7 +19,6 @@ import json
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -154,18 +153,16 @@ def write_shard(path: Path, samples: Iterable[Sample], rows_per_group: int = 16)
         FileExistsError: there is a file of that name.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    samples = iter(samples)
-    chunk = list(islice(samples, rows_per_group))
-    schema = row_schema(chunk[0].extras if chunk else ())
+    samples = list(samples)
+    schema = row_schema(samples[0].extras if samples else ())
     # Tensors have no repeated values worth a dictionary, and their least and greatest bytes mean nothing.
     options: dict[str, Any] = dict(
         compression="zstd", use_dictionary=False, write_statistics=False, write_page_checksum=True
     )
     with AtomicFiles() as files, pq.ParquetWriter(files.stage(path), schema, **options) as writer:
-        while chunk:
-            table = pa.Table.from_pylist([encode_row(sample) for sample in chunk], schema=schema)
-            writer.write_table(table, row_group_size=rows_per_group)
-            chunk = list(islice(samples, rows_per_group))
+        for first in range(0, len(samples), rows_per_group):
+            rows = [encode_row(sample) for sample in samples[first : first + rows_per_group]]
+            writer.write_table(pa.Table.from_pylist(rows, schema=schema), row_group_size=rows_per_group)
 
 
 class ParquetFolder:

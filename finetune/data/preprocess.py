@@ -40,14 +40,13 @@ import torch
 from safetensors.torch import save_file
 from tqdm import tqdm
 
-from vmonarch.configs import InputError, build, file_sha256
-from vmonarch.configs.methods import options_now
+from vmonarch.configs import InputError, Settings, choice, file_sha256, number
 from vmonarch.files import AtomicFiles, write_json
 from vmonarch.finetune.checkpoints import hold
-from vmonarch.finetune.config import check_values, choice, number, require
+from vmonarch.finetune.config import require
 from vmonarch.finetune.data.captions import read_captions
 from vmonarch.finetune.data.decode import BadVideo, Clip, ClipShape, decode_clips
-from vmonarch.finetune.data.parquet import EMPTY_CAPTION, TEXT_LENGTH, Sample, write_shard
+from vmonarch.finetune.data.parquet import EMPTY_CAPTION, TEXT_LENGTH, DataError, Sample, write_shard
 from vmonarch.pipelines.environment import DTYPES, choose_device, choose_dtype, environment, package_versions
 from vmonarch.pipelines.model_folder import ModelFolder, find_wan_model
 from vmonarch.pipelines.outputs import prepare_output_dir
@@ -61,12 +60,8 @@ _FREE = ("captions", "output", "model", "revision", "workers", "timeout")
 Made = tuple[str, list[Clip]]
 
 
-class PreprocessError(RuntimeError):
-    """No video gave a clip."""
-
-
 @dataclass(frozen=True)
-class PreprocessConfig:
+class PreprocessConfig(Settings):
     """What to prepare for which model. None means: what the model recommends.
 
     Args:
@@ -75,7 +70,7 @@ class PreprocessConfig:
         procedural: instead of videos, so many clips of the embedded model's coloured shapes.
         model: `embedded`, the folder of a Wan pipeline, or a hub id.
         revision: branch, tag or commit of a hub model.
-        output: folder of the shards, created when missing.
+        output: folder of the shards, created when missing (default: outputs/preprocess).
         height, width: pixels, multiples of 16 (of 32 for some models).
         num_frames: of a clip, 4·k + 1.
         buckets: sizes and lengths in place of the three, each as `480x832x81` (height, width, frames). A video becomes
@@ -122,7 +117,7 @@ class PreprocessConfig:
     timeout: float = number(120.0, "(0, inf)")
 
     def __post_init__(self) -> None:
-        check_values(self)
+        super().__post_init__()
         source = "must be given, or procedural=N for clips without videos; not both"
         require((self.procedural is None) != (self.videos is None), "videos", source)
         require(self.videos or self.captions is None, "captions", "must be given with videos only")
@@ -142,17 +137,6 @@ class PreprocessConfig:
         return [ClipShape(h, w, f, self.fps, self.start, self.clips_per_video) for h, w, f in sizes]
 
 
-def preprocess_config(*layers: Mapping[str, Any]) -> PreprocessConfig:
-    """A config from layers of plain values (YAML, options, overrides), later ones over earlier ones.
-
-    Raises:
-        InputError: no output, an unknown key, or a value of another type or out of range; the error names the key.
-    """
-    values = {key: value for layer in layers for key, value in options_now(layer).items()}
-    require(values.get("output") is not None, "output", "is missing: name a folder")
-    return build(PreprocessConfig, values)
-
-
 def complete(config: PreprocessConfig, model: ModelFolder) -> PreprocessConfig:
     """`config` with the model's recommendation in place of None, checked against what its VAE can take.
 
@@ -169,7 +153,7 @@ def complete(config: PreprocessConfig, model: ModelFolder) -> PreprocessConfig:
         changes["videos"] = str(Path(config.videos).expanduser().resolve())
     config = dataclasses.replace(config, **changes)
     for shape in config.shapes:
-        check_sizes(shape, model.height_multiple, model.width_multiple, model.temporal, " for this model")
+        check_sizes(shape, model.multiples, model.temporal, " for this model")
     if config.procedural is not None:
         own = dict(height=HEIGHT, width=WIDTH, num_frames=NUM_FRAMES, fps=None, start="begin", clips_per_video=1)
         for name, only in own.items():
@@ -212,17 +196,15 @@ class PipelineEncoders:
     def image(self, video: torch.Tensor) -> dict[str, torch.Tensor]:
         """`first_frame_latent` [C, T, y, x], and `clip_feature` [tokens, D] if the pipeline has an image encoder.
 
-        The latents are those that `WanImageToVideoPipeline.prepare_latents` gives the transformer beside its mask: of
-        the first frame with zeros after it (alone where the model has a timestep for each token, T = 1), normalised by
-        the VAE's statistics. FastVideo stores the same.
+        The latents are those that the pipeline gives the transformer beside its mask: of the first frame with zeros
+        after it (alone where the model has a timestep for each token, T = 1), normalised by the VAE's statistics.
+        FastVideo stores the same.
         """
-        frames = video[:, :1]
-        if not self.pipe.config.get("expand_timesteps"):
-            frames = torch.cat([frames, torch.zeros_like(video[:, 1:])], dim=1)
-        config = self.pipe.vae.config
-        mean, std = (torch.tensor(config[name]).view(-1, 1, 1, 1) for name in ("latents_mean", "latents_std"))
-        # Multiplied by the inverse, as diffusers does it, to keep its bits.
-        extras = {"first_frame_latent": (self.latents(frames) - mean) * (1.0 / std)}
+        size = dict(zip(("num_frames", "height", "width"), video.shape[1:], strict=True))
+        given = {"dtype": torch.float32, "device": self._device, "latents": torch.empty(0)}
+        _, condition, *_ = self.pipe.prepare_latents(video[None, :, 0].to(self._device), 1, **size, **given)
+        # Channels of a mask may come before them.
+        extras = {"first_frame_latent": condition[0, -self.pipe.vae.config.z_dim :].cpu()}
         if getattr(self.pipe, "image_encoder", None) is not None:
             from PIL import Image
 
@@ -385,7 +367,7 @@ def preprocess(
         InputError: an argument that cannot be used, found before any work; or the output folder holds the work of
             another config, model or captions.
         ModelError: the model folder is missing something, damaged or unsupported.
-        PreprocessError: no clip could be made.
+        DataError: no clip could be made.
     """
     captions: dict[str, str] = {}
     if config.videos is not None:
@@ -398,14 +380,11 @@ def preprocess(
     pairs = hashlib.sha256(json.dumps(list(captions.items())).encode()).hexdigest() if captions else None
     about = {
         "format": FORMAT,
-        "config": dataclasses.asdict(config),
+        "config": config.to_dict(),
         "captions_sha256": file_sha256(config.captions) if config.captions else pairs,
         "model": {"name": folder.name, "revision": folder.revision, **folder.fingerprint()},
     }
-    try:
-        path = prepare_output_dir(config.output)
-    except InputError as error:
-        raise InputError("output", error.problem) from error
+    path = prepare_output_dir(config.output, "output")
     names = list(captions) or [f"procedural-{config.seed}-{k}" for k in range(config.procedural or 0)]
     with hold(path, "output"):
         output = _Output(path, about)
@@ -419,7 +398,7 @@ def preprocess(
     if not output.done:
         file, reason = next(iter(output.bad.items()))
         why = f"{path / 'quarantine.jsonl'} says why, and first: {file} {reason}"
-        raise PreprocessError(f"no clip could be made of {len(names)} videos; {why}")
+        raise DataError(f"no clip could be made of {len(names)} videos; {why}")
     counts: dict[str, int] = output.manifest["counts"]
     return counts
 

@@ -101,7 +101,15 @@ def fit(
     Raises:
         FloatingPointError: the loss is not finite.
     """
-    update = _updates(model.to(device).train(), is_matrix, beta2, weight_decay)
+    model.to(device).train()
+    matrices: list[nn.Parameter] = []
+    others: list[nn.Parameter] = []
+    for name, parameter in model.named_parameters():
+        (matrices if is_matrix(name, parameter) else others).append(parameter)
+    # Muon takes matrices alone; these share the kernels' memory.
+    views = [nn.Parameter(parameter.detach().view(len(parameter), -1)) for parameter in matrices]
+    muon = torch.optim.Muon(views, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw")
+    adam = torch.optim.AdamW(others, betas=(0.9, beta2), weight_decay=0.0)
     average = EMAModel(model.parameters(), decay=decay, foreach=True)
     log: list[dict[str, float]] = []
     recent: list[dict[str, torch.Tensor]] = []
@@ -111,7 +119,15 @@ def fit(
         with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
             found = model(*inputs(step))
         found["loss"].backward()
-        update(rate(step / steps))
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        for view, parameter in zip(views, matrices, strict=True):
+            assert parameter.grad is not None
+            view.grad = parameter.grad.flatten(1)
+        for optimizer in (muon, adam):
+            for group in optimizer.param_groups:
+                group["lr"] = rate(step / steps)
+            optimizer.step()
+        model.zero_grad(set_to_none=True)
         average.step(model.parameters())
         recent.append({name: value.detach() for name, value in found.items()})
         if (step + 1) % 100 == 0 or step + 1 == steps:
@@ -123,33 +139,6 @@ def fit(
             print(json.dumps(log[-1]), flush=True)
     average.copy_to(model.parameters())
     return log
-
-
-def _updates(
-    model: nn.Module, is_matrix: Callable[[str, nn.Parameter], bool], beta2: float, weight_decay: float
-) -> Callable[[float], None]:
-    """What updates the weights at a learning rate, with the clipped gradients, and clears these."""
-    matrices: list[nn.Parameter] = []
-    others: list[nn.Parameter] = []
-    for name, parameter in model.named_parameters():
-        (matrices if is_matrix(name, parameter) else others).append(parameter)
-    # Muon takes matrices alone; these share the kernels' memory.
-    views = [nn.Parameter(parameter.detach().view(len(parameter), -1)) for parameter in matrices]
-    muon = torch.optim.Muon(views, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw")
-    adam = torch.optim.AdamW(others, betas=(0.9, beta2), weight_decay=0.0)
-
-    def update(rate: float) -> None:
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        for view, parameter in zip(views, matrices, strict=True):
-            assert parameter.grad is not None
-            view.grad = parameter.grad.flatten(1)
-        for optimizer in (muon, adam):
-            for group in optimizer.param_groups:
-                group["lr"] = rate
-            optimizer.step()
-        model.zero_grad(set_to_none=True)
-
-    return update
 
 
 def train_vae(vae: AutoencoderKLWan, settings: Settings, device: torch.device) -> None:

@@ -21,7 +21,7 @@ def recorded(model: Path, steps: int, **values: Any) -> tuple[LoadedModel, Any]:
     """A loaded pipeline, and the last call of a transformer in a run of it."""
     loaded = tiny_wan.load(model, **values)
     with recorded_call(loaded.pipe) as call:
-        sampling.denoise(loaded, loaded.config, ["a red circle"], [0], steps=steps)
+        sampling.sample(loaded, loaded.config, ["a red circle"], [0], steps=steps, decode=False)
     return loaded, call
 
 

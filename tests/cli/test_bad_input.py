@@ -189,9 +189,7 @@ def test_usage_errors(
 ) -> None:
     if command == "calibrate":
         # The layers and heads to record are the model's.
-        monkeypatch.setattr(
-            "vmonarch.eval.calibrate.run.denoise", lambda *_, **__: pytest.fail("something was sampled")
-        )
+        monkeypatch.setattr("vmonarch.eval.calibrate.run.sample", lambda *_, **__: pytest.fail("something was sampled"))
     else:
         monkeypatch.setattr(loading, "read_pipeline", lambda *_, **__: pytest.fail("a model was loaded"))
     monkeypatch.setenv("TRITON_INTERPRET", "1")

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from filelock import FileLock
+from videos import read_video
 
 from vmonarch.configs import InputError
 from vmonarch.eval import evaluate as module
@@ -29,7 +30,7 @@ from vmonarch.pipelines.config import complete
 from vmonarch.pipelines.loading import load_model
 from vmonarch.pipelines.model_folder import find_model
 from vmonarch.pipelines.outputs import GenerationError
-from vmonarch.pipelines.video_io import read_video, to_uint8
+from vmonarch.pipelines.video_io import to_uint8
 
 PROMPTS = ("a red circle moving right", "a blue </script><b>../../square\" & 'plain'")
 TINY = {"height": 32, "width": 48, "num_frames": 9, "steps": 2, "negative_prompt": "", "device": "cpu"}

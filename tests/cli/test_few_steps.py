@@ -14,7 +14,7 @@ from tiny_wan import load
 import vmonarch
 from vmonarch.configs import InputError
 from vmonarch.pipelines.loading import check_loaded
-from vmonarch.pipelines.sampling import denoise
+from vmonarch.pipelines.sampling import sample
 
 PROMPT = "a red circle moving right"
 RANK, ALPHA, SCALE = 2, 3.0, 0.5
@@ -151,13 +151,13 @@ def test_a_few_step_video_is_made_again_from_its_record(cli, tmp_path) -> None:
 def test_few_steps_are_at_even_noise_levels_before_the_shift(scheduler, tiny_model) -> None:
     """And residual sharing finds the step: with all of them exact it is full attention."""
     model = load(tiny_model, steps=4, guidance=1.0, scheduler=scheduler, flow_shift=5.0)
-    full = denoise(model, model.config, [PROMPT], [0]).latents
+    full = sample(model, model.config, [PROMPT], [0], decode=False).latents
     levels = torch.tensor([1.0, 0.9375, 5 / 6, 0.625, 0.0])
     torch.testing.assert_close(model.pipe.scheduler.sigmas.float(), levels, atol=2e-3, rtol=0)
     found = []
     for refresh in (1, 4):
         vmonarch.apply(model.pipe, vmonarch.VMonarchProcessor(refresh=refresh))
-        found.append(denoise(model, model.config, [PROMPT], [0]).latents)
+        found.append(sample(model, model.config, [PROMPT], [0], decode=False).latents)
     assert not torch.allclose(found[0], full, atol=1e-3)
     torch.testing.assert_close(found[1], full, atol=1e-4, rtol=1e-4)
 
@@ -169,7 +169,7 @@ def test_euler_and_lcm_do_what_their_formulas_say(tiny_model) -> None:
         model = load(tiny_model, steps=2, guidance=1.0, scheduler=name, sigmas=(1.0, 0.4), attention="full")
         velocities: list[torch.Tensor] = []
         hook = model.pipe.transformer.register_forward_hook(lambda m, a, out, v=velocities: v.append(out[0].clone()))
-        found[name] = denoise(model, model.config, [PROMPT] * 2, [7, 8]).latents
+        found[name] = sample(model, model.config, [PROMPT] * 2, [7, 8], decode=False).latents
         hook.remove()
         generators = [torch.Generator().manual_seed(seed) for seed in (7, 8)]
         draw = lambda shape=found[name].shape, g=generators: torch.cat(
@@ -180,7 +180,7 @@ def test_euler_and_lcm_do_what_their_formulas_say(tiny_model) -> None:
             clean = x - sigma * velocity
             x = (1 - after) * clean + after * draw() if name == "lcm" else x + (after - sigma) * velocity
         torch.testing.assert_close(found[name], x, atol=1e-5, rtol=1e-5)
-        single = denoise(model, model.config, [PROMPT], [8]).latents
+        single = sample(model, model.config, [PROMPT], [8], decode=False).latents
         torch.testing.assert_close(single[0], found[name][1], atol=1e-4, rtol=1e-4)
     assert not torch.allclose(found["euler"], found["lcm"], atol=1e-2)
 
@@ -189,7 +189,7 @@ def test_fastwans_checkpoints_are_wan_pipelines_and_keep_their_noise_levels(brok
     index = json.loads((broken_model / "model_index.json").read_text())
     (broken_model / "model_index.json").write_text(json.dumps(index | {"_class_name": "WanDMDPipeline"}))
     model = load(broken_model, steps=3, guidance=1.0, scheduler="lcm", sigmas=(1.0, 0.757, 0.522))
-    assert denoise(model, model.config, [PROMPT], [0]).transformer_calls == 3
+    assert sample(model, model.config, [PROMPT], [0], decode=False).transformer_calls == 3
     torch.testing.assert_close(model.pipe.scheduler.timesteps / 1000, torch.tensor([1.0, 0.757, 0.522]))
     with pytest.raises(InputError, match=r"sigmas must be \(1.0, 0.757, 0.522\), with which the pipeline was loaded"):
         check_loaded(dataclasses.replace(model.config, sigmas=(1.0, 0.757, 0.5)), model)

@@ -16,13 +16,13 @@ import numpy as np
 import pytest
 import tiny_wan
 import torch
+from videos import read_video
 
 from vmonarch.cli import main
 from vmonarch.pipelines import loading, outputs, sampling
 from vmonarch.pipelines.config import GenerateConfig
 from vmonarch.pipelines.generation import generate
 from vmonarch.pipelines.processes import Shard, check_sharing, leaving_group
-from vmonarch.pipelines.video_io import read_video
 
 PROMPT = "a red circle moving right"
 

@@ -15,7 +15,7 @@ import torch
 
 from vmonarch import LatentGrid, VMonarchProcessor, apply
 from vmonarch.configs import InputError
-from vmonarch.finetune.data.preprocess import preprocess, preprocess_config
+from vmonarch.finetune.data.preprocess import PreprocessConfig, preprocess
 from vmonarch.pipelines import loading, sampling
 from vmonarch.pipelines.config import GenerateConfig, complete
 from vmonarch.pipelines.model_folder import find_model
@@ -78,7 +78,7 @@ def test_full_attention_is_the_stock_pipeline(folders: Folders, name: str) -> No
     assert not torch.equal(found.frames, sampling.sample(model, plain, [PROMPT], [7]).frames)
     # The grid is that of the call.
     installation = apply(model.pipe, VMonarchProcessor())
-    sampling.denoise(model, settings, [PROMPT], [0], steps=1)
+    sampling.sample(model, settings, [PROMPT], [0], steps=1, decode=False)
     expected_grid = LatentGrid(*tiny_folders.FOLDERS[name][2])
     assert folder.grid(**tiny_folders.size(name)) == expected_grid == installation.grid
     modules = len([module for module in model.pipe.transformer.modules() if hasattr(module, "to_q")])
@@ -204,4 +204,4 @@ def test_training_is_for_the_wan_family(folders: Folders, tmp_path: Path) -> Non
     model = str(folders("ltx"))
     message = "model must be of the Wan family, as training data and trainer are .*LTXPipeline"
     with pytest.raises(InputError, match=message):
-        preprocess(preprocess_config({"model": model, "procedural": 1, "output": str(tmp_path / "data")}))
+        preprocess(PreprocessConfig(model=model, procedural=1, output=str(tmp_path / "data")))

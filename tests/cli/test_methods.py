@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +17,8 @@ from vmonarch.eval.calibrate.run import CalibrateConfig
 from vmonarch.eval.compare import CompareConfig
 from vmonarch.eval.evaluate import EvalConfig
 from vmonarch.eval.wan_models import read_model_config
-from vmonarch.finetune.config import finetune_config
-from vmonarch.finetune.data.preprocess import preprocess_config
+from vmonarch.finetune.config import FinetuneConfig
+from vmonarch.finetune.data.preprocess import PreprocessConfig
 from vmonarch.pipelines.config import GenerateConfig, SamplingConfig, build_config
 
 
@@ -96,23 +95,26 @@ def test_options_that_are_gone_are_read_where_they_changed_nothing() -> None:
 
 # What the commands make of the presets in each folder of `configs/`. (Those in `plans/` are JSON: see test_plan.py.)
 PROMPT = {"prompts": ["a red circle"]}
-READERS: dict[str, Callable[[str], Any]] = {
-    "calibrate": lambda name: build_config(CalibrateConfig, read_yaml(name, group="calibrate"), PROMPT),
-    "compare": lambda name: build_config(CompareConfig, read_yaml(name, group="compare"), PROMPT),
-    "eval": lambda name: build_config(EvalConfig, read_yaml(name, group="eval")),
-    "finetune": lambda name: finetune_config(read_yaml(name, group="finetune")),
-    "generate": lambda name: build_config(GenerateConfig, read_yaml(name, group="generate"), PROMPT),
-    "models": read_model_config,
-    "preprocess": lambda name: preprocess_config(read_yaml(name, group="preprocess"), VIDEOS),
-}
 VIDEOS = {"videos": "clips", "captions": "captions.jsonl", "output": "data"}
+READERS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "calibrate": (CalibrateConfig, PROMPT),
+    "compare": (CompareConfig, PROMPT),
+    "eval": (EvalConfig, {}),
+    "finetune": (FinetuneConfig, {}),
+    "generate": (GenerateConfig, PROMPT),
+    "preprocess": (PreprocessConfig, VIDEOS),
+}
 
 
 def test_every_preset_is_read_names_a_model_that_there_is_and_says_what_it_is_for() -> None:
     for path in FOLDER.glob("*/*.yaml"):
         group, name = path.parent.name, path.stem
         assert path.read_text(encoding="utf-8").startswith("# "), path
-        model = getattr(READERS[group](name), "model", "embedded")
+        read = read_model_config(name) if group == "models" else None
+        if read is None:
+            schema, more = READERS[group]
+            read = build_config(schema, read_yaml(name, group=group), more)
+        model = getattr(read, "model", "embedded")
         assert model == "embedded" or re.fullmatch(r"[\w.-]+/[\w.-]+", model), f"{group}/{name}: {model!r}"
     for values in read_yaml("defaults", group=".").values():
         build_config(SamplingConfig, values, PROMPT)

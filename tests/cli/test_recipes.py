@@ -14,11 +14,10 @@ from diffusers import MagCacheConfig
 
 from vmonarch.configs import InputError
 from vmonarch.configs.methods import merge_attention, recipe_names, resolve_method
-from vmonarch.finetune.config import finetune_config
-from vmonarch.pipelines import recipes
+from vmonarch.finetune.config import FinetuneConfig
+from vmonarch.pipelines import recipes, sampling
 from vmonarch.pipelines.loading import LoadedModel
 from vmonarch.pipelines.model_folder import find_model
-from vmonarch.pipelines.sampling import denoise
 
 STEPS = 7
 resolve = functools.partial(resolve_method, recipes=True)
@@ -36,7 +35,7 @@ def sample(loaded: LoadedModel) -> Callable[..., torch.Tensor]:
 
     def latents(recipe: Any, backend: Any = "eager") -> torch.Tensor:
         recipes.apply(loaded.pipe, recipe, compile_backend=backend)
-        return denoise(loaded, loaded.config, loaded.config.prompts, [0]).latents
+        return sampling.sample(loaded, loaded.config, loaded.config.prompts, [0], decode=False).latents
 
     return latents
 
@@ -48,7 +47,7 @@ def test_every_recipe_is_written_and_read_back(name: str) -> None:
     assert resolve(recipe.to_dict()) == recipe
     assert resolve(f"{name}:attention=full").processor_name == "full"
     # Who cannot switch on what they add refuses recipes.
-    for use in (resolve_method, lambda recipe: finetune_config({"attention": recipe})):
+    for use in (resolve_method, lambda recipe: FinetuneConfig(attention=recipe)):
         with pytest.raises(InputError, match=f"attention must be an attention method, got the recipe '{name}'"):
             use(name)
 
@@ -87,7 +86,7 @@ def test_blocks_are_compiled_below_the_hooks_of_caches(
     for recipe in ("stock", "full"):
         recipes.apply(loaded.pipe, recipe, compile_backend=backend)
         loaded.pipe.transformer.enable_cache(MagCacheConfig(num_inference_steps=STEPS, mag_ratios=[1.0] * STEPS))
-        found.append(denoise(loaded, loaded.config, loaded.config.prompts, [0]).latents)
+        found.append(sampling.sample(loaded, loaded.config, loaded.config.prompts, [0], decode=False).latents)
         loaded.pipe.transformer.disable_cache()
     # One for both blocks and every step, with all that a block computes.
     assert len(graphs) == 1 and len(graphs[0]) > 20
@@ -146,7 +145,7 @@ def test_linear_layers_are_quantised_and_come_back_or_not(wide: torch.nn.Module)
     ("recipe", "problem"),
     [
         ("stack-fst", r"recipe must be one of .*stack-near-lossless.*did you mean stack-fast\?"),
-        ("stack-fast:linears=int4", "recipe.linears must be null or one of float8, float8-weights"),
+        ("stack-fast:linears=int4", "recipe.linears must be one of float8, float8-weights"),
         ("stack-fast:linears=float8", "linears 'float8' needs a GPU of Ada, Hopper or newer"),
         ("fast:linears=null", "recipe.linears is for recipes, which are stack-fast, .*; 'fast' is a method"),
         ("stack-fast:attention=stock", "recipe.attention must be an attention method, got the recipe 'stock'"),

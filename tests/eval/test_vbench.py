@@ -31,7 +31,7 @@ from vmonarch.eval.vbench.scoring import (
     suite,
 )
 from vmonarch.files import write_json
-from vmonarch.pipelines.video_io import VideoError, encode_video
+from vmonarch.pipelines.video_io import encode_video
 
 # The interface of vbench 0.1.5. Scores are the first byte of a file's hash over 256; the file `order` says what goes
 # wrong, and `calls.jsonl` gets what the package was told.
@@ -239,7 +239,7 @@ def test_a_video_too_short_for_a_dimension_is_named(bench: Bench, dimension: str
 def test_what_cannot_be_scored_is_named_before_anything_runs(bench: Bench, tmp_path: Path) -> None:
     (bench.videos / "broken.mp4").write_bytes(b"no video")
     dimensions = ["temporal_flickering"]
-    for file, error in (("broken.mp4", VideoError), ("gone.mp4", FileNotFoundError)):
+    for file, error in (("broken.mp4", InputError), ("gone.mp4", FileNotFoundError)):
         with pytest.raises(error, match=file):
             bench.score([bench.video(0), PromptedVideo(bench.videos / file, "a cat")])
     for file, prompt in (("a.gif", "a cat"), ("a.mp4", " ")):

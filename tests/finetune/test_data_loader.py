@@ -14,8 +14,8 @@ from safetensors.torch import save_file
 
 from vmonarch.finetune.data import loader as loader_module
 from vmonarch.finetune.data import parquet as parquet_module
-from vmonarch.finetune.data.loader import DataError, LatentLoader, epoch_order
-from vmonarch.finetune.data.parquet import BadRow, ParquetFolder, Sample, decode_row, encode_row, row_schema
+from vmonarch.finetune.data.loader import LatentLoader, epoch_order
+from vmonarch.finetune.data.parquet import BadRow, DataError, ParquetFolder, Sample, decode_row, encode_row, row_schema
 from vmonarch.finetune.data.parquet import write_shard as write
 
 pytestmark = pytest.mark.filterwarnings("ignore:a clip cannot be used")

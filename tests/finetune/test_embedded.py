@@ -1,6 +1,7 @@
-"""How the embedded model is trained, and the weights that ship."""
+"""How the embedded model is trained, on what clips, and the weights that ship."""
 
 import dataclasses
+import hashlib
 import json
 
 import diffusers
@@ -8,6 +9,7 @@ import pytest
 import torch
 from diffusers import AutoencoderKLWan
 
+from vmonarch.finetune import scenes
 from vmonarch.finetune.embedded import __main__ as command
 from vmonarch.finetune.embedded.models import Reconstruction
 from vmonarch.finetune.scenes import render, sample_scenes
@@ -33,16 +35,16 @@ def tiny_vae() -> AutoencoderKLWan:
 
 
 def test_the_vae_learns_and_gets_the_statistics_of_its_latents(monkeypatch):
-    small = lambda scenes, device, scale=1: render(scenes, device, range(5))[..., :32, :32]
+    small = lambda batch, device, scale=1: render(batch, device, range(5))[..., :32, :32]
     monkeypatch.setattr(command, "render", small)
-    model, scenes = tiny_vae(), sample_scenes(70, 5)
-    video = small(scenes, "cpu")
+    model, batch = tiny_vae(), sample_scenes(70, 5)
+    video = small(batch, "cpu")
     before = Reconstruction(model)(video)
     settings = command.Settings(vae_steps=20, vae_batch=2, statistics_clips=70)
     command.train_vae(model, settings, torch.device("cpu"))
     after = Reconstruction(model)(video)
     assert after["loss"] < 0.9 * before["loss"] and after["l1"] < before["l1"]
-    latents = command.encode_clips(model, scenes, torch.device("cpu"))
+    latents = command.encode_clips(model, batch, torch.device("cpu"))
     assert latents.shape == (70, 16, 2, 4, 4) and latents.mean().abs() < 0.2 and 0.8 < latents.float().std() < 1.2
     mean, std = (torch.tensor(model.config[name]).view(-1, 1, 1, 1) for name in ("latents_mean", "latents_std"))
     stock = (model.encode(video).latent_dist.mode() - mean) / std
@@ -138,3 +140,41 @@ def test_a_missing_model_is_reported(monkeypatch, tmp_path):
     monkeypatch.setattr(embedded, "__file__", str(tmp_path / "__init__.py"))
     with pytest.raises(FileNotFoundError, match="weights are missing from .*; reinstall vmonarch"):
         embedded_model_path()
+
+
+# The procedural clips
+
+
+def digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()[:16]
+
+
+def test_what_a_seed_gives_is_pinned():
+    """All shapes, colours, directions, patterns and pans are in it."""
+    batch = scenes.sample_scenes(96, 3)
+    tables = scenes.OBJECT_TABLES | scenes.SCENE_TABLES
+    drawn = [getattr(batch, name).flatten() for name in tables]
+    for indices, table in zip(drawn, tables.values(), strict=True):
+        assert set(indices.tolist()) == set(range(len(table)))
+    assert digest(torch.cat(drawn).numpy().tobytes()) == "98be7530e268be19"
+    # Processors round the last bit of pixels differently.
+    means = (127.5 + 127.5 * scenes.render(batch, frames=[0, 30, 60])).mean((1, 2, 3, 4))
+    assert means[:6].tolist() == pytest.approx([140.597, 122.441, 143.347, 146.410, 54.433, 111.532], abs=0.01)
+    assert digest("\n".join(scenes.write_captions(batch, 4, 8)).encode()) == "85126c90450f02b5"
+    prompts = scenes.held_out_prompts()
+    assert len(prompts) == 64 and sum(len(scene.objects) == 2 for scene in prompts.values()) == 12
+    assert digest("\n".join(prompts).encode()) == "2c27cc060215c15e"
+    other = scenes.sample_scenes(96, 4)
+    assert not torch.equal(scenes.render(batch, frames=[0]), scenes.render(other, frames=[0]))
+
+
+def test_scenes_drawn_larger_are_the_same_scenes():
+    batch = scenes.sample_scenes(6, 11)
+    small, large = (scenes.render(batch, frames=[0, 60], scale=scale) for scale in (1, 2))
+    assert small.shape == (6, 3, 2, 96, 160) and large.shape == (6, 3, 2, 192, 320)
+    shrunk = torch.nn.functional.avg_pool3d(large, (1, 2, 2))
+    # They differ where an edge crosses a pixel.
+    assert (shrunk - small).abs().mean() < 0.01 and (shrunk - small).abs().max() < 0.6
+    # Edges are one pixel wide at any scale: the share of pixels between two colours halves.
+    edges = [(video.diff(dim=-1).abs() > 0.02).float().mean() for video in (small, large)]
+    assert 0.3 < edges[1] / edges[0] < 0.7

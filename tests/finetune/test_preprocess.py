@@ -33,7 +33,7 @@ from vmonarch.finetune.data.parquet import ParquetFolder, decode_row
 from vmonarch.finetune.data.preprocess import PipelineEncoders, PreprocessConfig, load_encoders, preprocess
 from vmonarch.pipelines.embedded import embedded_model_path
 from vmonarch.pipelines.model_folder import find_model
-from vmonarch.pipelines.video_io import encode_video, read_video
+from vmonarch.pipelines.video_io import encode_video
 
 SIZE = {"height": 32, "width": 48, "num_frames": 5}
 FFMPEG = imageio_ffmpeg.get_ffmpeg_exe()
@@ -147,7 +147,7 @@ def test_real_clips_through_the_command_line(tmp_path, capsys, embedded):
     rows = rows_of(tmp_path / "out")
     assert [row["id"] for row in rows] == [f"{clip.name}-0" for clip in clips]
     for row, clip in zip(rows, clips, strict=True):
-        sample, fps = decode_row(row), read_video(clip)[1]
+        sample, fps = decode_row(row), next(imageio_ffmpeg.read_frames(str(clip)))["fps"]
         (decoded,) = decode_clips(clip, [ClipShape(32, 48, 5)], timeout=60)
         means = embedded.latents(decoded.frames.float() / 127.5 - 1)
         assert sample.latents.shape == (16, 2, 4, 6) and sample.latents.dtype == torch.float32
@@ -298,7 +298,7 @@ BAD_WORDS = {
     "procedural size": (["--procedural", "2", "height=48"], "height must be 96 for procedural clips, got 48"),
     "device": (["--procedural", "2", "device=tpu"], "device must be auto, cpu, cuda or cuda:N, got 'tpu'"),
     "model": (["--procedural", "2", "--model", "nowhere"], "--model must be 'embedded', a folder"),
-    "output": (["--procedural", "2", "output=null"], "--output is missing: name a folder"),
+    "output": (["--procedural", "2", "output=null"], "--output must be text, got None"),
     "output's kind": (["--procedural", "2", "output=captions.jsonl"], "--output must be a folder"),
 }
 

@@ -17,14 +17,14 @@ import vmonarch
 from vmonarch.configs import InputError
 from vmonarch.configs.methods import resolve_method
 from vmonarch.finetune.checkpoints import CheckpointError, newest, read_json, steps_in
-from vmonarch.finetune.config import OptimizerConfig, finetune_config
+from vmonarch.finetune.config import FinetuneConfig, OptimizerConfig
 from vmonarch.finetune.data.parquet import Sample, write_shard
 from vmonarch.finetune.export import comfyui_name, export
-from vmonarch.finetune.models import Experts, compile_blocks, lora_layers, share_clips
+from vmonarch.finetune.models import Experts, anneal, compile_blocks, lora_layers, share_clips
 from vmonarch.finetune.trainer import Trainer, TrainingError, _flat
 from vmonarch.own import ours_of
 from vmonarch.pipelines import config
-from vmonarch.pipelines.config import recommended_settings
+from vmonarch.pipelines.config import build_config, recommended_settings
 from vmonarch.pipelines.model_folder import find_model
 from vmonarch.plan import AttentionPlan
 
@@ -62,7 +62,7 @@ def settings(place, output, kind="t2v", clips="clips", **changes):
         "validation": {"every": 0},
         "checkpoints": {"every": 100},
     }
-    return finetune_config(values, changes)
+    return build_config(FinetuneConfig, values, changes)
 
 
 def losses(output):
@@ -150,7 +150,7 @@ def test_layers_move_from_full_attention_one_after_the_other(place, tmp_path):
     trainer.run()
     lines = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
     assert [line["dense_layers"] for line in lines if "loss" in line] == [2, 2, 1, 1, 0]
-    trainer.annealing.at(2)
+    anneal(trainer.layers, 0.5)
     found = [ours_of(block.attn1) for block in trainer.experts.parts["transformer"].blocks]
     assert found[0] is None and isinstance(found[1].spec, vmonarch.VMonarchProcessor)
 
@@ -301,7 +301,7 @@ def test_validation_is_always_the_same(place, tmp_path):
 
 def test_validation_is_of_the_average_and_asks_each_transformer_for_its_levels(place, tmp_path):
     trainer = Trainer(settings(place, tmp_path / "both", "t2v-2.2", ema=0.9, **validating(place, 2, 12)))
-    asked = {name: [] for name in trainer.facts.names}
+    asked = {name: [] for name in trainer.experts.parts}
     for name, part in trainer.experts.parts.items():
         part.register_forward_pre_hook(
             lambda module, _, given, name=name: asked[name].append(given["timestep"].item()), with_kwargs=True
@@ -393,7 +393,7 @@ def test_full_weights_become_a_folder_that_stock_diffusers_loads(place, tmp_path
     trainer.run()
     assert steps_in(tmp_path / "run" / "checkpoints") == [6, 12]
     pipe = diffusers.WanPipeline.from_pretrained(export(tmp_path / "run", tmp_path / "model"))
-    for name in trainer.facts.names:
+    for name in trainer.experts.parts:
         found = dict(getattr(pipe, name).named_parameters())
         prefix = f"parts.{name}."
         assert equal(
@@ -426,7 +426,7 @@ def test_lora_layers_become_files_that_stock_diffusers_loads(place, tmp_path, ki
     trainer = Trainer(settings(place, tmp_path / "run", kind, **options))
     assert all(".lora_" in name for name in trainer.trained)
     trainer.run()
-    names = trainer.facts.names
+    names = trainer.experts.parts
     suffix, other = (".safetensors", "folder") if len(names) == 1 else ("", "a.safetensors")
     for whose in ("diffusers", "comfyui"):
         output = export(tmp_path / "run", tmp_path / f"{whose}{suffix}", names=whose)
@@ -472,8 +472,8 @@ def test_validation_videos_and_their_sheets(tmp_path, monkeypatch):
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(Trainer, "save", killed)
-        Trainer(finetune_config(values)).run()
-    Trainer(finetune_config(values)).run()
+        Trainer(build_config(FinetuneConfig, values)).run()
+    Trainer(build_config(FinetuneConfig, values)).run()
     names = sorted(path.name for path in (tmp_path / "run" / "videos").iterdir())
     assert names == [f"step-00000001-00.{suffix}" for suffix in ("mp4", "png")]
     assert list((tmp_path / "run").rglob("events.out.tfevents*"))

@@ -39,7 +39,7 @@ def test_three_ways_on_and_bit_identical_off(tiny, kind):
     ):
         way()
         assert torch.equal(tiny.generate(pipe), applied)
-        vmonarch.restore(pipe)
+        pipe.set_attn_processor(None)
         assert torch.equal(tiny.generate(pipe), expected)
 
 
@@ -67,19 +67,6 @@ def test_what_is_no_processor_is_refused(tiny, processor):
         pipe.set_attn_processor(processor)
     with pytest.raises(TypeError, match=r"class VMonarchProcessor \(not an instance of it\)"):
         pipe.transformer.set_attn_processor(VMonarchProcessor)
-
-
-def test_bfloat16(tiny):
-    pipe = tiny.pipeline("t2v-5b").to(torch.bfloat16)
-    expected = tiny.generate(pipe)
-    pipe.set_attn_processor(VMonarchProcessor())
-    applied = tiny.generate(pipe)
-    pipe.set_attn_processor(None)
-    assert torch.equal(tiny.generate(pipe), expected)
-    for model in tiny_wan.transformers_of(pipe):
-        model.set_attn_processor(VMonarchProcessor())
-    assert torch.equal(tiny.generate(pipe), applied)
-    assert applied.isfinite().all() and not torch.equal(applied, expected)
 
 
 @pytest.mark.gpu

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from vmonarch.cli.arguments import add_options, config_layers, hide_loading_bars
 from vmonarch.configs import InputError, is_override, parse_overrides, preset_names, read_yaml
-from vmonarch.pipelines.config import SamplingConfig
+from vmonarch.pipelines.config import SamplingConfig, build_config
 from vmonarch.pipelines.environment import DTYPES
 
 
@@ -18,7 +18,7 @@ def add_preprocess(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--captions", metavar="FILE", help="JSON lines, or CSV (.csv): file_name and caption")
     parser.add_argument("--procedural", type=int, metavar="N", help="instead, N clips of the embedded model's shapes")
     add_options(parser, SamplingConfig, "model", "revision")
-    parser.add_argument("--output", metavar="FOLDER", help="for shards, manifest and quarantine list (required)")
+    parser.add_argument("--output", metavar="FOLDER", help="for shards and manifest (default: outputs/preprocess)")
     known = ", ".join(preset_names("preprocess"))
     parser.add_argument("--config", metavar="FILE", help=f"YAML file, or one of {known}")
     parser.add_argument("--quiet", action="store_true", help="no progress; print the manifest's path only")
@@ -37,14 +37,14 @@ def run_preprocess(arguments: argparse.Namespace) -> None:
     listed in quarantine.jsonl; to try one again, take out its line. buckets=[480x832x81,832x480x81] makes clips of
     several sizes.
     """
-    from vmonarch.finetune.data.preprocess import PreprocessConfig, preprocess, preprocess_config
+    from vmonarch.finetune.data.preprocess import PreprocessConfig, preprocess
 
     words = arguments.videos
     arguments.videos, *more = [word for word in words if not is_override(word)] or [None]
     if more:
         raise InputError("videos", f"must be one folder, got {' '.join([arguments.videos, *more])}")
     layers = config_layers(PreprocessConfig, arguments, "preprocess", filter(is_override, words))
-    config = preprocess_config(*layers)
+    config = build_config(PreprocessConfig, *layers)
     hide_loading_bars()
     counts = preprocess(config, progress=not arguments.quiet)
     bad = f", {counts['quarantined']} bad videos in quarantine.jsonl" if counts["quarantined"] else ""
@@ -76,11 +76,11 @@ def run_finetune(arguments: argparse.Namespace) -> None:
         # A process that waits for one which has failed never comes to an exception.
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
     try:
-        from vmonarch.finetune.config import finetune_config
+        from vmonarch.finetune.config import FinetuneConfig
 
         preset = None if arguments.config is None else arguments.config.removeprefix("finetune/")
         layers = [] if preset is None else [read_yaml(preset, group="finetune")]
-        config = finetune_config(*layers, *(parse_overrides([word]) for word in arguments.overrides))
+        config = build_config(FinetuneConfig, *layers, *(parse_overrides([word]) for word in arguments.overrides))
         from vmonarch.finetune.trainer import Trainer
 
         trainer = Trainer(config)
