@@ -56,6 +56,10 @@ class Branch:
         arriving: those that are on their way from the host.
         errors: of the layers in this call, squared: [2, B] each, as `renew_residual` measures them.
         group: of the ranks that each compute some heads; None where this process computes all.
+        lines: of the transformer's outputs, one for each evaluation in a step.
+        line: of this evaluation.
+        time: how far the noise has changed by now.
+        foretold: whether the output of this call is predicted; None where the transformer's forward has not asked yet.
     """
 
     sharing: ResidualSharing
@@ -66,6 +70,10 @@ class Branch:
     arriving: dict[Any, Arriving] = dataclasses.field(default_factory=dict)
     errors: list[torch.Tensor] = dataclasses.field(default_factory=list)
     group: Any = None
+    lines: dict[int, Line] = dataclasses.field(default_factory=dict)
+    line: Line = dataclasses.field(default_factory=Line)
+    time: float = 0.0
+    foretold: bool | None = None
 
     def layers_on(self, device: torch.device) -> int:
         """How many layers may keep their residual on a device."""
@@ -82,9 +90,14 @@ class Branch:
         tensors = (tensor for kept in self.residuals.values() for tensor in kept.residual if tensor is not None)
         return sum(tensor.nbytes for tensor in tensors)
 
-    def begin_call(self, step: int) -> None:
-        """A forward call begins in this step; what its first layer needs is on its way from the host then."""
+    def begin_call(self, step: int, time: float = 0.0, evaluation: int = 0) -> None:
+        """A forward call begins in this step; what its first layer needs is on its way from the host then.
+
+        Args:
+            time: how far the noise has changed by now. evaluation: of those in a step, which one it is.
+        """
         self.schedule.enter(step)
+        self.time, self.line, self.foretold = time, self.lines.setdefault(evaluation, Line()), None
         self.calls.clear()
         self.arriving.clear()
         self.errors.clear()
@@ -99,10 +112,39 @@ class Branch:
             change, size = sums.unbind(1)
             self.schedule.measured((change / size).sqrt().mean(0).max())
 
+    @torch.compiler.disable(reason=NO_GRAPH)
+    def predicted(self, dense: bool) -> Any:
+        """The transformer's output of this call; None where it is to be computed."""
+        schedule = self.schedule
+        self.foretold = not dense and schedule.step not in schedule.forward and self._goes_on
+        if not self.foretold:
+            return None
+        schedule.predicted.add(schedule.step)
+        return self.line.at(self.time)
+
+    @property
+    def _goes_on(self) -> bool:
+        """Whether the line goes through the outputs of the run's latest two computed steps."""
+        before = [step for step in self.schedule.forward if step < self.schedule.step]
+        return [step for step, *_ in self.line.outputs] == before[-2:] and len(before) > 1
+
+    def keep_output(self, output: Any) -> None:
+        """Keep the output of a call that was computed, and measure how wrong it would have been to predict it."""
+        if self.schedule.step not in self.schedule.forward:
+            # Dense, or of a branch that has sat out, beside others that are predicted.
+            return
+        if self._goes_on:
+            error = self.line.error(self.time, output)
+            if self.group is not None:
+                torch.distributed.all_reduce(error, torch.distributed.ReduceOp.MAX, group=self.group)
+            self.schedule.measured_forward(error)
+        self.line.add(self.schedule.step, self.time, output)
+
     def free(self) -> None:
-        """Drop all residuals."""
+        """Drop all residuals and outputs."""
         self.residuals.clear()
         self.arriving.clear()
+        self.lines, self.line = {}, Line()
 
     def layer_of(self, layer: Any, samples: int) -> Any:
         """What tells the residuals of a layer that attends now with so many samples from others.
@@ -224,10 +266,6 @@ class PipelineBranch(Branch):
         versions: of the tensors in there, which tell of changes in place.
         step, evaluation: of the latest call.
         last: whether no other one follows.
-        lines: of the transformer's outputs, one for each evaluation in a step.
-        line: of this evaluation.
-        time: how far the noise has changed by now.
-        foretold: whether the output of this call is predicted; None where the transformer's forward has not asked yet.
     """
 
     run: Run
@@ -236,10 +274,6 @@ class PipelineBranch(Branch):
     step: int = -1
     evaluation: int = -1
     last: bool = False
-    lines: dict[int, Line] = dataclasses.field(default_factory=dict)
-    line: Line = dataclasses.field(default_factory=Line)
-    time: float = 0.0
-    foretold: bool | None = None
 
     def layers_on(self, device: torch.device) -> int:
         transformer = self.run.transformer()
@@ -266,38 +300,10 @@ class PipelineBranch(Branch):
         unchanged = self.versions == versions_of(self.conditioning)
         return follows and unchanged and same_arguments(self.conditioning, conditioning)
 
-    @torch.compiler.disable(reason=NO_GRAPH)
-    def predicted(self, dense: bool) -> Any:
-        """The transformer's output of this call; None where it is to be computed."""
-        self.foretold = not dense and self.step not in self.schedule.forward and self._goes_on
-        if not self.foretold:
-            return None
-        self.schedule.predicted.add(self.step)
-        return self.line.at(self.time)
-
-    @property
-    def _goes_on(self) -> bool:
-        """Whether the line goes through the outputs of the run's latest two computed steps."""
-        before = [step for step in self.schedule.forward if step < self.step]
-        return [step for step, *_ in self.line.outputs] == before[-2:] and len(before) > 1
-
-    def keep_output(self, output: Any) -> None:
-        """Keep the output of a call that was computed, and measure how wrong it would have been to predict it."""
-        if self.step not in self.schedule.forward:
-            # Dense, or of a branch that has sat out, beside others that are predicted.
-            return
-        if self._goes_on:
-            error = self.line.error(self.time, output)
-            if self.group is not None:
-                torch.distributed.all_reduce(error, torch.distributed.ReduceOp.MAX, group=self.group)
-            self.schedule.measured_forward(error)
-        self.line.add(self.step, self.time, output)
-
     def free(self) -> None:
         super().free()
         # An interrupted call may still hold the branch.
         self.conditioning = {}
-        self.lines, self.line = {}, Line()
 
 
 class ResidualSharing:
@@ -359,12 +365,10 @@ class ResidualSharing:
                 self._branches.append(branch)
                 at_end_of_call(step.pipeline, self.end_runs_of)
             branch.step, branch.evaluation, branch.last = step.step, step.evaluation, step.last
-            branch.begin_call(step.step)
-            if self.refresh.cache is not None:
-                # The second evaluation of a step of order 2 is where the next step begins.
-                place = step.evaluation % step.order
-                branch.time = branch.schedule.times[min(step.step + place, step.steps - 1)]
-                branch.line, branch.foretold = branch.lines.setdefault(place, Line()), None
+            # The second evaluation of a step of order 2 is where the next step begins.
+            evaluation, times = step.evaluation % step.order, branch.schedule.times
+            time = times[min(step.step + evaluation, step.steps - 1)] if times else 0.0
+            branch.begin_call(step.step, time, evaluation)
         return branch
 
     def _run(self, step: DenoisingStep, transformer: torch.nn.Module) -> Run:

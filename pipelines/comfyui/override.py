@@ -147,9 +147,9 @@ def parse_refresh(refresh: str, preset: str, *, dtype: str = "int8", offload: bo
     """When attention is exact and renews the residuals; None if there are none.
 
     Args:
-        refresh: as text, a count, a fraction, indices with commas between them, "tolerance=" and a number, "none", or
-            nothing for the preset's.
-        dtype, offload: as in `Refresh`. It has no `cache`: ComfyUI computes every step.
+        refresh: as text, a count, a fraction, indices with commas between them, numbers by name ("tolerance=0.1,
+            cache=0.1"), "none", or nothing for the preset's.
+        dtype, offload: as in `Refresh`.
 
     Raises:
         InputError: it is none of these.
@@ -160,12 +160,13 @@ def parse_refresh(refresh: str, preset: str, *, dtype: str = "int8", offload: bo
             found = Refresh.parse(resolve_method(preset).options["refresh"])
         elif text == "none":
             found = None
-        elif (number := text.removeprefix("tolerance=")) != text:
-            found = Refresh(tolerance=float(number))
+        elif "=" in text:
+            named = dict(part.split("=", 1) for part in text.split(","))
+            found = Refresh.parse({name.strip(): json.loads(number) for name, number in named.items()})
         else:
             (*several,) = json.loads(f"[{text}]")
             found = Refresh(several[0] if len(several) == 1 else several)
-        return None if found is None else dataclasses.replace(found, dtype=dtype, offload=offload, cache=None)
+        return None if found is None else dataclasses.replace(found, dtype=dtype, offload=offload)
     except (TypeError, ValueError, RecursionError) as error:
         what = 'a count ("6"), a fraction ("0.28"), indices ("0, 1, 3, 7"), "tolerance=0.1", "none", or empty'
         raise InputError("refresh", f"must be {what}, got {refresh!r}: {error}") from error
@@ -189,6 +190,7 @@ class Run:
         sharing: of the residuals of a guidance branch; None for none.
         residual_bytes: the most memory that the residuals took.
         branches: those that have residuals, or can.
+        calls: of a branch in a step, by both.
     """
 
     model: str
@@ -206,6 +208,7 @@ class Run:
     residual_bytes: int = 0
     schedule: Schedule | None = None
     branches: dict[Any, Branch] = dataclasses.field(default_factory=dict)
+    calls: Counter[Any] = dataclasses.field(default_factory=Counter)
 
     @property
     def held(self) -> bool:
@@ -220,6 +223,8 @@ class Run:
         if self.exact:
             steps = ", ".join(map(str, sorted(self.refreshed)))
             parts.append(f"Exact, to renew residuals: {self.exact} (steps {steps}).")
+        if self.schedule is not None and self.schedule.predicted:
+            parts.append(f"Predicted steps: {', '.join(map(str, sorted(self.schedule.predicted)))}.")
         measured = self.schedule.exact.values() if self.schedule is not None else ()
         if errors := [error for error in measured if error is not None]:
             parts.append(f"Error of sharing: {min(errors):.3f} to {max(errors):.3f}.")
@@ -269,7 +274,8 @@ class OverrideAttention:
         preset: what computes attention; near-lossless is the nearest to exact attention. Presets without refresh need
             no memory for residuals.
         refresh: steps with exact attention, which renews the residuals: a count (6), a fraction (0.28), indices
-            (0, 1, 3, 7), where their error asks for it (tolerance=0.1), or none. Empty: what the preset says.
+            (0, 1, 3, 7), where their error asks for it (tolerance=0.1; with cache=0.1 after a comma, outputs are
+            predicted in other steps up to that error), or none. Empty: what the preset says.
         start_percent: attention is exact before this part of the schedule.
         end_percent: attention is exact after this part of the schedule.
         dense_blocks: transformer blocks whose attention stays exact, such as 0, 1, 38-39.
@@ -370,15 +376,21 @@ class OverrideAttention:
         call = self._begin_call(self._run, executor.class_obj, arguments, options)
         there, previous = OVERRIDE in options, options.get(OVERRIDE)
         options[OVERRIDE] = functools.partial(self._attention, call, previous)
+        branch = call.branch
         try:
-            return executor(*args, **kwargs)
+            output = None if branch is None else branch.predicted(bool(call.why_exact))
+            if output is None:
+                output = executor(*args, **kwargs)
+                if branch is not None and branch.schedule.refresh.cache is not None:
+                    branch.keep_output(output)
+            return output
         finally:
             if there:
                 options[OVERRIDE] = previous
             else:
                 options.pop(OVERRIDE, None)
-            if call.branch is not None:
-                call.branch.end_call()
+            if branch is not None:
+                branch.end_call()
                 kept = sum(branch.residual_bytes for branch in call.run.branches.values())
                 call.run.residual_bytes = max(call.run.residual_bytes, kept)
 
@@ -401,7 +413,9 @@ class OverrideAttention:
             key = (tuple(options["uuids"]), x.shape, x.dtype, x.device, tuple(window), frozenset(replaced.items()))
             there = Branch(sharing=run.sharing, schedule=run.schedule, layers=known.layers(model))
             branch = run.branches.setdefault(key, there)
-            branch.begin_call(step)
+            time = run.schedule.times[step] + abs(sigma - schedule[step])
+            branch.begin_call(step, time, run.calls[key, step])
+            run.calls[key, step] += 1
         if sigma is not None and not run.sigma_end <= sigma <= run.sigma_start:
             why = "outside of start_percent to end_percent"
         elif run.sharing is not None and branch is None:

@@ -117,6 +117,62 @@ def test_a_tolerance_chooses_the_exact_steps(schedule):
         assert all(torch.equal(ask(sigma)[0], out) for sigma, out in zip(schedule, found, strict=False))
 
 
+class Smooth(WanModel):
+    """Its output moves along a parabola, which a prompt shifts; `computed` are the noise levels of its calls."""
+
+    def __init__(self, bend):
+        super().__init__(blocks=1)
+        self.bend, self.computed = bend, []
+
+    def _forward(self, x, timestep, context, clip_fea=None, time_dim_concat=None, transformer_options=None):
+        super()._forward(x, timestep, context, transformer_options=transformer_options)
+        self.computed.append(float(timestep[0]))
+        return self.output(self.computed[-1], transformer_options["uuids"])
+
+    def output(self, sigma, prompts):
+        return torch.stack([torch.tensor([sigma, 2.0 - self.bend * sigma**2, 3.0 + len(prompt)]) for prompt in prompts])
+
+
+LONG = [(1 - step / 20) ** 0.8 for step in range(21)]
+
+
+@pytest.mark.parametrize("calls", [[("cond", "uncond")], [("uncond",), ("cond",)]], ids=["in-one-call", "one-by-one"])
+@pytest.mark.parametrize("refresh", ["steps=1.0, cache=0.02", "tolerance=3, cache=0.02"])
+def test_outputs_are_predicted_along_the_line_through_the_latest_two(calls, refresh):
+    model = Smooth(bend=1)
+    patcher, seam = patched(model, refresh=refresh, end_percent=0.8)
+    last = {prompts: [] for prompts in calls}
+    with sampling(patcher, LONG) as ask:
+        for sigma in LONG[:-1]:
+            for prompts in calls:
+                before = len(model.computed)
+                found, points = ask(sigma, prompts), last[prompts]
+                if len(model.computed) > before:
+                    last[prompts] = [*points[-1:], sigma]
+                    close(found, model.output(sigma, prompts))
+                else:
+                    first, second = points
+                    line = torch.lerp(*(model.output(x, prompts) for x in points), (sigma - first) / (second - first))
+                    close(found, line)
+                    assert (found - model.output(sigma, prompts)).norm() < 0.03 * found.norm()
+    predicted = seam.report.schedule.predicted
+    assert len(model.computed) == len(calls) * (20 - len(predicted)) and len(predicted) > 6
+    assert f"Predicted steps: {min(predicted)}, " in str(seam.report)
+    # Outside of the part of the schedule in which the preset is used, all is computed.
+    assert LONG[max(predicted)] > 0.2 > LONG[19]
+
+
+@pytest.mark.parametrize("between", [0.0, 0.5], ids=["heun", "midpoint"])
+def test_every_call_of_a_step_has_its_line_over_the_noise_level(between):
+    model = Smooth(bend=0)
+    patcher, seam = patched(model, refresh="steps=1.0, cache=0.02")
+    with sampling(patcher, LONG) as ask:
+        for level, following in zip(LONG[:-2], LONG[1:-1], strict=True):
+            for sigma in (level, between * level + (1 - between) * following):
+                close(ask(sigma), model.output(sigma, ("cond", "uncond")))
+    assert len(seam.report.schedule.predicted) > 8 and len(model.computed) < 24
+
+
 @pytest.mark.parametrize(
     "sigma, step", [(1.0, 0), (1.2, 0), (0.95, 0), (0.9, 1), (0.9 + 1e-6, 1), (0.3, 6), (0.2, 7), (0.01, 7)]
 )
@@ -262,7 +318,7 @@ def test_a_plan_decides_what_every_head_computes(tmp_path):
 def test_presets_are_the_named_methods(preset):
     seam, method = OverrideAttention(preset=preset, residuals="bfloat16"), resolve_method(preset).processor()
     assert seam.processor.options == method.options
-    expected = None if method.refresh is None else replace(method.refresh, dtype="bfloat16", cache=None)
+    expected = None if method.refresh is None else replace(method.refresh, dtype="bfloat16")
     assert seam.sharing == expected and (expected is not None) == (preset in ("near-lossless", "fast"))
     assert OverrideAttention(preset=preset, refresh="none").sharing is None
 
