@@ -199,7 +199,7 @@ def test_compiled_whole_without_graph_break_or_recompilation(tiny, dynamo):
 
 
 def test_compiled_repeated_blocks_share_one_graph(tiny, dynamo):
-    tiny.check_one_graph(tiny.applied_transformer(num_layers=4), dynamo)
+    tiny.check_one_graph(tiny.applied_transformer(), dynamo)
 
 
 def test_compiled_pipeline_with_dense_steps_switched_off_again(tiny, dynamo):
