@@ -48,10 +48,11 @@ def is_ours(processor):
 )
 def test_restore_leaves_nothing_behind_and_cross_attention_is_never_touched(tiny, build):
     model = getattr(tiny, build)()
-    before = snapshot(model)
+    before, names = snapshot(model), list(model.state_dict())
     cross = {name: p for name, p in model.attn_processors.items() if "attn2" in name or "face_adapter" in name}
     vmonarch.apply(model, VMonarchProcessor())
     applied = model.attn_processors
+    assert list(model.state_dict()) == names and list(snapshot(model)) == list(before)
     assert {name for name in applied if not is_ours(applied[name])} == set(cross)
     assert all(applied[name] is processor for name, processor in cross.items())
     vmonarch.restore(model)

@@ -11,7 +11,6 @@ import copy
 import datetime
 import functools
 import os
-import signal
 import sys
 import traceback
 from pathlib import Path
@@ -415,22 +414,6 @@ def sent(tiny, ranks):
     return sent_bytes
 
 
-def killed(tiny, ranks):
-    """A pipeline on two ranks, the second of which is killed."""
-
-    def step_ended(pipe, step, timestep, kwargs):
-        print(f"rank {dist.get_rank()}, process {os.getpid()}: step {step} has ended", flush=True)
-        if dist.get_rank() == 1 and step == 1:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return kwargs
-
-    try:
-        pipeline("t2v", VMonarch(), steps=4, callback_on_step_end=step_ended)(tiny, ranks)
-    except RuntimeError:
-        # gloo sees that a connection is closed. NCCL waits for the rest of its timeout.
-        signal.pause()
-
-
 def errors(tiny, ranks):
     """Relative errors in bfloat16 of output and gradients, by model, by the number of ranks and by tensor.
 
@@ -621,7 +604,7 @@ def main(tiny, folder, names):
     else:
         stand_for_accelerators()
     dist.init_process_group("nccl" if device == "cuda" else "gloo", timeout=datetime.timedelta(seconds=300))
-    cases = SAME | {name: case for name, (case, _) in REFUSED.items()} | {f.__name__: f for f in (sent, killed, errors)}
+    cases = SAME | {name: case for name, (case, _) in REFUSED.items()} | {f.__name__: f for f in (sent, errors)}
     ranks = Rank(device)
     results = {name: found_by(cases[name], tiny, ranks) for name in names}
     torch.save(results, Path(folder) / f"{dist.get_rank()}.pt")

@@ -250,20 +250,6 @@ def offload_from_gpu(pipe: Any, kind: str) -> None:
         )
 
 
-def check_one_graph(model: Any, counters: Any, whole: bool = False) -> None:
-    """Compiled, whole or its repeated blocks, a model computes the same, without a graph break, in one graph."""
-    given = inputs()
-    with torch.no_grad():
-        expected = model(**given)[0]
-        if whole:
-            model = torch.compile(model, backend="eager", fullgraph=True)
-        else:
-            model.compile_repeated_blocks(backend="eager", fullgraph=True)
-        for _ in range(3):
-            torch.testing.assert_close(model(**given)[0], expected)
-    assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]
-
-
 def stop_after(step: int) -> Any:
     """A callback that ends a pipeline's run after a step."""
 
