@@ -9,9 +9,7 @@ from vmonarch import LatentGrid, first_order_attention
 GRID = LatentGrid(2, 3, 5)
 
 
-def _inputs(grid=GRID):
-    """query and key [2, S, 3, 8], value [2, S, 3, 5]."""
-    return qkv(grid.tokens, grid.tokens, 8, 5)
+INPUTS = qkv(GRID.tokens, GRID.tokens, 8, 5)
 
 
 def _mean_of_boxes(query, bounds):
@@ -33,7 +31,7 @@ def _mean_of_boxes(query, bounds):
     ],
 )
 def test_it_is_the_tangent_of_exact_attention_at_the_mean_queries(parts, bounds, scale):
-    q, k, v = _inputs()
+    q, k, v = INPUTS
     mean = _mean_of_boxes(q, bounds)
     attend = lambda query: softmax_attention(query, k, v, scale=scale)
     (out, lse), (tangent, slope) = torch.func.jvp(attend, (mean,), (q - mean,))
@@ -48,7 +46,7 @@ def test_gradients():
     assert torch.autograd.gradcheck(attend, inputs)
 
 
-bad = call_of(first_order_attention, *_inputs(), grid=GRID)
+bad = call_of(first_order_attention, *INPUTS, grid=GRID)
 test_bad_arguments_are_named = refuses({
     "grid": (bad(grid=(2, 3, 4)), ValueError, r"grid \(2, 3, 4\) has 24 tokens, but query has 30"),
     "options": (bad(options={}), TypeError, "options must be None or FirstOrderOptions, got dict"),

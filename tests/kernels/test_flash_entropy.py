@@ -4,8 +4,6 @@ Of the kernels the error of plain torch is the budget. Here they run through Tri
 so that small sizes cross several tiles; the tests marked `gpu` run them compiled, at real sizes.
 """
 
-import math
-
 import pytest
 import torch
 from op_checks import (
@@ -32,7 +30,6 @@ flash_forward = pytest.importorskip("vmonarch.kernels.flash_entropy.forward").fl
 flash_backward = pytest.importorskip("vmonarch.kernels.flash_entropy.backward").flash_backward
 
 CPU = torch.device("cpu")
-LN_2 = math.log(2)
 NAMES = ("out", "lse", "entropy", "dq", "dk", "dv")
 pytestmark = quiet
 ENTROPY_GRAD = pytest.mark.parametrize("entropy_grad", [False, True], ids=["stopped", "flowing"])
@@ -189,11 +186,10 @@ PATTERNS = {
 FRAMES, POSITIONS = 5, 21
 
 
-def segments_of(pattern, frames=FRAMES, positions=POSITIONS):
-    P = positions
+def segments_of(pattern, P=POSITIONS):
     return tuple(
         Segment(l * P, (l + 1) * P, tuple((k * P, (k + 1) * P) for k in keys))
-        for l, keys in enumerate(pattern.key_frames(frames))
+        for l, keys in enumerate(pattern.key_frames(FRAMES))
         if keys
     )
 
@@ -351,7 +347,7 @@ def test_on_the_device_results_and_gradients_match_float64(queries, keys, dim, v
 def test_on_the_device_exact_blocks_match_the_reference(name, splits, dtype):
     S = FRAMES * 1456
     q, k, v = qkv(S, S, 128, batch=1, heads=2, dtype=dtype, device="cuda")
-    segments = segments_of(PATTERNS[name], positions=1456)
+    segments = segments_of(PATTERNS[name], 1456)
     runs = [flash_forward(q, k, v, segments, scale=128**-0.5, entropy=True, splits=splits) for _ in range(2)]
     assert_bits(*runs)
     out, lse, _ = runs[0]

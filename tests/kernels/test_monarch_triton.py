@@ -111,18 +111,18 @@ def test_plain_sequences(padding, masked):
 # --- Half precision: compared with plain torch that works in half precision throughout. ---
 
 
-def plain_vmonarch(query, key, value, *, grid, num_iterations=2):
+def plain_vmonarch(query, key, value, *, grid):
     """The papers' algorithm as one would write it in torch, every tensor in the dtype of the inputs; m = T, b = H·W."""
     T, scale = grid[0], query.shape[-1] ** -0.5
     q, k, v = (tensor.transpose(1, 2).unflatten(2, (T, -1)) for tensor in (query, key, value))  # [B, H, m, b, D]
     z = q
-    for iteration in range(num_iterations):
+    for iteration in range(2):
         log_R = torch.log_softmax(z @ k.transpose(-1, -2) * scale, -1)
         R = log_R.exp()
         aL, cL = R @ k, (R * log_R).sum(-1).detach()
         Z = torch.einsum("zhljd,zhkjd->zhjlk", q, aL) * scale - cL.transpose(2, 3).unsqueeze(3)
         L = torch.softmax(Z, -1)
-        if iteration < num_iterations - 1:
+        if iteration == 0:
             z = torch.einsum("zhjlk,zhljd->zhkjd", L, q) / L.sum(3).transpose(2, 3).clamp(min=0.1).unsqueeze(-1)
     out = torch.einsum("zhjlk,zhkjd->zhljd", L, R @ v)
     scores = q[:, :, 0] @ k.flatten(2, 3).transpose(-1, -2) * scale
@@ -257,15 +257,6 @@ def test_gpu_options_in_bfloat16(shared_gpu, dim, name):
 def test_gpu_tiles_of_the_l_step(shared_gpu, frames, dim, exact):
     """Every size of a tile, and several tiles."""
     check_bfloat16(qkv(frames * 3 * 5, heads=3, dim=dim, device="cuda"), grid=(frames, 3, 5), exact=exact)
-
-
-@pytest.mark.gpu
-def test_gpu_repeated_runs_are_bit_equal(shared_gpu):
-    tensors = [x.bfloat16() for x in qkv(5 * 1456, heads=4, dim=128, device="cuda")]
-    attend = run("triton", grid=(5, 28, 52), exact=ExactBlocks(rows=(0,), band=1))
-    first = with_gradients(attend, tensors)
-    for _ in range(250):
-        assert_bits(with_gradients(attend, tensors), first)
 
 
 @pytest.mark.gpu

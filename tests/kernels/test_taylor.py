@@ -79,15 +79,6 @@ def attend(implementation="auto", **options):
     return call
 
 
-@by_map
-def test_training_may_follow_inference(name):
-    ours, tensors = attend(feature_map=name), qkv(9, 9, dims=5)
-    with torch.inference_mode():
-        expected = ours(*tensors)
-    out, *gradients = with_gradients(ours, tensors)
-    assert torch.equal(out, expected) and all(x.isfinite().all() for x in gradients)
-
-
 @pytest.fixture(params=[7, 256], ids=["many-chunks", "one-chunk"])
 def chunk(request, monkeypatch):
     monkeypatch.setattr(reference, "CHUNK", request.param)

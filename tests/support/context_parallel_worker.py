@@ -322,11 +322,10 @@ def conditions(tiny, ranks):
     return found
 
 
-# Heads, grid and options: 15 tokens on each rank, none of them at a frame's end; 23 and 22 with odd ones.
+# Heads, grid and options: one head and 15 tokens on each rank, not at a frame's end; two and one, and 23 and 22 tokens.
 SPLITS = {
     "even": (2, (5, 2, 3), {}),
-    "uneven-heads": (3, (5, 2, 3), {}),
-    "odd-tokens": (3, (5, 3, 3), {"ulysses_anything": True}),
+    "uneven": (3, (5, 3, 3), {"ulysses_anything": True}),
 }
 # 105 tokens: 53 and 52.
 ODD = (5, 7, 3)

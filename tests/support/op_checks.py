@@ -59,13 +59,13 @@ def assert_bits(results, expected):
 
 
 def softmax_attention(q, k, v, *, scale=None, bias=0.0, attended=None):
-    """(out, lse) of attention with all logits written out; a row that attends to nothing is 0 and -inf.
-
-    attended: which pairs are, if not all; it and the bias broadcast to [B, H, Sq, Sk].
-    """
+    """(out, lse) of attention; the bias, and which pairs are `attended` if not all, broadcast to [B, H, Sq, Sk]."""
     logits = torch.einsum("bshd,bthd->bhst", q, k) * (q.shape[-1] ** -0.5 if scale is None else scale) + bias
-    if attended is not None:
-        logits = logits.masked_fill(~attended, -torch.inf)
+    return attend_by(logits if attended is None else logits.masked_fill(~attended, -torch.inf), v)
+
+
+def attend_by(logits, v):
+    """(out, lse) of logits [B, H, Sq, Sk]; a row of which none is finite is 0 and -inf."""
     empty = logits.isneginf().all(-1, keepdim=True)
     lse = logits.masked_fill(empty, 0.0).logsumexp(-1, keepdim=True)
     out = torch.einsum("bhst,bthe->bshe", (logits - lse).exp(), v)

@@ -70,15 +70,15 @@ def vace_transformer(seed: int = 0, **overrides: Any) -> WanVACETransformer3DMod
     return _seeded(WanVACETransformer3DModel, seed, **_TRANSFORMER | config | overrides)
 
 
-def chronoedit_transformer(seed: int = 0, **overrides: Any) -> ChronoEditTransformer3DModel:
-    return _seeded(ChronoEditTransformer3DModel, seed, **_TRANSFORMER | overrides)
+def chronoedit_transformer(**overrides: Any) -> ChronoEditTransformer3DModel:
+    return _seeded(ChronoEditTransformer3DModel, 0, **_TRANSFORMER | overrides)
 
 
-def skyreels_transformer(seed: int = 0, **overrides: Any) -> SkyReelsV2Transformer3DModel:
-    return _seeded(SkyReelsV2Transformer3DModel, seed, **_TRANSFORMER | overrides)
+def skyreels_transformer() -> SkyReelsV2Transformer3DModel:
+    return _seeded(SkyReelsV2Transformer3DModel, 0, **_TRANSFORMER)
 
 
-def animate_transformer(seed: int = 0, **overrides: Any) -> WanAnimateTransformer3DModel:
+def animate_transformer(**overrides: Any) -> WanAnimateTransformer3DModel:
     config = {
         "in_channels": 36,
         "latent_channels": 16,
@@ -92,7 +92,7 @@ def animate_transformer(seed: int = 0, **overrides: Any) -> WanAnimateTransforme
         "face_encoder_num_heads": 2,
         "inject_face_latents_blocks": 2,
     }
-    return _seeded(WanAnimateTransformer3DModel, seed, **_TRANSFORMER | config | overrides)
+    return _seeded(WanAnimateTransformer3DModel, 0, **_TRANSFORMER | config | overrides)
 
 
 def inputs(
