@@ -23,7 +23,7 @@ help:
 	@echo "make finetune-demo  finetune the embedded model to VMonarch and export it (CPU, minutes)"
 	@echo "make test    run the tests that find every planted bug, in five minutes; CONSTRAINTS=constraints-newest.txt: with the newest torch and Triton"
 	@echo "make test-deep  run all tests, and compile with the oldest and the newest Triton (before a release; not part of check)"
-	@echo "make compiles  compile every kernel for every architecture"
+	@echo "make compiles  compile every kernel, for the architectures that differ"
 	@echo "make mutants   plant bugs in the kernels and elsewhere; the tests have to find them"
 	@echo "make lint    ruff"
 	@echo "make types   mypy"
@@ -99,7 +99,9 @@ package: $(READY)
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --target build/installed build/package/*.whl
 	cd build/installed && $(abspath $(BIN))/python -m vmonarch generate "a red circle" --quiet --steps 1 --num-frames 5 --height 32 --width 32
 
-check: lint types site package test compiles mutants
+# `compiles` and `mutants` in one run, in which no process waits for the other's last test.
+check: lint types site package test
+	$(PYTEST) $(QUICK) $(COMPILES) $(MUTANTS)
 
 clean:
 	rm -rf $(VENV) build .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info

@@ -106,26 +106,28 @@ def test_links_of_the_readme_lead_to_the_repository_where_it_is_known(tmp_path, 
     assert links == [f"{raw}docs/a.webp", f"{file}docs/b.md#c", f"{file}d", "https://e.org", "#f"]
 
 
-@pytest.mark.parametrize("body, code, counts", [
-    ("def test_it(): pass", 0, {"passed": 1, "failed": 0, "skipped": 0}),
-    ("def test_it(): assert False", 1, {"passed": 0, "failed": 1, "skipped": 0}),
-    ("def test_it(): pytest.skip('no')", 1, {"passed": 0, "failed": 0, "skipped": 1}),
-    ("import os\nos._exit(3)", "pytest wrote no report", None),
-], ids=["passes", "fails", "skips", "dies"])  # fmt: skip
-def test_a_run_is_recorded(tmp_path, body, code, counts):
+@pytest.mark.deep
+def test_a_run_is_recorded(tmp_path):
     test, output = tmp_path / "test_some.py", tmp_path / "gpu.json"
-    test.write_text(f"import pytest\npytestmark = pytest.mark.gpu\n{body}\n")
-    if counts is None:
-        with pytest.raises(SystemExit, match=code):
-            gpu_tests.main([str(test), "--output", str(output)])
-        assert not output.exists()
-        return
-    assert gpu_tests.main([str(test), "--output", str(output)]) == code
-    record = json.loads(output.read_text())
+    passes, fails, skips = "def test_a(): pass", "def test_b(): assert False", "def test_c(): pytest.skip('no')"
+    for tests, code, counts in (
+        ([passes, skips], 0, (1, 0, 1)),
+        ([passes, fails], 1, (1, 1, 0)),
+        ([skips], 1, (0, 0, 1)),
+    ):
+        test.write_text("\n".join(["import pytest", "pytestmark = pytest.mark.gpu", *tests]))
+        assert gpu_tests.main([str(test), "--output", str(output)]) == code
+        record = json.loads(output.read_text())
+        assert tuple(record["counts"].values()) == counts
     log = output.with_suffix(".log").read_text()
-    assert record["counts"] == counts and record["command"] == f"python -m pytest -m gpu {test}"
+    assert record["command"] == f"python -m pytest -m gpu {test}"
     assert all(record[name] for name in ("date", "hardware", "environment"))
     assert "rootdir: " in log and not any(place in log for place in (str(gpu_tests.ROOT), tempfile.gettempdir()))
+    output.unlink()
+    test.write_text("import os\nos._exit(3)\n")
+    with pytest.raises(SystemExit, match="pytest wrote no report"):
+        gpu_tests.main([str(test), "--output", str(output)])
+    assert not output.exists()
 
 
 def report(*cases):

@@ -142,40 +142,43 @@ MERGE_CASES = {
 # which several of one name may follow each other; VMonarch has too many to name)
 OPS = {
     "vmonarch": (
-        CASES, {80: "paper", 89: "coarse", 100: "paper", 120: "narrow-values"},
+        CASES, {89: "coarse", 100: "paper", 120: "narrow-values"},
         ["many-frames", "three-iterations", "wide-head", "float32"], None),
     "norm": (
-        NORM_CASES, {80: "1536-bfloat16", 100: "5120-bfloat16"}, NORM_CASES,
+        NORM_CASES, {80: "1536-bfloat16"}, NORM_CASES,
         "norm_rotary norm_rotary_backward"),
     "bias": (
-        BIAS_CASES, {89: "narrow-causal", 100: "rank-16", 120: "rank-64"}, BIAS_CASES,
+        BIAS_CASES, {89: "narrow-causal", 120: "rank-64"}, BIAS_CASES,
         "flash_bias flash_bias_rows flash_bias_keys"),
     "linear": (
-        LINEAR_CASES, {80: "taylor-causal", 120: "taylor"}, LINEAR_CASES,
+        LINEAR_CASES, {80: "taylor-causal"}, LINEAR_CASES,
         "state read prepare state gradient read"),
     "window": (
-        WINDOW_CASES, {89: "sequence", 100: "video"}, WINDOW_CASES,
+        WINDOW_CASES, {100: "video"}, WINDOW_CASES,
         "window window_rows window_keys"),
     "two resolutions": (
-        TWO_RESOLUTION_CASES, {89: "ragged", 100: "full"}, TWO_RESOLUTION_CASES,
+        TWO_RESOLUTION_CASES, {89: "ragged"}, TWO_RESOLUTION_CASES,
         "means best lists two_resolution means lists two_resolution_rows two_resolution_cells lists"
         " two_resolution_keys"),
     "residual": (
-        RESIDUAL_CASES, {80: "64-float16-bfloat16", 89: "80-float16-int8", 120: "128-bfloat16-bfloat16"},
+        RESIDUAL_CASES, {80: "64-float16-bfloat16", 120: "128-bfloat16-bfloat16"},
         ["128-bfloat16-int8", "256-float32-bfloat16"],
         "attention_residual add_residual"),
     "merge": (
-        MERGE_CASES, {80: "80-float16", 100: "128-bfloat16"}, ["256-float32"],
+        MERGE_CASES, {80: "80-float16"}, ["256-float32"],
         "merge merge_backward"),
 }  # fmt: skip
 OF_OPS = [
     *((*case, op) for op, (_, others, _, _) in OPS.items() for case in others.items()),
     *((90, next(iter(hopper)), op) for op, (_, _, hopper, _) in OPS.items()),
     *(deep(90, name, op) for op, (_, _, hopper, _) in OPS.items() for name in list(hopper)[1:]),
-    # Of minutes, or made like those of another architecture.
-    deep(120, "taylor-wide", "linear"),
-    deep(80, "full", "two resolutions"),
-]
+    # Made like those of another architecture, or of another op for the same one.
+    *(deep(*case) for case in (
+        (80, "paper", "vmonarch"), (100, "5120-bfloat16", "norm"), (100, "rank-16", "bias"),
+        (120, "taylor-wide", "linear"), (120, "taylor", "linear"), (89, "sequence", "window"),
+        (80, "full", "two resolutions"), (100, "full", "two resolutions"), (89, "80-float16-int8", "residual"),
+        (100, "128-bfloat16", "merge"))),
+]  # fmt: skip
 
 
 def hashes_of(tokens, case, compile_kernels):

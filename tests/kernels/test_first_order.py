@@ -2,22 +2,14 @@
 
 import pytest
 import torch
-from op_checks import call_of, qkv, refuses
+from op_checks import call_of, qkv, refuses, softmax_attention
 
 from vmonarch import LatentGrid, first_order_attention
 
 GRID = LatentGrid(2, 3, 5)
 
 
-def _inputs(grid=GRID):
-    """query and key [2, S, 3, 8], value [2, S, 3, 5]."""
-    return qkv(grid.tokens, grid.tokens, 8, 5)
-
-
-def _exact(query, key, value, scale):
-    """out [B, S, H, E] and lse [B, H, S] of exact attention, densely."""
-    logits = scale * torch.einsum("bihd,bjhd->bhij", query, key)
-    return torch.einsum("bhij,bjhe->bihe", logits.softmax(-1), value), logits.logsumexp(-1)
+INPUTS = qkv(GRID.tokens, GRID.tokens, 8, 5)
 
 
 def _mean_of_boxes(query, bounds):
@@ -39,9 +31,9 @@ def _mean_of_boxes(query, bounds):
     ],
 )
 def test_it_is_the_tangent_of_exact_attention_at_the_mean_queries(parts, bounds, scale):
-    q, k, v = _inputs()
+    q, k, v = INPUTS
     mean = _mean_of_boxes(q, bounds)
-    attend = lambda query: _exact(query, k, v, 8**-0.5 if scale is None else scale)
+    attend = lambda query: softmax_attention(query, k, v, scale=scale)
     (out, lse), (tangent, slope) = torch.func.jvp(attend, (mean,), (q - mean,))
     found = first_order_attention(q, k, v, grid=GRID, parts=parts, scale=scale, return_lse=True)
     torch.testing.assert_close(found, (out + tangent, lse + slope))
@@ -49,12 +41,12 @@ def test_it_is_the_tangent_of_exact_attention_at_the_mean_queries(parts, bounds,
 
 def test_gradients():
     grid = LatentGrid(1, 2, 3)
-    inputs = [x.requires_grad_() for x in _inputs(grid=grid)]
+    inputs = [x.requires_grad_() for x in qkv(6, 6, 4, 3, B=1, H=2)]
     attend = lambda *x: first_order_attention(*x, grid=grid, parts=(1, 2, 1), return_lse=True)
     assert torch.autograd.gradcheck(attend, inputs)
 
 
-bad = call_of(first_order_attention, *_inputs(), grid=GRID)
+bad = call_of(first_order_attention, *INPUTS, grid=GRID)
 test_bad_arguments_are_named = refuses({
     "grid": (bad(grid=(2, 3, 4)), ValueError, r"grid \(2, 3, 4\) has 24 tokens, but query has 30"),
     "options": (bad(options={}), TypeError, "options must be None or FirstOrderOptions, got dict"),

@@ -7,20 +7,19 @@ sizes.
 import pytest
 import torch
 from op_checks import (
-    assert_bits,
-    assert_precise,
     by_implementation,
     call_of,
+    check_kernels,
     in_interpreter,
     quiet,
     refuses,
+    softmax_attention,
     with_gradients,
 )
 
 from vmonarch import flash_bias_attention
 from vmonarch.kernels.flash_bias.factors import in_dtype
 
-NAMES = ("out", "lse", "dq", "dk", "dv", "dφq", "dφk")
 CPU = torch.device("cpu")
 pytestmark = quiet
 
@@ -49,31 +48,17 @@ def some_keys(batch, Sk, device=CPU):
 
 def written_out(q, k, v, fq, fk, scale=None, causal=False, key_mask=None):
     """(out, lse) with the bias as a matrix."""
-    B, Sq, H, D = q.shape
-    logits = torch.einsum("bshd,bthd->bhst", q, k) * (D**-0.5 if scale is None else scale)
-    logits = logits + torch.einsum("bshr,bthr->bhst", fq.expand(B, -1, H, -1), fk.expand(B, -1, H, -1))
-    if causal:
-        logits = logits.masked_fill(~torch.ones(logits.shape[-2:]).bool().tril(k.shape[1] - Sq), -torch.inf)
+    B, Sq, H, _ = q.shape
+    bias = torch.einsum("bshr,bthr->bhst", fq.expand(B, -1, H, -1), fk.expand(B, -1, H, -1))
+    attended = torch.ones(bias.shape[-2:]).bool()
+    attended = attended.tril(k.shape[1] - Sq) if causal else attended
     if key_mask is not None:
-        logits = logits.masked_fill(~key_mask[:, None, None], -torch.inf)
-    empty = logits.isneginf().all(-1, keepdim=True)
-    lse = logits.masked_fill(empty, 0.0).logsumexp(-1, keepdim=True)
-    out = torch.einsum("bhst,bthd->bshd", (logits - lse).exp(), v)
-    return out, lse.masked_fill(empty, -torch.inf).squeeze(-1)
+        attended = attended & key_mask[:, None, None]
+    return softmax_attention(q, k, v, scale=scale, bias=bias, attended=attended)
 
 
-def check_kernels(tensors, **options):
-    """The kernels are as precise as plain torch in the same precision, with gradients and without."""
-    attend = lambda how: lambda *x: flash_bias_attention(*x, return_lse=True, implementation=how, **options)
-    exact = with_gradients(attend("torch"), [x.double() for x in tensors])
-    ours, plain = (with_gradients(attend(how), tensors) for how in ("triton", "torch"))
-    for name, source, x, *others in zip(NAMES, [tensors[0], None, *tensors], ours, plain, exact, strict=True):
-        assert x.dtype == (source.dtype if source is not None else torch.float32), name
-        # Operands of products have 16 bits beside float32 factors, too.
-        dtype = tensors[0].dtype if source is not None else torch.float32
-        assert_precise([name], [x.to(dtype)], *([y] for y in others), dtype)
-    with torch.no_grad():
-        assert_bits(attend("triton")(*tensors), ours[:2])
+def attend(implementation, **options):
+    return lambda *x: flash_bias_attention(*x, return_lse=True, implementation=implementation, **options)
 
 
 CASES = {
@@ -106,23 +91,10 @@ def test_results_and_gradients_are_those_of_the_written_out_bias(name, implement
     options = {"key_mask": some_keys(2, case["Sk"]) if case.pop("masked", False) else None, **case.pop("options", {})}
     tensors = inputs(**case)
     if implementation == "triton":
-        return check_kernels(tensors, **options)
-    ours = lambda *x: flash_bias_attention(*x, return_lse=True, **options)
+        return check_kernels(lambda how: attend(how, **options), tensors, own_units=True)
     doubles = [x.double() for x in tensors]
     theirs = with_gradients(lambda *x: written_out(*x, **options), doubles)
-    torch.testing.assert_close(with_gradients(ours, doubles), theirs)
-
-
-@by_implementation
-def test_masked_keys_count_for_nothing(implementation):
-    tensors, mask = inputs(19, 35, R=4, shared=(False, False)), some_keys(2, 35)
-    poisoned = [x.clone() for x in tensors]
-    for i in (1, 2, 4):
-        poisoned[i][~mask] = 1e4
-    attend = lambda *x: flash_bias_attention(*x, key_mask=mask, return_lse=True, implementation=implementation)
-    out, lse = attend(*tensors)
-    assert_bits(attend(*poisoned), (out, lse))
-    assert (out[-1] == 0).all() and lse[-1].isneginf().all()
+    torch.testing.assert_close(with_gradients(attend("torch", **options), doubles), theirs)
 
 
 @in_interpreter
@@ -179,7 +151,7 @@ def test_gpu_results_and_gradients_match_float64(name, mode, dtype):
     tensors = inputs(**case, dtype=dtype, device="cuda")
     if mode == "masked":
         options["key_mask"] = some_keys(2, case["Sk"], "cuda")
-    check_kernels(tensors, **options)
+    check_kernels(lambda how: attend(how, **options), tensors, own_units=True)
 
 
 @pytest.mark.gpu
@@ -200,12 +172,9 @@ Q, F = torch.randn(2, 6, 3, 8), torch.randn(1, 6, 1, 2)
 bad = call_of(flash_bias_attention, Q, Q, Q, F, F)
 BAD = {
     "factor-not-a-tensor": (bad(Q, Q, Q, [1.0], F), TypeError, "query_factor must be a torch"),
-    "factor-of-three-dimensions": (bad(Q, Q, Q, F[0], F), ValueError, r"query_factor must be \[2 or 1, 6, 3 or 1, R\]"),
     "factor-for-one-head": (
         bad(*[Q[:1, :, :1]] * 3, F[:, :5], F), ValueError, r"query_factor must be \[1, 6, 1, R\]"),
     "factor-of-other-length": (bad(Q, Q, Q, F, F[:, :5]), ValueError, r"key_factor must be \[2 or 1, 6, 3 or 1, R\]"),
-    "factor-of-other-heads": (bad(Q, Q, Q, F.repeat(1, 1, 2, 1), F), ValueError, "query_factor must be"),
-    "rank-zero": (bad(Q, Q, Q, F[..., :0], F[..., :0]), ValueError, "query_factor must be"),
     "other-rank": (bad(Q, Q, Q, F, F[..., :1]), ValueError, "must have the rank of query_fac"),
     "other-dtypes": (bad(*[Q.half()] * 3, F.half(), F), ValueError, "must have the dtype of query_factor"),
     "integers": (bad(Q, Q, Q, F.int(), F.int()), ValueError, "or be float32, got torch.int32"),

@@ -74,7 +74,7 @@ def sanitized(group, form, tool, *options):
     if sanitizer is None:
         pytest.skip("needs compute-sanitizer")
     # Without torch's cache of memory, a row beyond a tensor is nobody's.
-    script = f"import every_kernel; every_kernel.main(['{group}', '{form}'])"
+    script = f"import every_kernel; every_kernel.main('{group}', '{form}')"
     result = run(script, sanitizer, "--tool", tool, *options, PYTORCH_NO_CUDA_MEMORY_CACHING="1")
     assert "done" in result.stdout, result.stdout[-3000:] + result.stderr[-2000:]
     return result
@@ -90,7 +90,7 @@ def test_no_access_outside_of_memory(group, form):
 @pytest.mark.gpu
 def test_the_sanitizer_sees_every_kernel():
     def launched(call):
-        result = run(f"import every_kernel; every_kernel.main({list(call)})")
+        result = run(f"import every_kernel; every_kernel.main(*{call})")
         assert result.returncode == 0, (call, result.stderr[-3000:])
         return set(result.stdout.split(": ")[1].split())
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 from op_checks import assert_bits, call_of, in_interpreter, refuses, with_gradients
 
+from vmonarch.kernels.norm_rotary import op
 from vmonarch.kernels.norm_rotary.api import MAX_CHANNELS, norm_rotary
 
 ON_GPU = pytest.mark.gpu
@@ -48,7 +49,6 @@ CASES = {
     "one-token": dict(B=1, S=1, heads=1, D=2),
     "embedded": dict(B=1, S=40, heads=6, D=32),
     "power-of-two": dict(B=1, S=5, heads=4, D=64),
-    "many-tokens": dict(B=1, S=1030, heads=1, D=2),
 }
 LARGE = {
     "wan-1.3b": dict(B=1, S=23296, heads=12, D=128),
@@ -67,10 +67,13 @@ LARGE = {
     ],
     ids=str,
 )  # fmt: skip
-def test_kernels_equal_float64(name, dtype, device):
+def test_kernels_equal_float64(name, dtype, device, monkeypatch):
     case = {"heads": 3, **(CASES | LARGE)[name]}
     # Weights in float32 on the GPU, as autocast leaves them.
     case |= {"weight_dtype": torch.float32} if device == "cuda" else {}
+    if device == "cpu":
+        # Of which each has several tokens, here too.
+        monkeypatch.setattr(op, "PROGRAMS", 4)
     tensors = inputs(**case, dtype=dtype, device=device)
     first = check(*tensors, case["heads"])
     if device == "cuda":

@@ -9,9 +9,9 @@ import math
 import pytest
 import torch
 from op_checks import (
-    assert_precise,
     by_implementation,
     call_of,
+    check_kernels,
     in_interpreter,
     qkv,
     quiet,
@@ -69,13 +69,14 @@ def written_out(name, q, k, v, *frames, causal=False, scale=None):
     return torch.einsum("bhst,bthe->bshe", w / total[..., None], v), torch.where(some, total.log(), -torch.inf)
 
 
-@by_map
-def test_training_may_follow_inference(name):
-    attend, tensors = lambda *x: taylor_attention(*x, feature_map=name), qkv(9, 9, dims=5)
-    with torch.inference_mode():
-        expected = attend(*tensors)
-    out, *gradients = with_gradients(attend, tensors)
-    assert torch.equal(out, expected) and all(x.isfinite().all() for x in gradients)
+def attend(implementation="auto", **options):
+    """Of query, key, value and, if there are any, the weights of frames."""
+
+    def call(q, k, v, *frames):
+        more = {"frame_weights": frames[0]} if frames else {}
+        return taylor_attention(q, k, v, implementation=implementation, **more, **options)
+
+    return call
 
 
 @pytest.fixture(params=[7, 256], ids=["many-chunks", "one-chunk"])
@@ -94,14 +95,9 @@ def test_results_and_gradients_are_those_of_the_weights(name, Sq, Sk, causal, T,
     frames = [frame_weights_of(T)] if T else []
     # The logarithm of a sum that may be negative is nothing.
     results = slice(1 if name == "identity" else 2)
-
-    def ours(q, k, v, *frames):
-        options = {"frame_weights": frames[0]} if frames else {}
-        lse = {"return_lse": True} if name != "identity" else {}
-        return taylor_attention(q, k, v, feature_map=name, causal=causal, scale=0.3, **lse, **options)
-
+    ours = attend(feature_map=name, causal=causal, scale=0.3, return_lse=name != "identity")
     theirs = lambda *x: written_out(name, *x, causal=causal, scale=0.3)[results]
-    found, expected = (with_gradients(attend, [*qkv(Sq, Sk), *frames]) for attend in (ours, theirs))
+    found, expected = (with_gradients(way, [*qkv(Sq, Sk), *frames]) for way in (ours, theirs))
     # Others are not smooth, or weigh next to nothing.
     compared = slice(None) if name in ("taylor", "elu", "performer", "identity") else results
     torch.testing.assert_close(found[compared], expected[compared], rtol=1e-7, atol=1e-9)
@@ -127,39 +123,22 @@ def test_decoding_from_a_state_is_the_same_as_all_at_once(name, pieces):
     assert state.tokens == after.tokens == 12
 
 
-def run(inputs, frame_weights=None, return_lse=False, dout=None, **options):
-    """out, lse if asked for, dq, dk, dv and, if there are any, the gradient of frame_weights.
-
-    The gradient of the output is `dout`, or that of an objective.
-    """
-
-    def attend(q, k, v, *frames):
-        more = {"frame_weights": frames[0]} if frames else {}
-        return taylor_attention(q, k, v, return_lse=return_lse, **more, **options)
-
-    frames = [] if frame_weights is None else [frame_weights]
-    return with_gradients(attend, [*inputs, *frames], None if dout is None else [dout])
-
-
-def check_kernels(case, device="cpu"):
+def check_case(case, device="cpu"):
     case = dict(case)
     dtype = case.pop("dtype", torch.float32)
-    T, lse = case.pop("T", 0), case.pop("return_lse", False)
-    options = {"causal": case.pop("causal", False), "return_lse": lse}
-    sizes, mean, size = case.pop("sizes", (1, 1, 1)), case.pop("mean", 0), case.pop("dout", None)
+    options = {name: case.pop(name, False) for name in ("causal", "return_lse")}
+    T, sizes, mean, size = (case.pop(*given) for given in (("T", 0), ("sizes", (1, 1, 1)), ("mean", 0), ("dout", None)))
     q, k, v = (size * x for size, x in zip(sizes, qkv(**case), strict=True))
-    if size is not None:
-        options["dout"] = (size * torch.linspace(1, 2, v.numel()).view(v.shape).to(dtype)).to(device)
+    # Of the output, if not those of an objective.
+    grads = size and [(size * torch.linspace(1, 2, v.numel()).view(v.shape).to(dtype)).to(device)]
     if mean:
         # What a large mean leaves of gradients depends on how the output was rounded: that channel has none.
         v[..., 0] += mean
-        options["dout"][..., 0] = 0
+        grads[0][..., 0] = 0
     inputs = [x.to(device, dtype) for x in (q, k, v)]
-    frames = frame_weights_of(T, q.shape[2]).to(device, torch.float32) if T else None
-    exact = run([x.double() for x in inputs], frames.double() if T else None, **options)
-    results = (run(inputs, frames, implementation=i, **options) for i in ("triton", "torch"))
-    names = ("out", *(("lse",) * lse), "dq", "dk", "dv", *(("dframes",) * bool(T)))
-    assert_precise(names, *results, exact, dtype)
+    if T:
+        inputs.append(frame_weights_of(T, q.shape[2]).to(device, torch.float32))
+    check_kernels(lambda how: attend(how, **options), inputs, grads)
 
 
 FEW, ONE = dict(B=1, H=2), dict(B=1, H=1, dtype=torch.float16)
@@ -188,7 +167,7 @@ CASES = {
 @in_interpreter
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_the_kernels_are_as_precise_as_plain_torch(case):
-    check_kernels(case)
+    check_case(case)
 
 
 GPU_CASES = [
@@ -202,7 +181,7 @@ GPU_CASES = [
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("case", GPU_CASES, ids=str)
 def test_gpu_results_and_gradients_match_float64(case, dtype):
-    check_kernels({**case, "return_lse": True, "dtype": dtype}, "cuda")
+    check_case({**case, "return_lse": True, "dtype": dtype}, "cuda")
 
 
 GPU_RANGES = {
@@ -223,7 +202,7 @@ def test_gpu_float16_has_the_range_of_bfloat16(case, causal, hopper, dtype):
     if causal and "T" in case:
         pytest.skip("frames have weights of their own")
     with launch_overrides({"hopper": {"enabled": hopper}}):
-        check_kernels({**case, "E": 64, "B": 1, "H": 2, "causal": causal, "dtype": dtype}, "cuda")
+        check_case({**case, "E": 64, "B": 1, "H": 2, "causal": causal, "dtype": dtype}, "cuda")
 
 
 @in_interpreter
@@ -256,7 +235,7 @@ def test_gpu_decoding_matches_float64(dims, E, dtype):
 @by_implementation
 def test_where_nothing_weighs_there_are_zeros_and_no_gradient(implementation):
     inputs, nothing = qkv(20, 20, dtype=torch.float32), torch.zeros(3, 2, 2)
-    out, lse, *gradients, _ = run(inputs, nothing, return_lse=True, implementation=implementation)
+    out, lse, *gradients, _ = with_gradients(attend(implementation, return_lse=True), [*inputs, nothing])
     assert lse.isneginf().all() and all((x == 0).all() for x in (out, *gradients))
 
 
@@ -273,7 +252,7 @@ def test_a_nan_shows_in_all_that_it_reaches(implementation, dtype):
         spoilt = [x.clone() for x in tensors]
         spoilt[poisoned][0, at, 0, channel] = torch.nan
         for causal in (False, True):
-            results = run(spoilt, causal=causal, return_lse=True, implementation=implementation)
+            results = with_gradients(attend(implementation, causal=causal, return_lse=True), spoilt)
             out, lse, dq, dk, dv = (x[:, 0] if x.ndim == 3 else x[:, :, 0] for x in results)
             later, earlier = (slice(at, None), slice(None, at + 1)) if causal else (slice(None), slice(None))
             reached = {

@@ -14,6 +14,7 @@ from op_checks import (
     qkv,
     quiet,
     refuses,
+    softmax_attention,
     with_gradients,
 )
 
@@ -34,12 +35,6 @@ def mask_of(Sq, grid, window, causal):
         low, high = (1 - size, 0) if causal and axis == backward else (-((size - 1) // 2), size // 2)
         mask &= (ahead >= low) & (ahead <= high)
     return mask
-
-
-def masked(q, k, v, mask):
-    logits = torch.einsum("bshd,bthd->bhst", q, k) * q.shape[-1] ** -0.5
-    logits = logits.masked_fill(~mask, -torch.inf)
-    return torch.einsum("bhst,bthe->bshe", logits.softmax(-1), v), logits.logsumexp(-1)
 
 
 def attend(implementation="auto", **options):
@@ -64,7 +59,8 @@ def test_a_sequence_and_a_video_are_seen_through_a_window(Sq, grid, window, caus
     mask = mask_of(Sq, grid, window if of_video else (1, 1, window), causal)
     found = attend(window=window, causal=causal, **({"grid": grid} if of_video else {}))
     inputs = qkv(Sq, math.prod(grid))
-    torch.testing.assert_close(with_gradients(found, inputs), with_gradients(lambda *x: masked(*x, mask), inputs))
+    expected = with_gradients(lambda *x: softmax_attention(*x, attended=mask), inputs)
+    torch.testing.assert_close(with_gradients(found, inputs), expected)
 
 
 VIDEOS = [((3, 5, 7), (3, 3, 3)), ((5, 3, 6), (2, 4, 1)), ((2, 9, 3), (9, 9, 9))]

@@ -131,32 +131,18 @@ def test_nothing_is_overwritten_unless_asked_for(tiny, file):
 # ---------------------------------------------------------------------------------------------- files that do not fit
 
 
-def lose(name):
-    return lambda tensors: tensors.pop(name)
-
-
 def add(name, shape=(2,)):
     return lambda tensors: tensors.update({name: torch.zeros(shape)})
 
 
 DAMAGE = {
-    "missing": ({"change": lose(WEIGHT)}, f"missing: {WEIGHT}$"),
-    "of-no-transformer": ({"change": add("vae.weight")}, "unexpected: vae.weight"),
+    "missing": ({"change": lambda tensors: tensors.pop(WEIGHT)}, f"missing: {WEIGHT}$"),
     "shape": ({"change": add(WEIGHT, (2, 7, 12))}, r"of another shape: .*key_weight \(2, 7, 12\) \(here \(2, 8"),
-    "missing-lora": ({"change": lose(LORA)}, f"missing: {LORA}"),
     "unexpected-lora": ({"change": add(LORA.replace("to_q", "to_k"))}, r"unexpected: .*attn1\.to_k\.lora_B"),
     "lora-shape": ({"change": add(LORA, (24, 3))}, r"of another shape: .*lora_B.weight \(24, 3\) \(here \(24, 2\)\)"),
     "version": ({"entry": lambda e: e.update(version=2)}, "an adapter of version 2, supported: 1"),
     "processor": ({"entry": lambda e: e.update(processor="Other")}, "is for Other, supported: BasedProcessor"),
     "no-config": ({"entry": lambda e: e.pop("config")}, "damaged vmonarch_adapter"),
-    "layers": (
-        {"entry": lambda e: e["config"].update(layers=["conv", "both"])},
-        "missing: transformer.blocks.0.attn1.processor.convolution.weight.*unexpected: .*blocks.0.*linear",
-    ),
-    "model-class": (
-        {"entry": lambda e: e["transformers"]["transformer"].update({"class": "WanVACETransformer3DModel"})},
-        r"another model than transformer: class WanVACETransformer3DModel \(here WanTransformer3DModel\)",
-    ),
     "model-depth": (
         {"entry": lambda e: e["transformers"]["transformer"].update(num_layers=30)},
         r"another model than transformer: num_layers 30 \(here 2\)",
@@ -176,15 +162,9 @@ def test_what_does_not_fit_is_named_and_changes_nothing(tiny, file, name):
     assert not getattr(pipe.transformer, "peft_config", None)
 
 
-def test_files_for_other_transformers_are_refused(tiny, file, tmp_path):
+def test_a_file_for_one_transformer_is_not_for_two(tiny, file):
     with pytest.raises(ValueError, match="is for transformer, but there is transformer and transformer_2"):
         load_adapter(tiny.pipeline("t2v-2.2"), file)
-    with pytest.raises(ValueError, match=r"num_attention_heads 2 \(here 3\)"):
-        load_adapter(tiny.transformer(num_attention_heads=3), file)
-    pipe, _ = adapted(tiny, "t2v-2.2", lora=False)
-    save_adapter(pipe, tmp_path / "two.safetensors")
-    with pytest.raises(ValueError, match="is for transformer and transformer_2, but there is transformer$"):
-        load_adapter(tiny.pipeline("t2v"), tmp_path / "two.safetensors")
 
 
 def test_files_that_are_no_adapters_are_refused(tiny, tmp_path):
@@ -253,20 +233,16 @@ def test_what_cannot_be_saved_is_named(tiny, tmp_path):
         model.add_adapter(LoraConfig(r=1, target_modules=["to_k"]), adapter_name=name)
     with pytest.raises(ValueError, match="several adapters of PEFT .one, two."):
         save_adapter(model, file)
-    other = tiny.transformer()
-    vmonarch.apply(other, BasedProcessor(feature_dim=8))
-    accelerate.cpu_offload(other, execution_device=torch.device("cpu"))
-    with pytest.raises(ValueError, match="is offloaded"):
-        save_adapter(other, file)
-    assert not file.exists()
-
-
-def test_lora_that_changed_the_weights_below_it_is_refused(tiny, tmp_path):
-    model = tiny.transformer()
-    model.add_adapter(LoraConfig(r=1, target_modules=["to_k"], init_lora_weights="pissa"))
-    vmonarch.apply(model, BasedProcessor(feature_dim=8))
+    changing_weights, offloaded = tiny.transformer(), tiny.transformer()
+    changing_weights.add_adapter(LoraConfig(r=1, target_modules=["to_k"], init_lora_weights="pissa"))
+    for other in (changing_weights, offloaded):
+        vmonarch.apply(other, BasedProcessor(feature_dim=8))
     with pytest.raises(ValueError, match="transformer.peft_config must hold plain LoRA"):
-        save_adapter(model, tmp_path / "x.safetensors")
+        save_adapter(changing_weights, file)
+    accelerate.cpu_offload(offloaded, execution_device=torch.device("cpu"))
+    with pytest.raises(ValueError, match="is offloaded"):
+        save_adapter(offloaded, file)
+    assert not file.exists()
 
 
 def test_lora_of_another_weight_or_disabled_is_refused(tiny, tmp_path):

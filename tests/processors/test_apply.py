@@ -48,10 +48,11 @@ def is_ours(processor):
 )
 def test_restore_leaves_nothing_behind_and_cross_attention_is_never_touched(tiny, build):
     model = getattr(tiny, build)()
-    before = snapshot(model)
+    before, names = snapshot(model), list(model.state_dict())
     cross = {name: p for name, p in model.attn_processors.items() if "attn2" in name or "face_adapter" in name}
     vmonarch.apply(model, VMonarchProcessor())
     applied = model.attn_processors
+    assert list(model.state_dict()) == names and list(snapshot(model)) == list(before)
     assert {name for name in applied if not is_ours(applied[name])} == set(cross)
     assert all(applied[name] is processor for name, processor in cross.items())
     vmonarch.restore(model)
@@ -62,8 +63,10 @@ def test_both_transformers_are_changed_and_restored(tiny):
     pipe = tiny.pipeline("t2v-2.2")
     stock, videos = tiny.generate(pipe), []
     for target in (pipe.transformer, pipe.transformer_2, pipe):
-        with vmonarch.apply(target, VMonarchProcessor()):
+        with vmonarch.apply(target, VMonarchProcessor()) as installation:
             videos.append(tiny.generate(pipe))
+    names = "transformer=WanTransformer3DModel, transformer_2=WanTransformer3DModel"
+    assert repr(installation) == f"Installation(VMonarchProcessor, {names})"
     assert not any(torch.equal(one, other) for one, other in itertools.combinations([stock, *videos], 2))
     assert torch.equal(tiny.generate(pipe), stock)
 
@@ -118,12 +121,6 @@ def test_from_pipe_shares_what_is_applied(tiny):
     assert torch.equal(tiny.quickly(again, 3), expected) and not torch.equal(expected, stock)
     vmonarch.restore(again)
     assert torch.equal(tiny.quickly(pipe, 3), stock)
-
-
-def test_what_apply_returns_has_a_short_repr(tiny):
-    installation = vmonarch.apply(tiny.pipeline("t2v-2.2"), VMonarchProcessor())
-    names = "transformer=WanTransformer3DModel, transformer_2=WanTransformer3DModel"
-    assert repr(installation) == f"Installation(VMonarchProcessor, {names})"
 
 
 def test_nothing_changes_when_apply_fails(tiny):

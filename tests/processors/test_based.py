@@ -31,13 +31,13 @@ def applied(tiny, **options):
     return model
 
 
-def randomise(model, std=0.3):
+def randomise(model):
     """As if it had learnt something."""
     generator = torch.Generator().manual_seed(7)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if ".processor." in name:
-                parameter += std * torch.randn(parameter.shape, generator=generator)
+                parameter += 0.3 * torch.randn(parameter.shape, generator=generator)
     return model
 
 

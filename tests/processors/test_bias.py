@@ -24,10 +24,10 @@ PROCESSORS = {
 by_processor = pytest.mark.parametrize("make", PROCESSORS.values(), ids=PROCESSORS)
 
 
-def factors(tiny, heads=1, rank=2):
+def factors(tiny, heads=1):
     generator = torch.Generator().manual_seed(0)
     tokens = math.prod(tiny.GRID)
-    return tuple(torch.randn(1, tokens, heads, rank, generator=generator) for _ in range(2))
+    return tuple(torch.randn(1, tokens, heads, 2, generator=generator) for _ in range(2))
 
 
 def no_bias(grid):

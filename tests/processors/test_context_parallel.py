@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import re
 import subprocess
 import sys
 
@@ -77,24 +75,6 @@ def test_ranks_send_the_bytes_that_are_counted(results, name):
     for rank in range(worker.RANKS):
         # Every one of at most 20 pieces of float32 is aligned.
         assert 0 <= results[rank][name] - ulysses_bytes(tokens=tokens, rank=rank, **sizes) <= 20 * (ALIGNMENT - 4)
-
-
-@pytest.mark.deep
-def test_a_killed_rank_ends_the_job_which_names_it(child_environment, tmp_path):
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", worker.__file__]
-    command += [str(tmp_path), "killed"]
-    ended = subprocess.run(command, env=child_environment, capture_output=True, text=True, check=False, timeout=120)
-    assert ended.returncode == 1
-    found = re.findall(r"rank (\d), process (\d+): step (\d) has ended", ended.stdout)
-    steps = {rank: {step for r, _, step in found if r == rank} for rank in "01"}
-    assert steps["1"] == {"0", "1"} and "0" in steps["0"] and "2" not in steps["0"]
-    first = re.search(r"Root Cause.*?\n +rank +: (\d) .*?\n +exitcode +: (-\d+)", ended.stderr, re.DOTALL)
-    assert first is not None and first.groups() == ("1", "-9"), ended.stderr[-3000:]
-    # Rank 0 did not end by itself.
-    assert re.search(r"rank +: 0 .*?\n +exitcode +: -15", ended.stderr)
-    for _, process, _ in found:
-        with pytest.raises(ProcessLookupError):
-            os.kill(int(process), 0)
 
 
 @pytest.mark.gpu

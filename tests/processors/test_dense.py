@@ -81,17 +81,6 @@ def test_dense_steps_of_video_to_video_count_the_steps_that_run(tiny, strength, 
         tiny.generate(pipe, **options)
 
 
-def test_a_backend_chosen_later_leaves_the_original_processor_alone(tiny):
-    pipe = tiny.applied("t2v", dense_steps=1)
-    pipe.transformer.set_attention_backend("_native_math")
-    try:
-        tiny.quickly(pipe, 1)
-        vmonarch.restore(pipe)
-        assert {block.attn1.processor._attention_backend for block in pipe.transformer.blocks} == {None}
-    finally:
-        pipe.transformer.reset_attention_backend()
-
-
 @pytest.mark.parametrize("option", [{"dense_steps": [1, 2]}, {"refresh": [0, 2]}], ids=str)
 def test_a_modular_pipeline_tells_the_step(tiny, option):
     pipe = tiny.pipeline("t2v")

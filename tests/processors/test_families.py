@@ -248,10 +248,10 @@ def test_compiled_blocks_take_several_sizes():
     torch._dynamo.reset()
     # Nothing is beside its video.
     case = FAMILIES["ltx"]
-    model, calls = case.make(), [case.call(grid) for grid in (GRID, (2, 3, 4), (4, 4, 4))]
+    model, calls = case.make(num_layers=1), [case.call(grid) for grid in (GRID, (2, 3, 4))]
     vmonarch.apply(model, VMonarchProcessor())
     expected = [run(model, inputs) for inputs in calls]
-    model.compile_repeated_blocks(fullgraph=True, backend="aot_eager")
+    model.compile_repeated_blocks(fullgraph=True, backend="eager")
     for inputs, output in zip(calls, expected, strict=True):
         assert error(run(model, inputs), output) < 1e-5
 

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from diffusers.models.transformers import transformer_wan
 
 import vmonarch
 from vmonarch import VMonarchProcessor
-from vmonarch.base import VideoAttentionProcessor
+from vmonarch.base import FullAttentionProcessor
 
 KINDS = ["float8-packed", "float8-weight", "int8-weight", "int8-dynamic"]
 
@@ -53,17 +52,12 @@ def quantise(model, kind):
     return model
 
 
-class StockSoftmax(VideoAttentionProcessor):
-    def attention(self, layer):
-        return lambda query, key, value, call: (transformer_wan.dispatch_attention_fn(query, key, value), None)
-
-
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("autocast, applied", [(False, "before"), (True, "after")], ids=["float32", "autocast"])
 def test_projections_are_computed_by_their_modules(tiny, kind, autocast, applied):
     model = tiny.transformer()
     unquantised = tiny.run(model)
-    steps = [lambda: model.set_attn_processor(StockSoftmax()), lambda: quantise(model, kind)]
+    steps = [lambda: model.set_attn_processor(FullAttentionProcessor()), lambda: quantise(model, kind)]
     for step in steps if applied == "before" else reversed(steps):
         step()
 

@@ -1,13 +1,12 @@
 """A small call of every kernel in every form, forward and backward, for a sanitizer to look at.
 
     compute-sanitizer --tool memcheck python tests/support/every_kernel.py flash_bias hopper
-    python tests/support/every_kernel.py --list | xargs -P 8 -L 1 python tests/support/every_kernel.py
 
-The first line looks at one group of calls in one form, the second runs them all and leaves what it compiles in
-Triton's cache. Sizes are two tiles and more, the last of them ragged. Each run names the kernels that it launched.
+looks at one group of calls in one form, and names the kernels that it launched. Sizes are two tiles and more, the last
+of them ragged.
 """
 
-import argparse
+import sys
 from contextlib import contextmanager
 
 import torch
@@ -160,24 +159,13 @@ def launches():
         JITFunction.run = launch
 
 
-def main(arguments=None):
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("group", nargs="?", choices=list(GROUPS), help="default: all")
-    parser.add_argument("form", nargs="?", choices=list(FORMS), help="default: all that the group has")
-    parser.add_argument("--list", action="store_true", help="print every group and form, and do nothing else")
-    options = parser.parse_args(arguments)
-    for name, form in ((name, form) for name, forms in GROUPS.items() for form in forms):
-        if options.group not in (None, name) or options.form not in (None, form):
-            continue
-        if options.list:
-            print(name, form)
-            continue
-        torch.manual_seed(0)
-        with launches() as names, launch_overrides({"hopper": {"enabled": FORMS[form]}}):
-            run(name, "cuda", "triton", torch.bfloat16)
-            torch.cuda.synchronize()
-        print(f"done {name} {form}: {' '.join(sorted(names))}", flush=True)
+def main(group, form):
+    torch.manual_seed(0)
+    with launches() as names, launch_overrides({"hopper": {"enabled": FORMS[form]}}):
+        run(group, "cuda", "triton", torch.bfloat16)
+        torch.cuda.synchronize()
+    print(f"done {group} {form}: {' '.join(sorted(names))}", flush=True)
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])

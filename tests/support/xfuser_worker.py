@@ -29,7 +29,7 @@ RANKS = 2
 # That all cases of a device may take.
 SECONDS = {"cpu": 240, "cuda": 560}
 # 15 tokens on each rank, none of them at a frame's end; of 45, xfuser pads the second rank's 22 to 23.
-GRIDS = {"even": (5, 2, 3), "padded": (5, 3, 3)}
+EVEN, PADDED = (5, 2, 3), (5, 3, 3)
 
 
 def dtype_on(device):
@@ -75,10 +75,6 @@ class Alone:
     def choose(self, model, processor, name="vmonarch"):
         """Self-attention by `processor`, as a backend of xfuser."""
         vmonarch.apply(model, processor)
-
-    def own_attention(self, model):
-        """Self-attention that is not ours."""
-        vmonarch.restore(model)
 
     def backend(self, name, cross=None):
         pass
@@ -137,9 +133,6 @@ class Rank:
         vmonarch.xfuser.register(processor, name)
         self.backend(name)
 
-    def own_attention(self, model):
-        self.backend("SDPA")
-
     def backend(self, name, cross=None):
         self.state.set_attention_backend(name)
         self.state.set_cross_attention_backend(cross)
@@ -153,7 +146,7 @@ def run(ranks, model, inputs):
         return model(**placed)[0].cpu().float()
 
 
-def output(tiny, ranks, model, grid=(5, 2, 3)):
+def output(tiny, ranks, model, grid=EVEN):
     return run(ranks, model, tiny.inputs(grid, batch=2))
 
 
@@ -166,29 +159,21 @@ BACKENDS = {
 }
 
 
-def backend(processor, grid):
+def backend(processor):
     def case(tiny, ranks):
         model = ranks.transformer(build(tiny))
         ranks.choose(model, BACKENDS[processor](ranks))
-        return output(tiny, ranks, model, GRIDS[grid])
+        return output(tiny, ranks, model, PADDED)
 
     return case
-
-
-def full(tiny, ranks):
-    """xfuser's own attention after ours: nothing of ours is left."""
-    model = ranks.transformer(build(tiny))
-    ranks.choose(model, VMonarchProcessor())
-    ranks.own_attention(model)
-    return output(tiny, ranks, model)
 
 
 def given_grid(tiny, ranks):
     """VACE, which publishes no grid."""
     model = ranks.transformer(tiny.vace_transformer(attention_head_dim=16))
-    ranks.choose(model, VMonarchProcessor(grid=(5, 2, 3)))
+    ranks.choose(model, VMonarchProcessor(grid=EVEN))
     control = torch.randn(1, 96, 5, 4, 6, generator=torch.Generator().manual_seed(2))
-    return run(ranks, model, tiny.inputs((5, 2, 3)) | {"control_hidden_states": control})
+    return run(ranks, model, tiny.inputs(EVEN) | {"control_hidden_states": control})
 
 
 def schedule(tiny, ranks):
@@ -244,24 +229,23 @@ def one_rank(tiny, ranks):
     try:
         model = ranks.transformer(build(tiny))
         ranks.choose(model, VMonarchProcessor(bias=parts.decay_of(2)))
-        first = output(tiny, ranks, model, (5, 3, 3))
+        first = output(tiny, ranks, model, PADDED)
         model = ranks.transformer(build(tiny, num_attention_heads=3))
         vmonarch.apply(model, VMonarchProcessor())
-        return torch.stack([first, output(tiny, ranks, model, (5, 3, 3))])
+        return torch.stack([first, output(tiny, ranks, model, PADDED)])
     finally:
         ranks.spread(ulysses=RANKS)
 
 
-def applied(processor, grid):
+def applied(processor):
     """`vmonarch.apply`; three heads, of which the first rank has two."""
 
     def case(tiny, ranks):
-        model = build(tiny, num_attention_heads=3, num_layers=3 if processor == "based-mixed" else 2)
-        model = ranks.convert(model)
+        model = ranks.convert(build(tiny, num_attention_heads=3))
         ranks.backend("SDPA")
         vmonarch.apply(model, parts.PROCESSORS[processor](3))
         parts.jitter(model)
-        return output(tiny, ranks, place(model, ranks), GRIDS[grid])
+        return output(tiny, ranks, place(model, ranks), PADDED)
 
     return case
 
@@ -286,18 +270,14 @@ def pipeline(tiny, ranks):
     return found
 
 
-def refreshed(heads=3, height=32):
-    """Two steps refresh, two use residuals; of three heads the first rank has two."""
-
-    def case(tiny, ranks):
-        pipe = tiny.pipeline("t2v")
-        pipe.transformer = ranks.transformer(build(tiny, num_attention_heads=heads))
-        place(pipe, ranks)
-        ranks.backend("SDPA")
-        vmonarch.apply(pipe, VMonarchProcessor(refresh=(0, 2)))
-        return tiny.generate(pipe, steps=4, height=height).cpu().float()
-
-    return case
+def refreshed(tiny, ranks):
+    """Two steps refresh, two use residuals; the ranks have 2 and 1 heads, 5 and 4 tokens, and one of padding."""
+    pipe = tiny.pipeline("t2v")
+    pipe.transformer = ranks.transformer(build(tiny, num_attention_heads=3))
+    place(pipe, ranks)
+    ranks.backend("SDPA")
+    vmonarch.apply(pipe, VMonarchProcessor(refresh=(0, 2)))
+    return tiny.generate(pipe, steps=4, height=16).cpu().float()
 
 
 def runner(tiny, ranks):
@@ -353,73 +333,46 @@ def runner(tiny, ranks):
 
 
 SAME = {
-    **{f"backend-{processor}": backend(processor, "padded") for processor in BACKENDS},
-    "backend-even": backend("default", "even"),
-    "full": full,
+    **{f"backend-{processor}": backend(processor) for processor in BACKENDS},
     "given-grid": given_grid,
     "schedule": schedule,
     "registered-again": registered_again,
     "compiled": compiled,
     "autocast": autocast,
     "one-rank": one_rank,
-    **{
-        f"applied-{processor}": applied(processor, "padded")
-        for processor in ("vmonarch", "flash-bias", "based", "plan")
-    },
-    "applied-even": applied("vmonarch", "even"),
+    **{f"applied-{processor}": applied(processor) for processor in ("vmonarch", "flash-bias", "based", "plan")},
     "applied-pipeline": pipeline,
-    # 5 and 4 tokens, and one of padding.
-    "applied-refresh": refreshed(height=16),
+    "applied-refresh": refreshed,
     "runner": runner,
 }
 
 
-def run_backend(processor=None, grid=(5, 2, 3), heads=2, **options):
+def run_backend(grid=None, **options):
     def act(tiny, ranks):
-        model = ranks.transformer(build(tiny, num_attention_heads=heads), **options)
-        ranks.choose(model, VMonarchProcessor() if processor is None else processor())
-        output(tiny, ranks, model, grid)
+        model = ranks.transformer(build(tiny), **options)
+        ranks.choose(model, VMonarchProcessor(grid=grid))
+        output(tiny, ranks, model)
 
     return act
 
 
-def ring(by_apply):
-    def act(tiny, ranks):
-        ranks.spread(ring=RANKS)
-        try:
-            model = ranks.transformer(build(tiny))
-            if by_apply:
-                vmonarch.apply(model, VMonarchProcessor())
-            else:
-                ranks.choose(model, VMonarchProcessor())
-            output(tiny, ranks, model)
-        finally:
-            ranks.spread(ulysses=RANKS)
-
-    return act
+def ring(tiny, ranks):
+    ranks.spread(ring=RANKS)
+    try:
+        run_backend()(tiny, ranks)
+    finally:
+        ranks.spread(ulysses=RANKS)
 
 
-def few_heads(tiny, ranks):
-    model = ranks.transformer(build(tiny, num_attention_heads=1))
-    vmonarch.apply(model, VMonarchProcessor())
-    output(tiny, ranks, model)
-
-
-def call(keys=30, attention_kwargs=None, processor=None, **options):
+def call(**attention_kwargs):
     """The backend called as xfuser calls it, on two ranks with 15 tokens each."""
 
     def act(tiny, ranks):
         from xfuser.model_executor.layers.usp import USP
 
-        member = vmonarch.xfuser.register(VMonarchProcessor() if processor is None else processor())
-        generator = torch.Generator().manual_seed(0)
-        q, k, v = (torch.randn(1, 2, n // RANKS, 16, generator=generator) for n in (30, keys, keys))
-        USP(
-            *(x.to(ranks.device, ranks.dtype) for x in (q, k, v)),
-            backend=member,
-            attention_kwargs=attention_kwargs,
-            **options,
-        )
+        member = vmonarch.xfuser.register(VMonarchProcessor())
+        x = torch.randn(1, 2, 15, 16, generator=torch.Generator().manual_seed(0)).to(ranks.device, ranks.dtype)
+        USP(x, x, x, backend=member, attention_kwargs=attention_kwargs)
 
     return act
 
@@ -428,31 +381,20 @@ def register(*arguments):
     return lambda tiny, ranks: vmonarch.xfuser.register(*(argument() for argument in arguments))
 
 
-VIDEO = {"thw": (5, 2, 3)}
-NO_RING = "NotImplementedError: ring_degree=2 is not supported"
-NO_MASK = "ValueError: xfuser's backend vmonarch supports no dropout, no causal attention"
 # name -> (what is tried, its error)
 REFUSED = {
-    "ring": (ring(by_apply=False), NO_RING),
-    "ring-by-apply": (ring(by_apply=True), NO_RING),
-    "few-heads": (
-        few_heads, "ValueError: ulysses_degree=2, but every rank needs a head of self-attention"),
+    "ring": (ring, "NotImplementedError: ring_degree=2 is not supported"),
     "no-grid": (
         run_backend(attention_kwargs=None),
         "RuntimeError: xfuser's backend vmonarch was given 30 tokens without a grid"),
     "other-grid": (
-        run_backend(lambda: VMonarchProcessor(grid=(5, 3, 2))),
+        run_backend(grid=(5, 3, 2)),
         "ValueError: grid=(5, 3, 2), but xfuser's transformer was given the grid (5, 2, 3)"),
-    "bias-of-other-heads": (
-        run_backend(lambda: FlashBiasProcessor(parts.table(2, 30)), heads=4),
-        "ValueError: bias has 2 heads, but attention has 4"),
     "other-tokens": (
-        call(attention_kwargs={"thw": (5, 3, 3)}),
-        "ValueError: grid (5, 3, 3) has 45 tokens, but xfuser's self-attention was given 30 queries"),
-    "other-keys": (
-        call(keys=28, attention_kwargs=VIDEO),
-        "ValueError: grid (5, 2, 3) has 30 tokens, but xfuser's self-attention was given 30 queries and 28"),
-    "mask": (call(attention_kwargs=VIDEO | {"attn_mask": torch.ones(1)}), NO_MASK + " and no attention mask"),
+        call(thw=PADDED), "ValueError: grid (5, 3, 3) has 45 tokens, but xfuser's self-attention was given 30 queries"),
+    "mask": (
+        call(thw=EVEN, attn_mask=torch.ones(1)),
+        "ValueError: xfuser's backend vmonarch supports no dropout, no causal attention and no attention mask"),
     "dense-steps": (
         register(lambda: VMonarchProcessor(dense_steps=2)),
         "ValueError: dense_steps must be 0 in a backend of xfuser, whose hybrid schedule"),

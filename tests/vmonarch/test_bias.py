@@ -75,10 +75,10 @@ def test_distances_are_squared_and_weighted(C, weights):
         assert gradient.shape == weight.shape and gradient.abs().max() > 0
 
 
-def low_and_high_rank(H=5, Sq=30, Sk=40):
+def low_and_high_rank():
     """A bias of rank 1, 2, 3, …, but of full rank in the last head."""
-    bias = torch.stack([randn(Sq, n + 1, seed=n) @ randn(n + 1, Sk, seed=n + 50) for n in range(H)])
-    bias[-1] = randn(Sq, Sk, seed=99)
+    bias = torch.stack([randn(30, n + 1, seed=n) @ randn(n + 1, 40, seed=n + 50) for n in range(5)])
+    bias[-1] = randn(30, 40, seed=99)
     return bias
 
 
