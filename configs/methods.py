@@ -14,7 +14,6 @@ import dataclasses
 import functools
 import importlib
 import re
-import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -51,31 +50,10 @@ PROCESSORS = {
 }
 # What methods have besides the options of their processor; the hashes are of the files that the others name.
 _OWN = ("adapter", "adapter_sha256", "plan_sha256")
-
-# Names that methods had.
-_RENAMED = {"vmonarch-refresh": "near-lossless", "vmonarch-refresh-fast": "fast"}
 _ADVICE = (
     "Based has to be trained for a model: give adapter=FILE of vmonarch.save_adapter, or adapter=null for parameters"
     " that have learnt nothing"
 )
-# Options that are gone: the value that changed nothing, and what to do in place of another.
-_GONE = {
-    "parallel_by": ("heads", "ranks always share heads; leave it out"),
-    "batch_guidance": (False, "guidance takes two forward calls a step; leave it out"),
-    "overwrite": (False, "nothing is ever replaced; give another output_dir"),
-    "save_videos": (True, "comparisons keep every method's video; leave it out"),
-    "budget": (None, "plans are for work or time; give flops or time"),
-    "limit": (None, "plans go by one measure; give more flops, or measure"),
-    "maps": ([], "reports have no maps of attention; leave it out"),
-    "resize": ("crop", "videos are cropped; leave it out"),
-    "frames_per_block": (1, "blocks are frames; for the paper's ablation take the method monarch-t4 with length"),
-    "tiles": ([1, 1], "blocks are whole frames; leave it out, or save work with coarse"),
-    "reach": (None, "write bias.reach"),
-    "sparsity": (None, "write share, which is 1 - sparsity"),
-    "cube": (None, "write tile and query_tile"),
-    "r_share": (1.0, "the last R-step sees all keys of a frame; leave it out"),
-    "max_failures": (1.0, "bad videos are in quarantine.jsonl; leave it out"),
-}
 
 
 @dataclass(frozen=True)
@@ -231,14 +209,14 @@ def merge_attention(below: Any, above: Any) -> Any:
     return merged
 
 
-def _entry(spec: str | Mapping[str, Any], prefix: str = "attention.") -> dict[str, Any]:
-    """Name, label and options of an attention entry, by the names that options have now."""
+def _entry(spec: str | Mapping[str, Any]) -> dict[str, Any]:
+    """Name, label and options of an attention entry."""
     if not isinstance(spec, str):
-        return options_now(spec, prefix)
+        return dict(spec)
     name, _, words = (part.strip() for part in spec.partition(":"))
     # Commas inside of values are followed by no key.
     values = parse_overrides(re.split(r",\s*(?=[a-z_][\w.]*=)", words)) if words else {}
-    return {"name": name, "label": spec.strip() if values else name} | options_now(values, prefix)
+    return {"name": name, "label": spec.strip() if values else name} | values
 
 
 def resolve_method(
@@ -256,11 +234,8 @@ def resolve_method(
         return spec
     if not isinstance(spec, str | Mapping):
         raise InputError(argument, f"must be a method's name or a mapping with one, got {spec!r}")
-    values = _entry(spec, f"{argument}.")
+    values = _entry(spec)
     name, label = str(values.pop("name", None)), values.pop("label", "")
-    if (now := _RENAMED.get(name)) is not None:
-        warnings.warn(f"{argument} {name!r} is called {now!r} now", stacklevel=2)
-        name, label = now, label.replace(name, now, 1)
     if name in recipe_names() and not recipes:
         raise InputError(argument, f"must be an attention method, got the recipe {name!r}")
     known = method_names() + recipe_names() * recipes
@@ -274,8 +249,7 @@ def resolve_method(
             raise InputError(f"{argument}.{key}", problem)
     shipped = dict(_shipped("attention")[name])
     processor = shipped.pop("processor")
-    # Until 2026-11-28 records had `kind`, which told controls apart, too.
-    given = {key: value for key, value in values.items() if key not in ("kind", "processor")}
+    given = {key: value for key, value in values.items() if key != "processor"}
     with _naming_the_option(f"{argument}."):
         if values.get("processor", processor) != processor:
             raise InputError("processor", f"must be {processor!r} here, got {values['processor']!r}")
@@ -287,16 +261,11 @@ def resolve_method(
 def _recipe(name: str, values: Mapping[str, Any], label: str, argument: str) -> AttentionMethod:
     """The recipe of this name, with `values` over what it says."""
     shipped = _shipped("recipes")[name]
-    # Records of before say the attention, too, which had none.
-    if "cache" in values and (values["cache"] is not None or "attention" not in values):
-        instead = "write attention.refresh.cache=TOLERANCE, null for none, or call diffusers' transformer.enable_cache"
-        raise InputError(f"{argument}.cache", f"is gone, got {values['cache']!r}: {instead}")
     attention = shipped["attention"]
     if "attention" in values:
         attention = merge_attention(attention, values["attention"])
     method = resolve_method(attention, argument=f"{argument}.attention")
-    given = deep_merge(shipped, {key: value for key, value in values.items() if key != "cache"})
-    given |= {"attention": method.label}
+    given = deep_merge(shipped, values) | {"attention": method.label}
     own = {key: value for key, value in given.items() if key != "attention"}
     additions = build(Additions, own, prefix=f"{argument}.")
     label = label or _label(name, given, vars(Additions()) | shipped)
@@ -376,19 +345,3 @@ def _naming_the_option(prefix: str = "") -> Iterator[None]:
     except (TypeError, ValueError, NotImplementedError) as error:
         option, _, problem = str(error).partition(" ")
         raise InputError(prefix + option.rstrip(":"), problem) from error
-
-
-def options_now(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Settings or options without those that are gone, of entries that may be older.
-
-    Args:
-        prefix: put before an option's name in the error.
-
-    Raises:
-        InputError: an option that is gone has a value that changed something.
-    """
-    given = dict(values)
-    for name, (usual, now) in _GONE.items():
-        if (value := given.pop(name, usual)) != usual:
-            raise InputError(prefix + name, f"is gone, got {value!r}: {now}")
-    return given

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from vmonarch.configs import InputError, Settings, build, check_keys, choice, deep_merge, number, read_yaml
-from vmonarch.configs.methods import Additions, AttentionMethod, merge_attention, options_now, resolve_method
+from vmonarch.configs.methods import Additions, AttentionMethod, merge_attention, resolve_method
 from vmonarch.pipelines.embedded import EMBEDDED_SETTINGS, embedded_model_path
 from vmonarch.pipelines.environment import DTYPES, choose_device, choose_dtype
 from vmonarch.pipelines.lora import LORA, find_lora
@@ -216,7 +216,7 @@ def build_config(schema: type[AnySettings], *layers: Mapping[str, Any]) -> AnySe
         InputError: an unknown key, or a value of another type or out of range.
     """
     values: dict[str, Any] = {}
-    for layer in map(options_now, layers):
+    for layer in layers:
         check_keys(schema, layer)
         merged = deep_merge(values, layer)
         if "attention" in layer:

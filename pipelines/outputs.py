@@ -55,8 +55,6 @@ def load_record(path: str) -> dict[str, Any]:
     record = read_document("from_json", path, RECORD_FORMAT, "record of a generated video")
     if not all(isinstance(record.get(part), dict) for part in ("config", "model")):
         raise InputError("from_json", f"{path!r} is an incomplete record")
-    # An option of before, which says nothing of the video.
-    record["config"].pop("overwrite", None)
     return record
 
 

@@ -128,7 +128,3 @@ def _grid(given: LatentGrid | None, thw: Sequence[int] | None, tokens: int) -> L
     if given is not None and given != grid:
         raise ValueError(f"grid={tuple(given)}, but xfuser's transformer was given the grid {tuple(grid)}")
     return grid
-
-
-if __name__ == "__main__":
-    raise SystemExit("python -m vmonarch.xfuser is gone: register a processor, run xfuser.runner (docs/parallel.md)")

@@ -65,34 +65,6 @@ def test_options_after_the_name_are_those_of_one_word(tiny_adapter: Path, monkey
     assert resolve_method(words).label == "vmonarch:coarse=4,exact={'rows': [0], 'band': 1}"
 
 
-# What records, and users' YAML, had until 2026-11-28.
-OF_ALL = {"dense_steps": 0, "dense_layers": 0, "refresh": None}
-OF_VMONARCH = {"kind": "vmonarch", "reach": None, "plan": None, "plan_sha256": None, "parallel_by": "heads", **OF_ALL}
-OLD_ENTRIES: dict[str, tuple[dict[str, Any], str]] = {
-    "vmonarch": ({"name": "vmonarch", **OF_VMONARCH}, "vmonarch"),
-    "control": ({"name": "local", "kind": "local", "exact": {"band": 2}, **OF_ALL}, "local:exact.band=2"),
-}
-
-
-@pytest.mark.parametrize("case", OLD_ENTRIES)
-def test_old_entries_are_read(case: str) -> None:
-    old, now = OLD_ENTRIES[case]
-    assert resolve_method(old).processor().config == resolve_method(now).processor().config
-
-
-def test_options_that_are_gone_are_read_where_they_changed_nothing() -> None:
-    method = resolve_method("vmonarch-t3")
-    assert resolve_method(method.to_dict() | {"parallel_by": "heads"}) == method
-    with pytest.raises(InputError, match="^attention.parallel_by is gone, got 'frames': ranks always share heads"):
-        resolve_method("vmonarch:parallel_by=frames")
-    with pytest.raises(InputError, match="^attention.reach is gone, got .*: write bias.reach"):
-        resolve_method({"name": "flashbias", "reach": [4.0, 8.0, 8.0]})
-    with pytest.warns(UserWarning, match="attention 'vmonarch-refresh' is called 'near-lossless' now"):
-        assert resolve_method("vmonarch-refresh:refresh=3") == resolve_method("near-lossless:refresh=3")
-    with pytest.raises(InputError, match="^recipe.batch_guidance is gone, got True: guidance takes two"):
-        resolve_method("stack-fast:batch_guidance=true", argument="recipe", recipes=True)
-
-
 # What the commands make of the presets in each folder of `configs/`. (Those in `plans/` are JSON: see test_plan.py.)
 PROMPT = {"prompts": ["a red circle"]}
 VIDEOS = {"videos": "clips", "captions": "captions.jsonl", "output": "data"}
@@ -127,7 +99,6 @@ def test_every_preset_is_read_names_a_model_that_there_is_and_says_what_it_is_fo
     ("options", "problem"),
     [
         ('coarse="???"', "coarse must be a positive integer, got '"),
-        ("frames_per_block=2", "frames_per_block is gone, got 2: blocks are frames; .* monarch-t4 with length"),
         ("exact.bnd=1", "exact.bnd is no known key; known: rows, columns, band, aware"),
         ("exact.band=-1", "exact must fit: ExactBlocks.band must be at least 0"),
         ("refesh=3", "refesh is no known key .did you mean refresh"),

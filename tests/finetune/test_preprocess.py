@@ -292,7 +292,6 @@ BAD_WORDS = {
     "bucket": ([*VIDEOS, "buckets=[32x48x6]"], "num_frames must be 4·k + 1 for this model, got 6; nearest: 5 or 9"),
     "bucket's form": ([*VIDEOS, "buckets=[32x48]"], "buckets must be written as 480x832x81 (height, width, frames)"),
     "bucket and size": ([*VIDEOS, "buckets=[32x48x5]", "height=32"], "buckets is for videos, and in place of height"),
-    "gone": ([*VIDEOS, "max_failures=0.5"], "max_failures is gone, got 0.5: bad videos are in quarantine.jsonl"),
     "key": ([*VIDEOS, "heigth=96"], "heigth is no known key (did you mean height?)"),
     "range": (["--procedural", "2", "max_sequence_length=513"], "max_sequence_length must be in [1, 512], got 513"),
     "procedural size": (["--procedural", "2", "height=48"], "height must be 96 for procedural clips, got 48"),

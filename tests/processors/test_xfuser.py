@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import runpy
 import subprocess
 import sys
 
@@ -110,8 +109,3 @@ def test_the_last_ranks_of_a_padded_video_hold_less(monkeypatch):
         assert split.tokens == held and split.rank == 1
         with pytest.raises(ValueError, match=rf"has 18 tokens, but xfuser's .* given {tokens + 1} on each of {ranks}"):
             engines.split_video(grid, tokens + 1)
-
-
-def test_the_runner_of_before_is_an_error_that_says_what_to_do():
-    with pytest.raises(SystemExit, match=r"register a processor, run xfuser\.runner"):
-        runpy.run_module("vmonarch.xfuser", run_name="__main__")
