@@ -99,9 +99,6 @@ class Family:
     def blocks_of(self, transformer: Any) -> list[torch.nn.Module]:
         return [block for name in self.blocks for block in getattr(transformer, name)]
 
-    def number_of_layers(self, transformer: Any) -> int:
-        return len(self.blocks_of(transformer))
-
     def __reduce__(self) -> tuple[Any, ...]:
         return _named, (next(name for name, family in FAMILIES.items() if family is self),)
 

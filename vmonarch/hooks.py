@@ -19,7 +19,7 @@ from vmonarch.families import Family
 from vmonarch.grid import LatentGrid
 from vmonarch.own import Bound, ours_of
 from vmonarch.parallelism import check_no_first_block_cache
-from vmonarch.residuals import NO_GRAPH, ResidualSharing
+from vmonarch.residuals import ResidualSharing
 from vmonarch.steps import denoising_step, running_objects
 from vmonarch.validation import DenseSet
 
@@ -84,18 +84,33 @@ def _wrap_forward(transformer: torch.nn.Module) -> None:
 def _forward(transformer: torch.nn.Module, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """In place of a transformer's own forward: computes the output, or predicts it from earlier ones.
 
-    A hook of diffusers or accelerate that came later may keep it where nothing is applied any more.
+    A hook of diffusers or accelerate that came later may keep it where nothing is applied any more, or inside of
+    another of these, which has asked before.
     """
     call = running.now["call"]
     branch = None if call is None or record_of(transformer) is None else call.branch
-    output = None if branch is None else branch.predicted(call.dense)
-    return own(*args, **kwargs) if output is None else output
+    if branch is None or branch.foretold is not None or _skips_blocks(transformer):
+        return own(*args, **kwargs)
+    output = branch.predicted(call.dense)
+    if output is None:
+        output = own(*args, **kwargs)
+        branch.keep_output(output)
+    return output
+
+
+def _skips_blocks(transformer: torch.nn.Module) -> bool:
+    """Whether a cache of diffusers decides what its forward computes, which counts the calls and tells nobody."""
+    config = getattr(transformer, "_cache_config", None)
+    return config is not None and type(config).__name__ != "TextKVCacheConfig"
+
+
+def _is_outermost(transformer: torch.nn.Module) -> bool:
+    return getattr(vars(transformer).get("forward"), "func", None) is _forward
 
 
 def _put_forward_back(transformer: torch.nn.Module) -> None:
-    forward: Any = vars(transformer).get("forward")
-    if getattr(forward, "func", None) is _forward:
-        _, own = forward.args
+    if _is_outermost(transformer):
+        _, own = transformer.forward.args  # type: ignore[attr-defined]
         del transformer.forward
         # That of a hook, which was there before.
         if own != transformer.forward:
@@ -164,19 +179,10 @@ def _end_call(transformer: torch.nn.Module, args: tuple[Any, ...], output: Any) 
     if not torch.compiler.is_compiling() and outer and outer[-1][0]() is transformer:
         running.now["call"] = outer.pop()[1]
     if record is not None and record.sharing is not None and call is not None and call.branch is not None:
-        if record.sharing.refresh.cache is not None:
-            _keep_output(transformer, call.branch, output)
         record.sharing.end(call.branch)
-
-
-@torch.compiler.disable(reason=NO_GRAPH)
-def _keep_output(transformer: torch.nn.Module, branch: Any, output: Any) -> None:
-    """Have the branch keep what its call has computed; after an error there is none."""
-    if branch.foretold is None:
-        # A hook that was there before has taken our forward away with it.
-        _wrap_forward(transformer)
-    if not branch.foretold and output is not None:
-        branch.keep_output(output)
+        if record.sharing.refresh.cache is not None and not _is_outermost(transformer):
+            # A hook that came later is around it, or one that was there before has taken it away.
+            _wrap_forward(transformer)
 
 
 def _remove_hooks(transformer: torch.nn.Module) -> None:

@@ -246,7 +246,7 @@ def bind_all(transformer: Any, processor: VideoAttentionProcessor, component: st
         ValueError: `dense_layers`, or an option of the processor, does not fit the transformer.
     """
     family = known_family(transformer)
-    dense_layers, blocks = DenseSet("dense_layers", processor.dense_layers), family.number_of_layers(transformer)
+    dense_layers, blocks = DenseSet("dense_layers", processor.dense_layers), len(family.blocks_of(transformer))
     originals, bound = dict(original_processors(transformer)), {}
     for place, (block, attn) in enumerate(family.layers(transformer)):
         original = originals[attn]

@@ -85,7 +85,7 @@ class Refresh:
             if (error := getattr(self, name)) is not None:
                 check_number(f"refresh.{name}", error)
                 if error <= 0:
-                    raise ValueError(f"refresh.{name} must be above 0, got {error}")
+                    raise ValueError(f"refresh.{name} must be above 0, or None, got {error}")
                 object.__setattr__(self, name, float(error))
         if self.tolerance is not None:
             return
@@ -120,7 +120,8 @@ class Refresh:
         unknown = sorted(set(refresh) - set(names))
         if unknown or not {"steps", "tolerance"} & set(refresh):
             others = ", ".join(name for name in names if name not in ("steps", "tolerance"))
-            raise TypeError(f"refresh must have steps or tolerance, and besides only {others}, got {dict(refresh)!r}")
+            got = ", ".join(map(repr, unknown)) or repr(dict(refresh))
+            raise TypeError(f"refresh must have steps or tolerance, and besides only {others}, got {got}")
         return cls(**refresh)
 
     def schedule(self, steps: int) -> tuple[int, ...]:
@@ -195,7 +196,8 @@ class Schedule:
             # A cache of diffusers has skipped it, so that it is still due.
             del self.exact[self.step]
         if self.step in self.forward and (tolerance := self.refresh.cache) is not None:
-            self._next_forward = self._last_below(tolerance, self.forward)
+            # Nothing after the last step corrects it.
+            self._next_forward = min(self._last_below(tolerance, self.forward), self.steps - 1)
         self.step, self.computed = step, False
         exact = step >= self._next
         if step >= self._next_forward or exact and self.refresh.tolerance is not None:
@@ -204,6 +206,11 @@ class Schedule:
                 self.due, self.exact[step] = step, None
                 if self.kept:
                     self.renewals.append(step)
+
+    def compute(self) -> None:
+        """A call of a step that is predicted is computed, so that its branch cannot go on: all of them begin anew."""
+        if self.step not in self.forward:
+            self.forward[self.step], self._next_forward = None, self.step + 1
 
     @property
     def kept(self) -> bool:
@@ -234,7 +241,7 @@ class Schedule:
 
     def read(self) -> None:
         """Note the mean errors of the forward calls of this step, if there are any: waits for the GPU."""
-        for errors, found in ((self._errors, self.exact), (self._forward_errors, self.forward)):
+        for errors, found in (([*self._errors], self.exact), ([*self._forward_errors], self.forward)):
             if errors:
                 found[self.step] = sum(error.read() for error in errors) / len(errors)
 

@@ -118,11 +118,14 @@ def report(pipe_or_transformer: Any) -> Report:
     exact = dict(sorted(pair for run in runs for pair in run.schedule.exact.items()))
     dense = tuple(filter(lambda step: DenseSet("dense_steps", spec.dense_steps).contains(step, steps), range(steps)))
     predicted = tuple(sorted(step for run in runs for step in run.schedule.predicted))
-    # Where attention is approximate, that also computes what the exact steps lack.
-    computed, whole = steps - len(predicted), len({*exact, *dense})
-    rough = computed - whole + sum(len(run.schedule.renewals) for run in runs)
-    of = lambda share: (computed if share == 1 else whole + share * rough) / steps if steps else share
-    work = None if None in shares else sum(map(of, shares)) / len(shares)
+    # Where attention is approximate, that also computes what the exact steps lack. A run begins with an exact step.
+    ran = {step for run in runs for step in range(min(run.schedule.exact, default=0), run.schedule.step + 1)}
+    done = max(ran, default=-1) + 1 if sharing is not None else steps
+    rough = len(ran - {*exact, *dense, *predicted}) if sharing is not None else steps - len(dense)
+    whole = done - rough - len(predicted)
+    rough += sum(len(run.schedule.renewals) for run in runs)
+    of = lambda share: (done - len(predicted) if share == 1 else whole + share * rough) / done if done else share
+    work = None if None in shares or sharing is not None and not done else sum(map(of, shares)) / len(shares)
     return Report(
         method=_shown(spec),
         grid=None if grid is None else (*grid,),
@@ -173,11 +176,8 @@ def _layers(
             for name, count in Counter(element.heads).items():
                 yield name, count, _share(element.methods[name], grid), False
         else:
-            yield _name(element), heads_of(attn), _share(element, grid), False
-
-
-def _name(element: Any) -> str:
-    return element.options.op if isinstance(element, Op) else type(element).__name__.lower()
+            name = element.options.op if isinstance(element, Op) else type(element).__name__.lower()
+            yield name, heads_of(attn), _share(element, grid), False
 
 
 def _share(element: Any, grid: LatentGrid | None) -> float | None:

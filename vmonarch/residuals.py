@@ -118,6 +118,8 @@ class Branch:
         schedule = self.schedule
         self.foretold = not dense and schedule.step not in schedule.forward and self._goes_on
         if not self.foretold:
+            if not dense:
+                schedule.compute()
             return None
         schedule.predicted.add(schedule.step)
         return self.line.at(self.time)
@@ -128,10 +130,11 @@ class Branch:
         before = [step for step in self.schedule.forward if step < self.schedule.step]
         return [step for step, *_ in self.line.outputs] == before[-2:] and len(before) > 1
 
+    @torch.compiler.disable(reason=NO_GRAPH)
     def keep_output(self, output: Any) -> None:
         """Keep the output of a call that was computed, and measure how wrong it would have been to predict it."""
         if self.schedule.step not in self.schedule.forward:
-            # Dense, or of a branch that has sat out, beside others that are predicted.
+            # Dense, beside others that are predicted.
             return
         if self._goes_on:
             error = self.line.error(self.time, output)

@@ -254,7 +254,7 @@ def test_families_are_models_that_can_be_called(case, monkeypatch):
     with torch.device("meta"):
         model = getattr(diffusers, case.model)(**case.config)
     family = family_of(model)
-    assert family.grid(inputs, model.config) == case.grid and family.number_of_layers(model) < case.of
+    assert family.grid(inputs, model.config) == case.grid and len(family.blocks_of(model)) < case.of
     # HunyuanVideo-1.5 asks whether there is an image, and looks for what is no padding.
     of_axes = torch.all
     monkeypatch.setattr(torch, "all", lambda x, **axes: of_axes(x, **axes) if axes else True)

@@ -17,7 +17,7 @@ from diffusers import (
 )
 
 import vmonarch
-from vmonarch import VMonarchProcessor
+from vmonarch import Refresh, VMonarchProcessor
 from vmonarch.attend import Residual
 from vmonarch.call import running
 
@@ -138,6 +138,19 @@ def test_a_refresh_that_a_cache_skips_is_made_up_for(tiny, monkeypatch, name):
     generate(tiny, pipe, name)
     assert not computed[calls * skipped] and sum(computed) > len(exact), "a refresh is skipped, residuals are used"
     assert exact == [calls * step + call for step in (0, skipped + 1) for call in range(calls)]
+
+
+@by_cache
+def test_no_step_is_predicted_beside_a_cache(tiny, name):
+    pipe, found = three_layers(tiny), []
+    pipe.transformer.enable_cache(CACHES[name][1](pipe))
+    for error in (None, 9.0):
+        vmonarch.apply(pipe, VMonarchProcessor(refresh=Refresh([0, 3], cache=error)))
+        found.append(generate(tiny, pipe, name))
+    assert torch.equal(*found) and not vmonarch.report(pipe).predicted
+    pipe.transformer.disable_cache()
+    generate(tiny, pipe, name)
+    assert vmonarch.report(pipe).predicted
 
 
 def test_blocks_under_a_cache_are_compiled_in_parts(tiny, dynamo):

@@ -258,15 +258,15 @@ def steps_of(refresh, steps, growth=0.0099, error=0.0):
 
 
 def test_steps_are_predicted_while_the_error_of_that_is_small():
-    # Six at the start; then intervals of twice the last one, up to five steps, in which the error comes to 0.05.
-    expected = (*range(6), 7, 11, 16, 21, 26, 31, 36, 41, 46)
+    # Six at the start; intervals of twice the last one, up to five steps: the error comes to 0.05. And the last one.
+    expected = (*range(6), 7, 11, 16, 21, 26, 31, 36, 41, 46, 49)
     assert steps_of(Refresh(1.0, cache=0.05), 50) == (expected, expected)
     assert steps_of(Refresh(1.0, cache=0.05), 50, growth=NAN)[0] == tuple(range(50))
     # One of chosen steps that is predicted leaves it to the next that is computed.
-    assert steps_of(Refresh([0, 8, 9, 17], cache=0.05), 20) == ((0, 1, 2, 4, 8, 13, 18), (0, 8, 13, 18))
+    assert steps_of(Refresh([0, 8, 9, 17], cache=0.05), 20) == ((0, 1, 2, 4, 8, 13, 18, 19), (0, 8, 13, 18))
     # One that a tolerance makes exact is computed; the interval to it is the last one then.
     computed, exact = steps_of(Refresh(tolerance=0.05, cache=0.05, at_most=1.0), 50, error=0.02)
-    assert exact == (*range(6), *range(7, 48, 2)) == computed
+    assert exact == (*range(6), *range(7, 48, 2)) and computed == (*exact, 49)
 
 
 CACHED, BOTH = Refresh(1.0, cache=0.9), Refresh(tolerance=0.9, cache=0.9)
@@ -344,6 +344,63 @@ def test_with_a_cache_a_transformer_is_copied_and_restored(tiny):
     assert torch.equal(tiny.quickly(pipe, 8), hooked)
 
 
+@pytest.mark.parametrize("order", ["hook first", "hook last", "wrapper last"])
+def test_what_changes_the_output_of_a_transformer_does_so_once(tiny, order):
+    scaled = lambda output: (0.9 * output[0],)
+    pipe = tiny.pipeline("t2v")
+    hook = lambda: pipe.transformer.register_forward_hook(lambda model, inputs, output: scaled(output))
+    if order == "hook first":
+        hook()
+    vmonarch.apply(pipe, VMonarchProcessor(refresh=CACHED))
+    if order == "hook last":
+        hook()
+    elif order == "wrapper last":
+        inner = pipe.transformer.forward
+        pipe.transformer.forward = lambda *args, **kwargs: scaled(inner(*args, **kwargs))
+    found = tiny.quickly(pipe, 12)
+    predicted = vmonarch.report(pipe).predicted
+    assert len(predicted) > 2
+    # As if the model itself had this output.
+    other = tiny.pipeline("t2v")
+    with torch.no_grad():
+        other.transformer.proj_out.weight.mul_(0.9)
+        other.transformer.proj_out.bias.mul_(0.9)
+    vmonarch.apply(other, VMonarchProcessor(refresh=CACHED))
+    expected = tiny.quickly(other, 12)
+    if order != "wrapper last":
+        assert vmonarch.report(other).predicted == predicted
+        torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4)
+    else:
+        assert (found - expected).norm() < 0.05 * expected.norm()
+
+
+@pytest.mark.parametrize("steps", [2, 4, 8])
+def test_few_steps_are_not_predicted_and_as_exact_as_by_a_fixed_schedule(tiny, steps):
+    pipe = tiny.applied("t2v", refresh=Refresh(tolerance=1e-3, cache=0.05, at_most=0.5))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        found = tiny.generate(pipe, steps=steps)
+    assert not vmonarch.report(pipe).predicted
+    fixed = tiny.applied("t2v", refresh=0.5)
+    assert torch.equal(found, tiny.generate(fixed, steps=steps))
+
+
+def test_a_report_counts_the_steps_that_ran(tiny):
+    pipe = tiny.applied("t2v")
+    tiny.quickly(pipe, 2)
+    share = vmonarch.report(pipe).work
+    vmonarch.apply(pipe, VMonarchProcessor(refresh=[0, 1, 2, 3]))
+
+    def stop(pipe, step, timestep, tensors):
+        pipe._interrupt = step == 3
+        return {}
+
+    tiny.quickly(pipe, 16, callback_on_step_end=stop)
+    # All were exact, and the last one made a residual.
+    assert vmonarch.report(pipe).work == pytest.approx(1 + share / 4)
+    assert vmonarch.report(tiny.another(pipe)).work is None
+
+
 def test_a_report_is_of_its_own_pipeline(tiny):
     pipe = tiny.pipeline("t2v")
     other = tiny.another(pipe, own_scheduler=True)
@@ -391,7 +448,7 @@ def test_model_offload_before_apply_leaves_the_step_cache(tiny):
     pipe = tiny.pipeline("t2v")
     pipe.enable_model_cpu_offload(device="cpu")
     vmonarch.apply(pipe, VMonarchProcessor(refresh=CACHED))
-    first, second = tiny.generate(pipe, steps=8), tiny.generate(pipe, steps=8)
+    first, second = tiny.generate(pipe, steps=12), tiny.generate(pipe, steps=12)
     assert len(vmonarch.report(pipe).predicted) >= 2 and torch.equal(first, second)
 
 
@@ -409,15 +466,15 @@ def test_a_branch_that_sat_out_is_computed(tiny):
 
     tiny.generate(pipe, steps=12, callback_on_step_end=callback)
     computed = collections.Counter(calls)
-    # Both are computed in the steps 0, 1, 2 and 8; of the rest, one in step 4 and the other from step 5 on.
-    assert [computed[step] for step in range(10)] == [2, 2, 2, 0, 1, 1, 1, 1, 2, 1]
+    # The one that comes back in step 5 is computed beside one that is predicted. Both are then, until both go on.
+    assert [computed[step] for step in range(12)] == [2, 2, 2, 0, 1, 1, 2, 2, 0, 2, 0, 2]
 
 
 def test_what_is_applied_amid_a_run_reports_its_own_steps(tiny):
     pipe = tiny.applied("t2v", refresh=CACHED)
     again = lambda: vmonarch.apply(pipe, VMonarchProcessor(refresh=CACHED))
-    tiny.quickly(pipe, 10, callback_on_step_end=lambda pipe, step, *_: step == 4 and again() and {} or {})
-    assert vmonarch.report(pipe).predicted == (9,)
+    tiny.quickly(pipe, 12, callback_on_step_end=lambda pipe, step, *_: step == 4 and again() and {} or {})
+    assert vmonarch.report(pipe).predicted == (8, 10)
 
 
 class Watching(VMonarchProcessor):
