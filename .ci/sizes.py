@@ -18,8 +18,8 @@ MOST_LINES = {
     "eval": (7_390, 6_300),
     "configs": (619, 400),
     "examples": (161, 200),
-    "tests": (21_722, 19_000),
-    "": (59_518, 53_000),
+    "tests": (21_723, 19_000),
+    "": (59_519, 53_000),
 }
 MOST_CHARACTERS_A_LINE, MOST_FILES, MOST_WORDS = (47, 47), (508, 430), (35_100, 36_000)
 ROOT = Path(__file__).resolve().parents[1]

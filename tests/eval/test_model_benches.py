@@ -136,12 +136,12 @@ def test_dense_steps_a_cache_and_a_second_transformer_count(measure, monkeypatch
     rows = measure(*methods, steps=8, model=str(path), guidance=False)
     counts = [{kind: of["steps"] for kind, of in row["kinds"].items()} for row in rows.values()]
     assert counts[:2] == [{"kept": 2, "approximate": 6}, {"dense": 1, "approximate": 7}]
-    # Two outputs and an error come first, then intervals of twice the last.
-    assert counts[2] == {"exact": 4, "predicted": 4}
+    # Two outputs and an error come first, then intervals of twice the last, and the last step.
+    assert counts[2] == {"exact": 5, "predicted": 3}
     _, dense, predicting = by_row.values()
     whole = {"FeedForward": 2, "Op": 2}
     assert dense == {0: {"FeedForward": 2}, 1: whole}
-    assert [step for step, called in predicting.items() if called] == [0, 1, 2, 4]
+    assert [step for step, called in predicting.items() if called] == [0, 1, 2, 4, 7]
 
 
 def test_all_steps_are_measured_where_errors_decide_which_are_exact(measure):

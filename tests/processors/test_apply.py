@@ -20,8 +20,8 @@ from vmonarch.call import running
 from vmonarch.configs.methods import resolve_method
 from vmonarch.own import Bound
 
-NEAR_LOSSLESS = VMonarchProcessor(num_iterations=1, exact=None, refresh=Refresh(tolerance=0.07))
-FAST = VMonarchProcessor(num_iterations=1, exact=None, refresh=Refresh(tolerance=0.13))
+NEAR_LOSSLESS = VMonarchProcessor(num_iterations=1, exact=None, refresh=Refresh(tolerance=0.07, cache=0.1))
+FAST = VMonarchProcessor(num_iterations=1, exact=None, refresh=Refresh(tolerance=0.13, cache=0.1))
 
 
 def snapshot(model):
