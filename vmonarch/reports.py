@@ -118,10 +118,10 @@ def report(pipe_or_transformer: Any) -> Report:
     exact = dict(sorted(pair for run in runs for pair in run.schedule.exact.items()))
     dense = tuple(filter(lambda step: DenseSet("dense_steps", spec.dense_steps).contains(step, steps), range(steps)))
     predicted = tuple(sorted(step for run in runs for step in run.schedule.predicted))
-    # Where attention is approximate, that also computes what the exact steps lack. A run begins with an exact step.
-    ran = {step for run in runs for step in range(min(run.schedule.exact, default=0), run.schedule.step + 1)}
-    done = max(ran, default=-1) + 1 if sharing is not None else steps
-    rough = len(ran - {*exact, *dense, *predicted}) if sharing is not None else steps - len(dense)
+    # Without runs all steps count; a run begins with an exact one. Renewals compute approximate attention, too.
+    of_run = lambda schedule: range(min(schedule.exact, default=0), schedule.step + 1)
+    ran = set(range(steps)) if sharing is None else {step for run in runs for step in of_run(run.schedule)}
+    done, rough = max(ran, default=-1) + 1, len(ran - {*exact, *dense, *predicted})
     whole = done - rough - len(predicted)
     rough += sum(len(run.schedule.renewals) for run in runs)
     of = lambda share: (done - len(predicted) if share == 1 else whole + share * rough) / done if done else share

@@ -133,8 +133,8 @@ class Branch:
     @torch.compiler.disable(reason=NO_GRAPH)
     def keep_output(self, output: Any) -> None:
         """Keep the output of a call that was computed, and measure how wrong it would have been to predict it."""
-        if self.schedule.step not in self.schedule.forward:
-            # Dense, beside others that are predicted.
+        if self.schedule.refresh.cache is None or self.schedule.step not in self.schedule.forward:
+            # Nothing is predicted, or this call was dense, beside others that are.
             return
         if self._goes_on:
             error = self.line.error(self.time, output)

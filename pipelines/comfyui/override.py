@@ -381,7 +381,7 @@ class OverrideAttention:
             output = None if branch is None else branch.predicted(bool(call.why_exact))
             if output is None:
                 output = executor(*args, **kwargs)
-                if branch is not None and branch.schedule.refresh.cache is not None:
+                if branch is not None:
                     branch.keep_output(output)
             return output
         finally:
@@ -391,8 +391,9 @@ class OverrideAttention:
                 options.pop(OVERRIDE, None)
             if branch is not None:
                 branch.end_call()
-                kept = sum(branch.residual_bytes for branch in call.run.branches.values())
-                call.run.residual_bytes = max(call.run.residual_bytes, kept)
+                if branch.schedule.computed:
+                    kept = sum(branch.residual_bytes for branch in call.run.branches.values())
+                    call.run.residual_bytes = max(call.run.residual_bytes, kept)
 
     @torch.compiler.disable
     def _begin_call(self, run: Run, model: Any, arguments: Arguments, options: Arguments) -> _Call:
@@ -413,8 +414,7 @@ class OverrideAttention:
             key = (tuple(options["uuids"]), x.shape, x.dtype, x.device, tuple(window), frozenset(replaced.items()))
             there = Branch(sharing=run.sharing, schedule=run.schedule, layers=known.layers(model))
             branch = run.branches.setdefault(key, there)
-            time = run.schedule.times[step] + abs(sigma - schedule[step])
-            branch.begin_call(step, time, run.calls[key, step])
+            branch.begin_call(step, run.schedule.times[step] + abs(sigma - schedule[step]), run.calls[key, step])
             run.calls[key, step] += 1
         if sigma is not None and not run.sigma_end <= sigma <= run.sigma_start:
             why = "outside of start_percent to end_percent"
