@@ -104,22 +104,19 @@ def _(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any) -> t
     return query.new_empty(*query.shape[:3], value.shape[3])
 
 
-@torch.library.custom_op("vmonarch::attend_backward", mutates_args=(), tags=_UNRECORDED)
-def attend_backward(
-    gradient: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    number: torch.Tensor,
-    key_mask: torch.Tensor | None,
-    tokens: list[int],
-    backend: str | None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+@torch.library.custom_op(
+    "vmonarch::attend_backward",
+    mutates_args=(),
+    tags=_UNRECORDED,
+    schema="(Tensor gradient, Tensor query, Tensor key, Tensor value, Tensor number, Tensor? key_mask, int[] tokens,"
+    " str? backend) -> (Tensor, Tensor, Tensor)",
+)
+def attend_backward(gradient: torch.Tensor, *inputs: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(dq, dk, dv), each in the shape and dtype of its input."""
-    query, key, value = (tensor.detach().requires_grad_() for tensor in (query, key, value))
+    query, key, value = (tensor.detach().requires_grad_() for tensor in inputs[:3])
     # Operators run below autograd; its graph is wanted here, also of what the backward pass computes again.
     with torch._C._ForceDispatchKeyGuard(*_ABOVE_AUTOGRAD), torch.enable_grad():
-        out = _attend(query, key, value, number, key_mask, tokens, backend)
+        out = _attend(query, key, value, *inputs[3:])
         found = torch.autograd.grad(out, (query, key, value), gradient)
     dq, dk, dv = (tensor.contiguous() for tensor in found)
     return dq, dk, dv

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from vmonarch.kernels.residual.api import check_residual_dtype
-from vmonarch.validation import DenseSet, check_flag, check_number
+from vmonarch.validation import DenseSet, check_flag, check_number, plain
 
 # With a tolerance, this share of the steps at the start, in which the video's layout is decided, is exact throughout.
 START = 0.12
@@ -73,10 +73,10 @@ class Refresh:
     def __post_init__(self) -> None:
         check_residual_dtype(self.dtype, "refresh.dtype")
         check_flag("refresh.offload", self.offload)
-        at_most = DenseSet("refresh.at_most", self.at_most)
-        if not isinstance(at_most.dense, (int, float)) or not at_most.some:
+        at_most = plain(self.at_most)
+        if not isinstance(at_most, (int, float)) or isinstance(at_most, bool) or at_most == 0:
             raise ValueError(f"refresh.at_most must be a count or a fraction above 0, got {self.at_most!r}")
-        object.__setattr__(self, "at_most", at_most.dense)
+        object.__setattr__(self, "at_most", DenseSet("refresh.at_most", at_most).dense)
         if (self.steps is None) == (self.tolerance is None):
             raise ValueError(
                 f"refresh needs either steps or a tolerance, got steps={self.steps!r}, tolerance={self.tolerance!r}"
@@ -157,7 +157,7 @@ class Schedule:
         forward: the steps in which the transformer was computed, with the error of predicting its output; None where
             there were no two outputs to predict it from, and without a cache.
         predicted: the steps in which its output was predicted.
-        held: whether `at_most` has let the error grow beyond the tolerance, or nothing more of it be measured.
+        held: whether `at_most` may have let the error grow beyond the tolerance; where none was measured, it may.
     """
 
     refresh: Refresh
@@ -193,8 +193,9 @@ class Schedule:
         if self.step in self.exact and self.computed:
             self._next = self._following(self.exact[self.step])
         elif self.step in self.exact:
-            # A cache of diffusers has skipped it, so that it is still due.
+            # A cache of diffusers has skipped it, or it was dense, so that it is still due.
             del self.exact[self.step]
+            self.renewals = [step for step in self.renewals if step != self.step]
         if self.step in self.forward and (tolerance := self.refresh.cache) is not None:
             # Nothing after the last step corrects it.
             self._next_forward = min(self._last_below(tolerance, self.forward), self.steps - 1)
@@ -275,10 +276,10 @@ class Schedule:
         following = self._last_below(tolerance, self.exact)
         if error is None or len(self.exact) < 2:
             self.held |= following < self.steps == earliest
-        elif step + 1 >= self._start:
+        else:
             small = self._stays_below(tolerance, self.exact, earliest)
             self.held |= self._waited and not error <= tolerance or earliest == self.steps and not small
-            self._waited = earliest > following
+        self._waited = earliest > following
         return max(following, earliest)
 
 

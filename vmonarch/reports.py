@@ -38,7 +38,7 @@ class Report:
         dense: the steps that `dense_steps` left to the model's own attention.
         predicted: the steps in which `refresh.cache` predicted the transformer's output.
         forward: the computed steps that measured how wrong that would have been, with the error, of the output's size.
-        held: whether `refresh.at_most` has let the error grow beyond the tolerance.
+        held: whether `refresh.at_most` may have let the error grow beyond the tolerance.
         work: attention FLOPs over those of full attention; None where they depend on the data or no call was made.
         residual_bytes: memory of the residuals, of all guidance branches.
         heads: by what they compute, how many heads of all layers there are.
@@ -74,7 +74,7 @@ class Report:
             if errors := [error for error in found.values() if error is not None]:
                 parts.append(f"error of {what} {min(errors):.3f} to {max(errors):.3f}")
         if self.held:
-            parts.append("more exact steps were needed than at_most allows")
+            parts.append("more exact steps may have been needed than at_most allows")
         if self.work is not None:
             parts.append(f"attention work {100 * self.work:.0f} % of full")
         if self.residual_bytes:
@@ -95,39 +95,39 @@ def report(pipe_or_transformer: Any) -> Report:
     applied = {transformer: record for transformer in transformers if (record := record_of(transformer)) is not None}
     if not applied:
         raise ValueError("no processor is applied, and stock attention has no report: use vmonarch.apply first")
-    spec = next(iter(applied.values())).processor
+    specs = [record.processor for record in applied.values()]
     grid = next((record.grid for record in applied.values() if record.grid is not None), None)
-    # The transformers of a pipeline share what they keep.
-    sharing = next((record.sharing for record in applied.values() if record.sharing is not None), None)
-    runs = [run for run in sharing.runs if run.transformer() in applied] if sharing is not None else []
+    # The transformers of a pipeline share what they keep, unless they got their processors one by one.
+    sharings = {id(record.sharing): record.sharing for record in applied.values() if record.sharing is not None}
+    runs = [run for sharing in sharings.values() for run in sharing.runs if run.transformer() in applied]
     if isinstance(pipe_or_transformer, torch.nn.Module):
         pipe_or_transformer = next((run.pipeline() for run in reversed(runs)), None)
     # Others may have the same transformer.
     runs = [run for run in runs if run.pipeline() is pipe_or_transformer]
     for run in runs:
         run.schedule.read()
-    heads: Counter[str] = Counter()
-    kept: Counter[str] = Counter()
+    heads, kept = Counter[str](), Counter[str]()
     shares: list[float | None] = []
-    for transformer in applied:
+    for transformer, spec in zip(applied, specs, strict=True):
         for name, count, share, left in _layers(transformer, spec, grid):
             kept[name] += left
             heads[name] += 0 if left else count
             shares += [share] * count
     steps = next((run.schedule.steps for run in runs), next(iter(applied.values())).steps)
     exact = dict(sorted(pair for run in runs for pair in run.schedule.exact.items()))
-    dense = tuple(filter(lambda step: DenseSet("dense_steps", spec.dense_steps).contains(step, steps), range(steps)))
+    option = DenseSet("dense_steps", specs[0].dense_steps)
+    dense = tuple(step for step in range(steps) if option.contains(step, steps))
     predicted = tuple(sorted(step for run in runs for step in run.schedule.predicted))
     # Without runs all steps count; a run begins with an exact one. Renewals compute approximate attention, too.
     of_run = lambda schedule: range(min(schedule.exact, default=0), schedule.step + 1)
-    ran = set(range(steps)) if sharing is None else {step for run in runs for step in of_run(run.schedule)}
+    ran = set(range(steps)) if not sharings else {step for run in runs for step in of_run(run.schedule)}
     done, rough = max(ran, default=-1) + 1, len(ran - {*exact, *dense, *predicted})
     whole = done - rough - len(predicted)
     rough += sum(len(run.schedule.renewals) for run in runs)
     of = lambda share: (done - len(predicted) if share == 1 else whole + share * rough) / done if done else share
-    work = None if None in shares or sharing is not None and not done else sum(map(of, shares)) / len(shares)
+    work = None if None in shares or sharings and not done else sum(map(of, shares)) / len(shares)
     return Report(
-        method=_shown(spec),
+        method=", ".join(dict.fromkeys(map(_shown, specs))),
         grid=None if grid is None else (*grid,),
         steps=steps or None,
         exact=exact,

@@ -395,20 +395,20 @@ class ResidualSharing:
             with self._lock:
                 kept = sum(other.residual_bytes for other in self._branches if other.run is branch.run)
             branch.run.residual_bytes = max(branch.run.residual_bytes, kept)
-        if not branch.last:
-            return
-        self._drop(lambda other: other is branch)
-        refresh = self.refresh
-        if branch.schedule.held and all(other.run is not branch.run for other in self._branches):
-            warnings.warn(
-                f"the error of residual sharing grew beyond tolerance={refresh.tolerance}, because"
-                f" at_most={refresh.at_most} allows no more exact steps: raise it, or see vmonarch.report(pipe)",
-                stacklevel=2,
-            )
+        if branch.last:
+            self._warn_of(self._drop(lambda other: other is branch))
 
     def end_runs_of(self, pipeline: Any) -> None:
         """The call of a pipeline is over, also where it has ended before its last step."""
-        self._drop(lambda branch: branch.run.pipeline() is pipeline)
+        self._warn_of(self._drop(lambda branch: branch.run.pipeline() is pipeline))
+
+    def _warn_of(self, runs: Collection[Run]) -> None:
+        if any(run.schedule.held for run in runs):
+            warnings.warn(
+                f"the error of residual sharing may have grown beyond tolerance={self.refresh.tolerance}, because"
+                f" at_most={self.refresh.at_most} allows no more exact steps: raise it, or see vmonarch.report(pipe)",
+                stacklevel=2,
+            )
 
     def forget(self) -> None:
         """Free all residuals."""
@@ -420,12 +420,14 @@ class ResidualSharing:
             host = self._hosts[device] = self._hosts.get(device) or HostMemory(device)
         return host
 
-    def _drop(self, over: Callable[[PipelineBranch], bool]) -> None:
-        """Free the residuals of some branches, which the traceback of an exception may still hold."""
+    def _drop(self, over: Callable[[PipelineBranch], bool]) -> list[Run]:
+        """Free the residuals of some branches, which a traceback may still hold. Returns the runs that end thereby."""
         with self._lock:
-            for branch in filter(over, self._branches):
+            dropped = [branch for branch in self._branches if over(branch)]
+            for branch in dropped:
                 branch.free()
             self._branches = [branch for branch in self._branches if not over(branch)]
+            return [gone.run for gone in dropped if all(gone.run is not branch.run for branch in self._branches)]
 
 
 def _sharing_layers(transformer: torch.nn.Module) -> list[torch.nn.Module]:

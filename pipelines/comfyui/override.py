@@ -229,7 +229,7 @@ class Run:
         if errors := [error for error in measured if error is not None]:
             parts.append(f"Error of sharing: {min(errors):.3f} to {max(errors):.3f}.")
         if self.held:
-            parts.append("More exact steps were needed than half of them, which a tolerance allows at most.")
+            parts.append("More exact steps may have been needed than half of them, which a tolerance allows at most.")
         if self.residual_bytes:
             parts.append(f"Residuals: {self.residual_bytes / 2**30:.2f} GiB, guidance branches {len(self.branches)}.")
         if self.untouched:

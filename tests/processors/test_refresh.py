@@ -107,6 +107,7 @@ NAN = float("nan")
 
 def exact_steps(refresh, steps, rate=0.0099, times=None, skipped=()):
     """Of a run in which the error grows by `rate` in each unit of time after an exact step; caches skip some steps."""
+    rate_in = rate if callable(rate) else lambda step: rate
     times = times or [float(step) for step in range(steps)]
     schedule, last = Schedule(refresh, steps, times), None
     for step in range(steps):
@@ -114,7 +115,7 @@ def exact_steps(refresh, steps, rate=0.0099, times=None, skipped=()):
         if schedule.due == step and step not in skipped:
             schedule.computed = True
             if last is not None:
-                schedule.measured(torch.tensor(rate * (times[step] - times[last])))
+                schedule.measured(torch.tensor(rate_in(step) * (times[step] - times[last])))
             last = step
     return tuple(schedule.exact), schedule.held
 
@@ -140,18 +141,13 @@ def test_the_next_exact_step_comes_before_the_error_exceeds_the_tolerance(option
     assert exact_steps(Refresh(tolerance=0.05), steps, **options) == expected
 
 
-@pytest.mark.parametrize("rate", [0.0, 0.02, 1.0, NAN])
-@pytest.mark.parametrize("steps", [4, 8])
-def test_few_steps_are_never_fewer_than_those_of_the_fixed_schedule(steps, rate):
-    found, _ = exact_steps(Refresh(tolerance=0.09), steps, rate=rate)
-    fixed = Refresh(0.28).schedule(steps)
-    assert all(mine <= theirs for mine, theirs in zip(found, fixed, strict=False)) and len(found) >= len(fixed)
-
-
 def test_at_most_so_many_steps_are_exact_however_large_the_error():
     refresh = Refresh(tolerance=1e-3, at_most=0.28)
     assert exact_steps(refresh, 50) == (spaced_steps(14, 50), True)
     assert exact_steps(Refresh(tolerance=1e-3, at_most=3), 50) == (spaced_steps(3, 50), True)
+    # The third of five steps comes at 8 in place of 3, with too large an error; the others need no more.
+    early = lambda step: 0.1 if step < 10 else 1e-4
+    assert exact_steps(Refresh(tolerance=0.05, at_most=5), 50, rate=early)[1]
 
 
 @pytest.fixture
@@ -197,28 +193,29 @@ def test_the_report_says_what_ran(tiny):
     pipe = tiny.pipeline("t2v")
     with pytest.raises(ValueError, match="no processor is applied"):
         vmonarch.report(pipe)
-    vmonarch.apply(pipe, VMonarchProcessor(refresh=[0, 2], dense_steps=[1], dense_layers=[0], coarse=2))
+    vmonarch.apply(pipe, VMonarchProcessor(refresh=[0, 1], dense_steps=[1], dense_layers=[0], coarse=2))
     assert vmonarch.report(pipe).work is vmonarch.report(pipe).grid is None
     tiny.generate(pipe, steps=4)
     ran = vmonarch.report(pipe)
+    # The dense step leaves its residual to the next.
     assert (ran.steps, ran.exact, ran.dense, ran.held) == (4, {0: None, 2: None}, (1,), False)
     assert ran.heads == {"vmonarch": 2} and ran.kept == {"dense_layers": 1}
     # One layer, in two branches.
     assert ran.residual_bytes == 2 * residual_bytes(1, 18, 2, 12, "int8")
-    # In one of two layers three steps are exact, two of which also compute what is approximate, as the fourth does.
+    # In one of two layers three steps are exact; the last of them and the fourth compute what is approximate, too.
     grid = LatentGrid(*ran.grid)
     share = vmonarch_flops(grid, 128, VMonarchOptions(coarse=2)) / full_flops(grid, 128)
-    assert ran.work == pytest.approx((1 + (3 + 3 * share) / 4) / 2)
+    assert ran.work == pytest.approx((1 + (3 + 2 * share) / 4) / 2)
     assert str(ran).splitlines()[1].startswith("3 of 4 steps exact (0–2); attention work")
     assert "2 heads vmonarch; 1 layers left to the model (dense_layers)" in str(ran)
     vmonarch.apply(pipe, VMonarchProcessor(dense_steps=2))
     tiny.generate(pipe, steps=4)
     assert "2 of 4 steps exact (0–1)" in str(vmonarch.report(pipe))
     vmonarch.apply(pipe, VMonarchProcessor(refresh=Refresh(tolerance=1e-3, at_most=2)))
-    with pytest.warns(UserWarning, match="grew beyond tolerance=0.001, because at_most=2 allows no more"):
+    with pytest.warns(UserWarning, match="may have grown beyond tolerance=0.001, because at_most=2 allows no more"):
         tiny.generate(pipe, steps=4)
     ran = vmonarch.report(pipe)
-    assert ran.held and "more exact steps were needed than at_most allows" in str(ran) and len(ran.exact) == 2
+    assert ran.held and "more exact steps may have been needed than at_most allows" in str(ran) and len(ran.exact) == 2
 
 
 @pytest.mark.parametrize(
@@ -432,12 +429,13 @@ def test_a_report_amid_a_step_changes_no_decision():
     assert found[0] == found[1] and list(found[0])[:4] == [0, 1, 2, 4]
 
 
-@pytest.mark.parametrize("kind, at_most", [("t2v", 1), ("t2v", 3), ("t2v-2.2", 4)])
-def test_no_more_steps_are_exact_than_at_most_allows(tiny, kind, at_most):
+@pytest.mark.parametrize("kind, at_most, stop", [("t2v", 1, 30), ("t2v", 3, 26), ("t2v-2.2", 4, 30)])
+def test_no_more_steps_are_exact_than_at_most_allows(tiny, kind, at_most, stop):
+    interrupt = lambda pipe, step, *_: setattr(pipe, "_interrupt", step >= stop) or {}
     pipe = tiny.pipeline(kind)
     pipe, seen = watched(pipe, refresh=Refresh(tolerance=1e-6, at_most=at_most))
     with pytest.warns(UserWarning, match=f"because at_most={at_most} allows no more"):
-        tiny.quickly(pipe, 30)
+        tiny.quickly(pipe, 30, callback_on_step_end=interrupt)
     ran = vmonarch.report(pipe)
     assert ran.held and [step for step, exact in enumerate(seen) if exact] == list(ran.exact)
     # A residual of one branch at a time, also where the last exact step needs none.
