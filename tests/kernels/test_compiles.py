@@ -54,7 +54,6 @@ KNOWN_SPILLS = {
 # What portable kernels spill beyond MAX_SPILLED, in bytes, by version of Triton, architecture and kernel: they are slow
 # there, not wrong.
 KNOWN_PORTABLE_SPILLS = {
-    ("3.7.1", 90, "two_resolution_keys_kernel"): 532,
     ("3.7.1", 89, "_l_backward_rows_kernel"): 732,
     ("3.7.1", 120, "_flash_bias_keys_kernel"): 532,
     ("3.9.0", 89, "_l_backward_rows_kernel"): 1268,
