@@ -168,7 +168,7 @@ class Schedule:
     due: int = -1
     exact: dict[int, float | None] = dataclasses.field(default_factory=dict)
     computed: bool = False
-    renewals: list[int] = dataclasses.field(default_factory=list)
+    renewals: set[int] = dataclasses.field(default_factory=set)
     forward: dict[int, float | None] = dataclasses.field(default_factory=dict)
     predicted: set[int] = dataclasses.field(default_factory=set)
     held: bool = False
@@ -195,7 +195,6 @@ class Schedule:
         elif self.step in self.exact:
             # A cache of diffusers has skipped it, or it was dense, so that it is still due.
             del self.exact[self.step]
-            self.renewals = [step for step in self.renewals if step != self.step]
         if self.step in self.forward and (tolerance := self.refresh.cache) is not None:
             # Nothing after the last step corrects it.
             self._next_forward = min(self._last_below(tolerance, self.forward), self.steps - 1)
@@ -205,8 +204,6 @@ class Schedule:
             self.forward[step] = None
             if exact:
                 self.due, self.exact[step] = step, None
-                if self.kept:
-                    self.renewals.append(step)
 
     def compute(self) -> None:
         """A call of a step that is predicted is computed, so that its branch cannot go on: all of them begin anew."""
@@ -242,6 +239,7 @@ class Schedule:
 
     def read(self) -> None:
         """Note the mean errors of the forward calls of this step, if there are any: waits for the GPU."""
+        # Copies: a report of another thread may come amid a step.
         for errors, found in (([*self._errors], self.exact), ([*self._forward_errors], self.forward)):
             if errors:
                 found[self.step] = sum(error.read() for error in errors) / len(errors)

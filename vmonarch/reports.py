@@ -95,7 +95,7 @@ def report(pipe_or_transformer: Any) -> Report:
     applied = {transformer: record for transformer in transformers if (record := record_of(transformer)) is not None}
     if not applied:
         raise ValueError("no processor is applied, and stock attention has no report: use vmonarch.apply first")
-    specs = [record.processor for record in applied.values()]
+    spec, *_ = specs = [record.processor for record in applied.values()]
     grid = next((record.grid for record in applied.values() if record.grid is not None), None)
     # The transformers of a pipeline share what they keep, unless they got their processors one by one.
     sharings = {id(record.sharing): record.sharing for record in applied.values() if record.sharing is not None}
@@ -108,15 +108,14 @@ def report(pipe_or_transformer: Any) -> Report:
         run.schedule.read()
     heads, kept = Counter[str](), Counter[str]()
     shares: list[float | None] = []
-    for transformer, spec in zip(applied, specs, strict=True):
-        for name, count, share, left in _layers(transformer, spec, grid):
+    for transformer, record in applied.items():
+        for name, count, share, left in _layers(transformer, record.processor, grid):
             kept[name] += left
             heads[name] += 0 if left else count
             shares += [share] * count
     steps = next((run.schedule.steps for run in runs), next(iter(applied.values())).steps)
     exact = dict(sorted(pair for run in runs for pair in run.schedule.exact.items()))
-    option = DenseSet("dense_steps", specs[0].dense_steps)
-    dense = tuple(step for step in range(steps) if option.contains(step, steps))
+    dense = tuple(filter(lambda step: DenseSet("dense_steps", spec.dense_steps).contains(step, steps), range(steps)))
     predicted = tuple(sorted(step for run in runs for step in run.schedule.predicted))
     # Without runs all steps count; a run begins with an exact one. Renewals compute approximate attention, too.
     of_run = lambda schedule: range(min(schedule.exact, default=0), schedule.step + 1)

@@ -176,6 +176,8 @@ class Branch:
         if not schedule.kept:
             self.residuals.pop(layer, None)
             return
+        if schedule.step in schedule.exact:
+            schedule.renewals.add(schedule.step)
         if kept is not None and schedule.refresh.tolerance is not None:
             residual = self._take(layer, kept)
             self.errors.append(renew_residual(residual, exact, approximate(), implementation=by))

@@ -387,12 +387,7 @@ def test_a_report_counts_the_steps_that_ran(tiny):
     tiny.quickly(pipe, 2)
     share = vmonarch.report(pipe).work
     vmonarch.apply(pipe, VMonarchProcessor(refresh=[0, 1, 2, 3]))
-
-    def stop(pipe, step, timestep, tensors):
-        pipe._interrupt = step == 3
-        return {}
-
-    tiny.quickly(pipe, 16, callback_on_step_end=stop)
+    tiny.quickly(pipe, 16, callback_on_step_end=lambda pipe, step, *_: setattr(pipe, "_interrupt", step == 3) or {})
     # All were exact, and the last one made a residual.
     assert vmonarch.report(pipe).work == pytest.approx(1 + share / 4)
     assert vmonarch.report(tiny.another(pipe)).work is None
