@@ -20,7 +20,7 @@ from vmonarch.context_parallel import Part, TokenSplit
 from vmonarch.grid import LatentGrid
 from vmonarch.kernels.merge.api import merge_partials
 from vmonarch.kernels.taylor.api import taylor_attention
-from vmonarch.kernels.taylor.feature_maps import FEATURE_MAPS
+from vmonarch.kernels.taylor.reference import FEATURE_MAPS
 from vmonarch.kernels.window.api import check_window, window_attention
 from vmonarch.options import has_options
 from vmonarch.own import Own, Rotary
@@ -87,10 +87,6 @@ class BasedOptions:
         object.__setattr__(self, "feature_dim", int(self.feature_dim))
         if self.feature_map not in FEATURE_MAPS:
             raise ValueError(f"feature_map must be one of {', '.join(FEATURE_MAPS)}, got {self.feature_map!r}")
-        if FEATURE_MAPS[self.feature_map].signed and "both" in (self.layers, *self.layers):
-            raise ValueError(
-                f"feature_map must not be {self.feature_map!r} with layers 'both': its weights may be negative"
-            )
         object.__setattr__(self, "window", check_window(self.window))
         check_flag("decay", self.decay)
 
@@ -212,7 +208,7 @@ class BasedProcessor(VideoAttentionProcessor):
             linear and 3, 8, … 28 windows). The default "both" is the closest to the attention that a pretrained model
             knows, hence the one to adapt such a model to. VACE's control blocks follow the block that they feed.
         feature_dim: d', at most the head dimension.
-        feature_map: of the linear part; see `taylor_attention`. "both" needs one whose weights are never negative.
+        feature_map: of the linear part; see `taylor_attention`.
         window: (frames, rows, columns) of the neighbourhood, the query in the middle.
         decay: let the linear part's keys lose weight over time, as exp(-rate·|t - t'|), with a learnt rate above 0 for
             each head that begins at 1/16 per latent frame.

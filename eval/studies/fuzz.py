@@ -223,7 +223,7 @@ OPS = {
     "flash_bias_attention": Op(
         6, vmonarch.flash_bias_attention, ("out", "lse"), _with_factors, {"causal": _FLAG, "scale": SCALES, **_LSE}),
     "taylor_attention": Op(7, taylor_attention, ("out", "lse"), _linear, {
-        "causal": _FLAG, "scale": SCALES[:-1], "max_tokens": (1200,), **_LSE,
+        "causal": _FLAG, "scale": SCALES[:-1], **_LSE,
     }),
     "window_attention": Op(
         3, vmonarch.window_attention, ("out", "lse"), _near, {"causal": _FLAG, "scale": SCALES, **_LSE}),

@@ -20,8 +20,8 @@ from vmonarch.kernels.common.launch import (
     launch_options,
     tma_fits,
 )
-from vmonarch.kernels.taylor.kernels import gradient_kernel, prepare_kernel, read_kernel, state_kernel, step_kernel
-from vmonarch.kernels.taylor.reference import LEAST_WEIGHT, LinearState, log_partition
+from vmonarch.kernels.taylor.kernels import gradient_kernel, prepare_kernel, read_kernel, state_kernel
+from vmonarch.kernels.taylor.reference import LEAST_WEIGHT, log_partition
 
 # Programs that the tokens are spread over, at least: several times the processors of any chip. The fewer, the less is
 # written and read of sums; these are four for every processor of an H200.
@@ -202,15 +202,14 @@ def _weight_gradient(
     return h
 
 
-def _before(sums: torch.Tensor, first: torch.Tensor | None) -> torch.Tensor:
-    """Sums of all chunks before each, [B·H, chunks, …], beginning with `first` [B·H, …]."""
-    first = torch.zeros_like(sums[:, 0]) if first is None else first
-    return torch.cat([first[:, None], first[:, None] + sums[:, :-1].cumsum(1)], 1)
+def _before(sums: torch.Tensor) -> torch.Tensor:
+    """Sums of all chunks before each, [B·H, chunks, …]."""
+    return torch.cat([torch.zeros_like(sums[:, :1]), sums[:, :-1].cumsum(1)], 1)
 
 
 def _after(sums: torch.Tensor) -> torch.Tensor:
     """Sums of all chunks after each."""
-    return _before(sums.flip(1), None).flip(1)
+    return _before(sums.flip(1)).flip(1)
 
 
 def _mixed(sums: torch.Tensor, frame_weights: torch.Tensor) -> torch.Tensor:
@@ -219,45 +218,35 @@ def _mixed(sums: torch.Tensor, frame_weights: torch.Tensor) -> torch.Tensor:
     return (weights @ sums.flatten(2)).view(sums.shape)
 
 
-_INPUTS = (
-    "Tensor query, Tensor key, Tensor value, Tensor? frame_weights, Tensor? s, Tensor? z, float scale, bool causal"
-)
-
-
-@torch.library.custom_op(
-    "vmonarch::taylor_forward", mutates_args=(), schema=f"({_INPUTS}) -> (Tensor, Tensor, Tensor, Tensor)"
-)
-def taylor_forward(*inputs: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(out [B, Sq, H, E], weight [B, H, Sq], s [B·H, F, E] and z [B·H, F] after all keys)."""
-    query, key, value, frame_weights, s, z, *numbers = inputs
+@torch.library.custom_op("vmonarch::taylor_forward", mutates_args=())
+def taylor_forward(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    frame_weights: torch.Tensor | None,
+    scale: float,
+    causal: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out [B, Sq, H, E], weight [B, H, Sq])."""
     B, Sq, H, _ = query.shape
-    launch = _Launch(query, value.shape[3], frame_weights, *numbers)
+    launch = _Launch(query, value.shape[3], frame_weights, scale, causal)
     with torch.cuda.device_of(query):
-        sums, weights = launch.states(key, value)
-        if launch.causal:
-            s_read, z_read = _before(sums, s), _before(weights, z)
-            s_after, z_after = s_read[:, -1] + sums[:, -1], z_read[:, -1] + weights[:, -1]
+        s, z = launch.states(key, value)
+        if causal:
+            s, z = _before(s), _before(z)
+        elif frame_weights is None:
+            s, z = s.sum(1), z.sum(1)
         else:
-            s_after, z_after = sums.sum(1), weights.sum(1)
-            if s is not None and z is not None:
-                s_after, z_after = s_after + s, z_after + z
-            s_read, z_read = s_after, z_after
-            if frame_weights is not None:
-                s_read, z_read = _mixed(sums, frame_weights), _mixed(weights, frame_weights)
+            s, z = _mixed(s, frame_weights), _mixed(z, frame_weights)
         weight = query.new_empty(B, H, Sq, dtype=torch.float32)
-        out = launch.read(query, key, value, weight, s_read, z_read, back=False)
-    return out, weight, s_after, z_after
+        out = launch.read(query, key, value, weight, s, z, back=False)
+    return out, weight
 
 
 @taylor_forward.register_fake
-def _(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, frame_weights: Any, s: Any, z: Any, *numbers: Any
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+def _(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
     B, Sq, H, _d = query.shape
-    E, F = value.shape[3], _Launch(query, value.shape[3], frame_weights, *numbers).rows
-    shapes = (B, H, Sq), (B * H, F, E), (B * H, F)
-    weight, s, z = (query.new_empty(shape, dtype=torch.float32) for shape in shapes)
-    return query.new_empty(B, Sq, H, E), weight, s, z
+    return query.new_empty(B, Sq, H, value.shape[3]), query.new_empty(B, H, Sq, dtype=torch.float32)
 
 
 @torch.library.custom_op(
@@ -288,7 +277,7 @@ def taylor_backward(*inputs: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Ten
             s_keys, z_keys = (_mixed(x, frame_weights) for x in (s_keys, z_keys))
             s_queries, z_queries = (_mixed(x, frame_weights.mT) for x in (s_queries, z_queries))
         elif launch.causal:
-            s_keys, z_keys = _before(s_keys, None), _before(z_keys, None)
+            s_keys, z_keys = _before(s_keys), _before(z_keys)
             s_queries, z_queries = _after(s_queries), _after(z_queries)
         else:
             s_keys, z_keys, s_queries, z_queries = (x.sum(1) for x in (s_keys, z_keys, s_queries, z_queries))
@@ -308,68 +297,26 @@ def _(
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
-    query, key, value, frame_weights, _, _, *ctx.numbers = inputs
-    out, weight, s, z = output
-    ctx.mark_non_differentiable(s, z)
+    query, key, value, frame_weights, *ctx.numbers = inputs
+    out, weight = output
     ctx.save_for_backward(query, key, value, frame_weights, out, weight)
     ctx.set_materialize_grads(False)
 
 
 def _backward(
-    ctx: Any, grad_out: torch.Tensor | None, grad_weight: torch.Tensor | None, *_: Any
+    ctx: Any, grad_out: torch.Tensor | None, grad_weight: torch.Tensor | None
 ) -> tuple[torch.Tensor | None, ...]:
     if grad_out is None and grad_weight is None:
-        return (None,) * 8
+        return (None,) * 6
     query, key, value, frame_weights, out, weight = ctx.saved_tensors
     grad_out = torch.zeros_like(out) if grad_out is None else grad_out
     *gradients, d_frames = taylor_backward(
         grad_out, grad_weight, query, key, value, frame_weights, out, weight, *ctx.numbers
     )
-    return *gradients, None if frame_weights is None else d_frames, None, None, None, None
+    return *gradients, None if frame_weights is None else d_frames, None, None
 
 
 taylor_forward.register_autograd(_backward, setup_context=_setup_context)
-
-
-@torch.library.custom_op("vmonarch::taylor_step", mutates_args=())
-def taylor_step(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    kv: torch.Tensor,
-    k: torch.Tensor,
-    scale: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(out [B, 1, H, E], kv [B, H, F, E], k [B, H, F]) of one token after a state, kv and k of which are in float32."""
-    B, _, H, dims = query.shape
-    E = value.shape[3]
-    kv, k = kv.contiguous(), k.contiguous()
-    out, new_kv, new_k = query.new_empty(B, 1, H, E), torch.empty_like(kv), torch.empty_like(k)
-    BLOCK_D, BLOCK_E = block_dim(dims), min(32, block_dim(E))
-    with torch.cuda.device_of(query):
-        step_kernel[(triton.cdiv(E, BLOCK_E) * B * H,)](
-            query, key, value, kv, k, out, new_kv, new_k, *query.stride()[0:3:2], *key.stride()[0:3:2],
-            *value.stride()[0:3:2], H, math.sqrt(scale), LEAST_WEIGHT, D=dims, E=E,
-            BLOCK_A=min(BLOCK_D, max(1, 256 // BLOCK_D)), BLOCK_D=BLOCK_D, BLOCK_E=BLOCK_E, num_warps=4,
-        )  # fmt: skip
-    return out, new_kv, new_k
-
-
-@taylor_step.register_fake
-def _(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, kv: torch.Tensor, k: torch.Tensor, *_: Any
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    out = query.new_empty(query.shape[0], 1, query.shape[2], value.shape[3])
-    return out, kv.new_empty(kv.shape), k.new_empty(k.shape)
-
-
-def _with_halves(s: torch.Tensor, z: torch.Tensor, dims: int, factor: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sums with those of order 2 times a factor: the reference's features have a root of the ½ of s²/2, the sums here
-    have not.
-    """
-    factors = s.new_ones(s.shape[1])
-    factors[1 + dims :] = factor
-    return s * factors[:, None], z * factors
 
 
 def taylor_attention_triton(
@@ -379,24 +326,9 @@ def taylor_attention_triton(
     *,
     scale: float,
     causal: bool,
-    state: LinearState | None,
     frame_weights: torch.Tensor | None,
     return_lse: bool,
-    return_state: bool,
-) -> tuple[torch.Tensor, torch.Tensor | None, LinearState | None]:
-    """(out, lse, state) by the kernels, the last two if asked for; arguments are checked already."""
-    B, H, dims = key.shape[0], key.shape[2], key.shape[3]
-    tokens = key.shape[1] + (0 if state is None else state.tokens)
-    if state is not None and query.shape[1] == key.shape[1] == 1 and not return_lse:
-        out, kv, k = taylor_step(query, key, value, state.kv.float(), state.k.float(), scale)
-        return out, None, LinearState(kv, k, tokens)
-    s = z = None
-    if state is not None:
-        s, z = (x.float().flatten(0, 1) for x in (state.kv, state.k))
-        s, z = _with_halves(s, z, dims, math.sqrt(2.0))
-    out, weight, s, z = taylor_forward(query, key, value, frame_weights, s, z, scale, causal)
-    lse = log_partition(weight) if return_lse else None
-    if not return_state:
-        return out, lse, None
-    s, z = _with_halves(s, z, dims, math.sqrt(0.5))
-    return out, lse, LinearState(s.unflatten(0, (B, H)), z.unflatten(0, (B, H)), tokens)
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """(out, lse) by the kernels, the latter if asked for; arguments are checked already."""
+    out, weight = taylor_forward(query, key, value, frame_weights, scale, causal)
+    return out, log_partition(weight) if return_lse else None

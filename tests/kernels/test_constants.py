@@ -15,7 +15,6 @@ from vmonarch.kernels.flash_entropy.segments import Segment, column_work, row_wo
 from vmonarch.kernels.hopper.schedule import even_order, schedule
 from vmonarch.kernels.monarch.call import exact_table_of
 from vmonarch.kernels.monarch.places import grid_places
-from vmonarch.kernels.taylor.feature_maps import performer_directions
 from vmonarch.kernels.two_resolution.tiling import places_of, tiling_of
 from vmonarch.options import TwoResolutionOptions
 
@@ -82,7 +81,6 @@ TABLES = {
     "schedule": lambda n: schedule((Segment(0, n, ((0, n),)),), 16, 16, 1, 4, CPU).items,
     "even_order": lambda n: even_order(n, 1, False, 4, CPU),
     "exact_table": lambda n: exact_table_of(ExactBlocks(band=0), grid_places(LatentGrid(2, n, 1), coarse=1), CPU),
-    "directions": lambda n: performer_directions(n, CPU),
 }
 
 

@@ -41,14 +41,6 @@ def in_frames(query, key, value, weights, **options):
     return taylor_attention(query, key, value, frame_weights=weights.abs(), **options)
 
 
-@torch.no_grad()
-def decoded(*tensors, **options):
-    """Some tokens, and then one at a time."""
-    state = None
-    for tokens in zip(*(x.split([70, 1, 1], 1) for x in tensors), strict=True):
-        _, state = taylor_attention(*tokens, causal=True, state=state, return_state=True, **options)
-
-
 def normed(x, weight, **options):
     angles = torch.linspace(0, 9, 130 * 80, device=x.device).view(1, 130, 1, 80)
     return norm_rotary(x, weight, angles.cos(), angles.sin(), heads=3, eps=1e-6, **options)
@@ -101,7 +93,6 @@ CALLS = {
           for options in ({}, {"causal": True}, LSE)),
         (taylor_attention, qkv(500, 500, 24, 40), {}),
         (in_frames, [*qkv(500, 500, 16, 64), Float32((2, 5, 5))], {}),
-        (decoded, qkv(72, 72, 16, 64), {}),
     ],
     "window": [
         *((vmonarch.window_attention, qkv(S, S, 64), {**options, "causal": causal}) for causal in (False, True)

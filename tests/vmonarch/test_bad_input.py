@@ -114,7 +114,6 @@ OF_BASED = {
     "layers-entry": ({"layers": ["both", "based"]}, ValueError, r"layers\[1\] must be one of .* got 'based'"),
     "feature-dim": ({"feature_dim": 0}, ValueError, "feature_dim must be at least 1"),
     "feature-map": ({"feature_map": "exp"}, ValueError, "feature_map must be one of taylor"),
-    "signed": ({"feature_map": "identity"}, ValueError, "feature_map must not be 'identity' with layers 'both'"),
     "window": ({"window": 3}, TypeError, "window must be three integers"),
     "window-zero": ({"window": (3, 0, 3)}, ValueError, r"window\[1\] must be at least 1"),
     "decay": ({"decay": 1}, TypeError, "decay must be True or False"),
