@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from vmonarch.eval.bench import attention, based, bias, kernels, norm, sequence
+from vmonarch.eval.bench import attention, based, bias, kernels
 from vmonarch.eval.bench.attention import case_of, exact, sdpa
 from vmonarch.eval.bench.runner import compare
 from vmonarch.flops import attention_work, vmonarch_work
@@ -26,11 +26,8 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),
     pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile"),
 ]
-GRID = LatentGrid(2, 3, 4)
 WINDOW = {"window": (1, 3, 2), "grid": (2, 4, 5)}
 TINY = {"batch": 1, "tokens": 40, "heads": 2, "head_dim": 16, "rank": 3, "causal": False}
-SMALL = {"grid": GRID, "heads": 2, "head_dim": 12}
-JOINT = {"grid": GRID, "text": 8, "heads": 2, "head_dim": 16}
 CASES = {
     "kernels": (kernels, kernels.shape_case("2x3x3:2", 16, False)),
     "kernels-training": (kernels, kernels.shape_case("2x3x3:2", 16, True)),
@@ -43,10 +40,6 @@ CASES = {
     "window": (based, based.based_case("window", 1, 40, 2, 16, window=5)),
     "neighbourhood": (based, based.based_case("window", 1, 40, 2, 16, **WINDOW)),
     "neighbourhood-training": (based, based.based_case("window", 1, 40, 2, 16, True, **WINDOW)),
-    "norm": (norm, case_of("small", **SMALL)),
-    "norm-training": (norm, case_of("small", True, **SMALL)),
-    "sequence": (sequence, case_of("small", **JOINT, masked=False)),
-    "sequence-masked-training": (sequence, case_of("small", True, **JOINT, masked=True)),
 }
 SLOW = ("vmonarch-t3", "vmonarch-coarse2", "vmonarch-coarse2-rows", "vmonarch-torch")
 
@@ -54,7 +47,7 @@ SLOW = ("vmonarch-t3", "vmonarch-coarse2", "vmonarch-coarse2-rows", "vmonarch-to
 @pytest.fixture(autouse=True)
 def on_the_cpu(monkeypatch):
     """Without a GPU torch has neither cuDNN nor flash attention of these shapes; its compiler is not what is tested."""
-    for module in (kernels, based, sequence):
+    for module in (kernels, based):
         monkeypatch.setattr(module, "sdpa", lambda _, *qkv, **options: sdpa("sdpa", *qkv, **options))
     monkeypatch.setattr(torch, "compile", lambda function, **_: function)
 
@@ -133,10 +126,7 @@ def test_the_flops_are_those_that_one_counts_and_those_of_plain_torch(grid, opti
         assert counter.get_total_flops() == forward
 
 
-TABLES = {
-    "kernels-h200": (kernels, 30), "flash-bias-h200": (bias, 70), "based-h200": (based, 54), "norm": (norm, 10),
-    "sequence": (sequence, 8),
-}  # fmt: skip
+TABLES = {"kernels-h200": (kernels, 30), "flash-bias-h200": (bias, 70), "based-h200": (based, 54)}
 
 
 def test_a_multiply_add_counts_two():
@@ -153,9 +143,6 @@ def test_a_multiply_add_counts_two():
     plain = bias.flops(biased, 0)
     assert plain == 2 * 4 * 40**2 * 16 and bias.flops(biased, 8) == plain + 2 * 2 * 40**2 * 8
     assert bias.flops(case_of("x", **TINY | {"causal": True}), 0) == plain / 2
-    # 24 tokens of 24 channels, heads of 12, 4 bytes each.
-    moved = [norm.bytes_moved(case_of("x", training, **SMALL), 4) for training in (False, True)]
-    assert moved == [(2 * 576 + 2 * 288 + 24) * 4, (5 * 576 + 4 * 288 + 4 * 24) * 4]
 
 
 @pytest.mark.parametrize("name", TABLES)

@@ -21,9 +21,7 @@ BENCHES: dict[str, tuple[str, int, float]] = {
     "parallel": ("models on several GPUs, by heads", 5, 540.0),
     "bias": ("attention with a low-rank bias", 9, 450.0),
     "based": ("linear and window attention", 9, 280.0),
-    "norm": ("RMS norm and rotary embedding", 9, 240.0),
     "families": ("transformers beyond Wan", 5, 540.0),
-    "sequence": ("text in the sequence of the video", 7, 240.0),
 }
 
 
@@ -133,7 +131,7 @@ def run_bench(arguments: argparse.Namespace) -> None:
       vmonarch bench kernels --shapes 43x28x52 24x44x80:40 --methods cudnn,vmonarch --passes forward
       vmonarch bench e2e --settings 1.3b-61x448x832           seconds per video with a model of random weights
       vmonarch bench e2e --model Wan-AI/Wan2.1-T2V-1.3B-Diffusers --settings 81x480x832 --methods full vmonarch-t3
-      vmonarch bench norm --cases forward                     norm and rotary embedding, without gradients
+      vmonarch bench bias --cases forward                     attention with a low-rank bias, without gradients
 
     All ways to compute a case take turns. Results are compared with a reference before anything is timed: a wrong one
     gets no speed, and the command ends with exit code 1. What does not fit the budget is left out and named.
