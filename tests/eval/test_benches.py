@@ -1,10 +1,6 @@
 """The runner of the benchmarks, by its commands: wrong results have no speed, and what is measured is not lost."""
 
 import dataclasses
-import json
-import os
-import subprocess
-import sys
 import time
 
 import pytest
@@ -128,15 +124,6 @@ def test_what_fails_a_run():
         runner.failure(RuntimeError("CUDA error: an illegal memory access"))
 
 
-def test_methods_take_turns_and_none_is_always_first():
-    calls = []
-    runs = {name: (lambda name=name: calls.append(name)) for name in "abc"}
-    times = machine.measure(runs, {"a": 4, "b": 2, "c": 4}, runner.Clock(CPU), float("inf"))
-    assert calls == ["a", "b", "c", "b", "c", "a", "c", "a", "a", "c"]
-    assert {name: len(found) for name, found in times.items()} == {"a": 4, "b": 2, "c": 4}
-    assert machine.summary([5.0, 1.0, 2.0, 4.0, 3.0, 6.0]) == {"median": 3.5, "min": 1.0, "p20": 2.0, "p80": 5.0}
-
-
 def test_the_budget_ends_rounds_rows_and_cases(monkeypatch):
     now = [0.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
@@ -187,24 +174,6 @@ def test_a_run_that_stops_loses_no_finished_case_and_says_what_is_left_out(run_c
     monkeypatch.setattr(kernels, "ways", killed)
     code, results = run_command("kernels", *shapes)
     assert code == 130 and len(results["cases"]) == 2 and not results["complete"]
-
-
-@pytest.mark.deep
-def test_the_kernel_bench_needs_nothing_but_torch_triton_and_numpy(tmp_path):
-    banned = ("diffusers", "omegaconf", "transformers", "yaml", "accelerate", "matplotlib", "PIL", "imageio_ffmpeg")
-    words = ["bench", "kernels", "--device", "cpu", *TINY, "--passes", "forward", "--methods", "vmonarch"]
-    code = f"""
-import sys
-for name in {banned}:
-    sys.modules[name] = None
-sys.argv = ["vmonarch", *{words}, "--output", {str(tmp_path / "kernels.json")!r}]
-import runpy
-runpy.run_module("vmonarch", run_name="__main__", alter_sys=True)
-"""
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONWARNINGS": "ignore"}
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
-    assert run.returncode == 0, run.stderr
-    assert json.loads((tmp_path / "kernels.json").read_text())["complete"]
 
 
 @pytest.mark.parametrize("command", [["bench", "kernels"], ["tune", "--dtype", "float32"]], ids=lambda words: words[0])

@@ -274,15 +274,6 @@ def test_bad_options_are_errors_that_name_them(spec, words):
     assert all(word in str(error.value) for word in words), error.value
 
 
-def test_what_does_not_fit_the_video_is_an_error():
-    with pytest.raises(ValueError, match="blocks must not exceed the axis W, which is 3 long, got 4"):
-        ControlProcessor("factorised", axis="W").check_grid(LatentGrid(5, 7, 3))
-    with pytest.raises(ValueError, match="frame 4"):
-        ControlProcessor("local", exact={"columns": [4]}).check_grid(LatentGrid(4, 1, 1))
-    with pytest.raises(ValueError, match="control must be one of controlled, .*, got 'topk'"):
-        ControlProcessor("topk")
-
-
 # --- Those that learn ---
 
 GRID = LatentGrid(8, 6, 5)

@@ -17,8 +17,7 @@ from tiny_families import FAMILIES, GRID
 from torch.utils._pytree import tree_map_only
 from transformers import UMT5Config, UMT5EncoderModel
 
-from vmonarch import VMonarchOptions, attend, plan
-from vmonarch.attend import Exact, Op
+from vmonarch.attend import Op
 from vmonarch.cli import main
 from vmonarch.configs import InputError, preset_names
 from vmonarch.eval.bench import e2e, families
@@ -27,7 +26,6 @@ from vmonarch.eval.wan_models import UMT5_XXL, WanModel, read_model
 from vmonarch.families import family_of
 from vmonarch.grid import LatentGrid
 from vmonarch.kernels.common.launch import interpreted
-from vmonarch.kernels.monarch import api
 
 pytestmark = pytest.mark.skipif(not interpreted(), reason="needs TRITON_INTERPRET=1 when triton is imported")
 CPU = torch.device("cpu")
@@ -144,27 +142,6 @@ def test_dense_steps_a_cache_and_a_second_transformer_count(measure, monkeypatch
     assert [step for step, called in predicting.items() if called] == [0, 1, 2, 4, 7]
 
 
-def test_all_steps_are_measured_where_errors_decide_which_are_exact(measure):
-    controlled = "{tolerance: 1.0e-9, at_most: 3}"
-    rows = measure("vmonarch:refresh=3", f"vmonarch:refresh={controlled}", steps=6, guidance=False)
-    fixed, found = ({kind: of["steps"] for kind, of in row["kinds"].items()} for row in rows.values())
-    # As many are exact, each of which measures the error of the last one; of the fixed schedule, one is not kept.
-    assert fixed == {"exact": 1, "kept": 2, "approximate": 3} and found == {"kept": 3, "approximate": 3}
-
-
-def test_an_approximate_step_that_is_wrong_is_noticed(measure, monkeypatch):
-    right, calls = attend.add_residual, []
-
-    def add(*inputs, **options):
-        calls.append(inputs)
-        # Two layers, two texts: the compiled row's first turn is wrong, what it is compared with is right.
-        return (2 if len(calls) <= 4 else 1) * right(*inputs, **options)
-
-    monkeypatch.setattr(attend, "add_residual", add)
-    (row,) = measure("vmonarch:refresh=1", modes=("compiled",), steps=3).values()
-    assert row["status"] == "wrong" and "step 1 is off by" in row["problem"] and "step_s" not in row
-
-
 def test_tables_hold_ratios_of_one_run_and_the_last_row_that_has_times(document, tmp_path):
     first = copy.deepcopy(document)
     case = first["runs"][0]["cases"][0]
@@ -186,13 +163,6 @@ def test_tables_hold_ratios_of_one_run_and_the_last_row_that_has_times(document,
     assert found["steps"][name, "vmonarch, compiled"][1:5] == ["0.500", "2.0", "–", "–"]
     assert found["steps"][name, "full, eager"][1] == "4.000", "what failed later does not replace it"
     assert len(found["steps"]) > 30 and len(found["fits"]) == 9, "tables of other makers stay"
-
-
-def test_what_is_no_benchmark_is_not_merged(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "x.json").write_text('{"format": "another"}')
-    assert main(["bench", "merge", "x.json", "--output", "y.json"]) == 2
-    assert "is no JSON of `vmonarch bench e2e`" in capsys.readouterr().err and not (tmp_path / "y.json").exists()
 
 
 def small(name):
@@ -227,25 +197,6 @@ def test_families_pass_the_gate_and_vmonarch_approximates(name, uncompiled):
         assert (found[method] - found["stock"]).norm() > 1e-4 * found["stock"].norm()
     assert {tuple(options.items()) for _, options in uncompiled} == {(("fullgraph", True), ("dynamic", False))}
     assert len({id(block) for block, _ in uncompiled}) == 2 * len(families.METHODS)
-
-
-def test_families_with_a_wrong_kernel_or_an_infinite_result_get_no_speed(uncompiled, monkeypatch):
-    attend, masks, exact = api.vmonarch_attention, [], Exact.__call__
-    monkeypatch.setattr(Exact, "__call__", lambda *inputs: masks.append(inputs[4].key_mask) or exact(*inputs))
-    made = families.ways(small("hunyuan"), CPU, torch.float32)
-    made["exact"]().run()
-    way = made["vmonarch"]()
-    results = way.run()
-    assert masks[:2] == [None, None] and len(masks) == 6 and all(mask is not None and mask.all() for mask in masks[2:])
-    with pytest.raises(RuntimeError, match="not finite"):
-        way.found((results[0] * torch.inf,))
-
-    def wrong(*tensors, **options):
-        out, lse = attend(*tensors, **options)
-        return out, lse + 1
-
-    monkeypatch.setitem(plan._OPS, VMonarchOptions, (wrong, plan._OPS[VMonarchOptions][1]))
-    assert "out is off by" in compare(way.found(results), way.expected(), torch.float32)[1]
 
 
 @pytest.mark.parametrize("case", families.CASES, ids=lambda case: case.label)
@@ -300,16 +251,6 @@ def test_shipped_models_are_those_they_are_named_after(name):
     assert video.shape == (1, 3, 5, 64, 96), "the VAE must compress as much as the latent grid says"
     assert model.transformers == (("transformer", "transformer_2") if "a14b" in name else ("transformer",))
     assert model.expand_timesteps == (name == "wan2.2-5b")
-
-
-def test_random_weights_have_the_dtypes_of_loaded_ones(tiny_yaml, tmp_path):
-    built = read_model(tiny_yaml).build("transformer", CPU, torch.bfloat16)
-    built.save_pretrained(tmp_path / "model")
-    loaded = WanTransformer3DModel.from_pretrained(tmp_path / "model", torch_dtype=torch.bfloat16)
-    dtypes = {name: tensor.dtype for name, tensor in loaded.state_dict().items()}
-    assert {name: tensor.dtype for name, tensor in built.state_dict().items()} == dtypes
-    assert set(dtypes.values()) == {torch.bfloat16, torch.float32}
-    assert not any(parameter.requires_grad for parameter in built.parameters())
 
 
 def test_a_pipelines_folder_brings_its_own_weights(tiny, tmp_path):

@@ -7,7 +7,6 @@ import parallel_bench_rank
 import pytest
 import torch
 
-from vmonarch.cli import main
 from vmonarch.eval.bench import machine, parallel
 from vmonarch.eval.bench.parallel import ulysses_bytes
 
@@ -65,21 +64,6 @@ def test_bytes_are_those_of_the_formulae_and_the_table_tells_all_of_it(results):
     assert [line[1] for line in table["rows"]] == ROWS
     assert all("%" not in line[2] and "%" in line[3] and line[4] == "–" for line in table["rows"])
     assert "`the command`" in results["caption"] and " Failed: 3 processes: " in results["caption"]
-
-
-def test_a_transformer_that_cannot_be_compiled_says_so(tiny_yaml, tmp_path):
-    told = {"device": "cpu", "rounds": 1, "budget": 100.0, "command": ""}
-    _, of = job(tiny_yaml, modes=("compiled",), compile_backend="none-such")
-    parallel.run_rank(0, 1, of, tmp_path, told)
-    found = json.loads((tmp_path / "1.json").read_text())["cases"][0]
-    assert all(row["status"] == "failed" and "InvalidBackend" in row["problem"] for row in found["rows"])
-
-
-def test_there_are_no_more_processes_than_gpus(capsys, monkeypatch):
-    monkeypatch.setattr(parallel, "check_device", torch.device)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    assert main(["bench", "parallel", "--ranks", "1", "4"]) == 2
-    assert "--ranks must be at most 2, a GPU for each; got 4" in capsys.readouterr().err
 
 
 def test_every_number_of_processes_gets_its_share_of_the_time_and_what_is_left_out_is_named(

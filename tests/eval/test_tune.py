@@ -5,19 +5,14 @@ Here it runs through Triton's interpreter, at tiny sizes, where every candidate 
 
 import dataclasses
 import json
-import math
-import os
 import shutil
-import time
 from pathlib import Path
 
 import pytest
 import torch
 
 from vmonarch.cli import main
-from vmonarch.eval.bench import tune
-from vmonarch.eval.bench.machine import count_done
-from vmonarch.eval.bench.tune import IN_USE, SWEEPS, UNTUNED, run_tune, table_path, write_table
+from vmonarch.eval.bench.tune import SWEEPS, UNTUNED, run_tune, table_path, write_table
 from vmonarch.kernels.common import launch
 from vmonarch.kernels.common.launch import interpreted, launch_options
 
@@ -103,18 +98,6 @@ def test_candidates_that_are_wrong_or_fail_or_bring_little_are_not_taken(tables,
     assert run(path, "r_step")["tables"][0]["rows"][0][2:] == ["1.000", "1.000", "1.00x", "as before"]
 
 
-def test_winners_are_in_force_for_the_kernels_after_them():
-    seen = []
-    winners = {("r_step", 16): {"BLOCK_N": 32}, ("r_step", 64): {"BLOCK_N": 64}}
-    case = tune.Case(kernel="l_output", head_dim=16, dtype="float32", shapes=("2x4x4:1",), heads=12, in_use={})
-    with pytest.MonkeyPatch.context() as patch:
-        options = lambda *_: seen.append(launch_options("r_step", CPU, torch.float32, 16)["BLOCK_N"]) or ()
-        patch.setattr(tune, "_operator", lambda *_: options)
-        with pytest.raises(NotImplementedError, match="not launched"):
-            tune.ways(winners, case, CPU, torch.float32)[IN_USE]().run()
-    assert seen == [32]
-
-
 def test_a_table_for_a_new_chip_serves_all_of_it(tables, monkeypatch):
     chip = "NVIDIA Imaginary X1"
     path = table_path(chip)
@@ -150,11 +133,3 @@ def test_the_command_ends_with_the_budget_and_prints_times(tables, few, capsys):
     heading, _, row = ([cell.strip() for cell in line.split("|")[1:-1]] for line in out[:3])
     assert heading[:4] == ["kernel", "d", "before ms", "after ms"] and row[:2] == ["l_output", "16"]
     assert out[-1] == str(path) and json.loads(path.read_text())["chip"] == "interpreter"
-
-
-def test_tasks_that_fail_or_are_late_are_not_counted(capfd):
-    assert count_done(math.sqrt, [4.0, -1.0, 9.0], 60) == 2 and "ValueError" in capfd.readouterr().err
-    started = time.monotonic()
-    # The process of the task dies: nobody waits for its answer.
-    assert count_done(os._exit, [0], 60, stalled=2) == 0
-    assert time.monotonic() - started < 20

@@ -13,7 +13,6 @@ from vmonarch.finetune import scenes
 from vmonarch.finetune.embedded import __main__ as command
 from vmonarch.finetune.embedded.models import Reconstruction
 from vmonarch.finetune.scenes import render, sample_scenes
-from vmonarch.pipelines import embedded
 from vmonarch.pipelines.config import recommended_settings
 from vmonarch.pipelines.embedded import EMBEDDED_SETTINGS, embedded_model_path
 from vmonarch.pipelines.model_folder import find_model, folder_bytes
@@ -89,29 +88,6 @@ def test_the_command_writes_a_stock_pipeline_and_how_it_was_made(proxy):
     assert recommended["flow_shift"] == 5.0 and (recommended["height"], recommended["width"]) == (96, 160)
 
 
-@pytest.mark.deep
-def test_the_command_trains_from_scratch(tmp_path):
-    run(tmp_path)
-    pipe = diffusers.WanPipeline.from_pretrained(tmp_path / "model")
-    assert pipe.tokenizer("a red circle").input_ids[-1] == 1 and pipe.vae.config.latents_mean[0] != 0
-    assert pipe.scheduler.config.flow_shift == 3.0
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--steps", "0"], "--steps must be positive, got 0"),
-        (["--learning-rate", "-1"], "--learning-rate must be positive, got -1"),
-        (["--output", "docs"], "docs exists; nothing is overwritten"),
-    ],
-    ids=lambda value: value[0] if isinstance(value, list) else "",
-)
-def test_the_command_refuses_what_it_cannot_use(words, message, tmp_path, capsys):
-    with pytest.raises(SystemExit):
-        run(tmp_path, *words)
-    assert message in capsys.readouterr().err and not (tmp_path / "model").exists()
-
-
 def test_the_shipped_model_is_stock_small_and_safe(shipped):
     folder = embedded_model_path()
     index = json.loads((folder / "model_index.json").read_text())
@@ -134,12 +110,6 @@ def test_the_shipped_vae_reconstructs_and_its_statistics_fit(shipped):
     means = shipped.vae.encode(render(sample_scenes(6, 4343), frames=range(17))).latent_dist.mode()
     latents = (means - mean) / std
     assert latents.mean().abs() < 0.2 and 0.7 < latents.std() < 1.3
-
-
-def test_a_missing_model_is_reported(monkeypatch, tmp_path):
-    monkeypatch.setattr(embedded, "__file__", str(tmp_path / "__init__.py"))
-    with pytest.raises(FileNotFoundError, match="weights are missing from .*; reinstall vmonarch"):
-        embedded_model_path()
 
 
 # The procedural clips
