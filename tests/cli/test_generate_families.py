@@ -125,17 +125,6 @@ def changed(folders: Folders, tmp_path: Path) -> Callable[..., Path]:
 
 
 @pytest.mark.deep
-def test_methods_are_compared(cli, folders: Folders) -> None:
-    words = line(folders("hunyuan"), "hunyuan", "--methods", "vmonarch", "vmonarch:exact={band: 9}")
-    code, out, err = cli("compare", *words, tiny=False)
-    assert code == 0 and "PSNR" in out, err
-    (name,) = cli.outputs("outputs/compare")
-    (record,) = cli.records(f"outputs/compare/{name}")
-    near, exact = (record["statistics"][label]["psnr"]["mean"] for label in record["methods"][1:])
-    assert exact > 80 > near
-
-
-@pytest.mark.deep
 def test_heads_are_diagnosed_and_planned(cli, folders: Folders) -> None:
     words = ["--candidates", "vmonarch-t1", "vmonarch", "--every", 1, "--flops", 1.5]
     code, _, err = cli("calibrate", *line(folders("hunyuan"), "hunyuan", *words), tiny=False)

@@ -16,9 +16,9 @@ from op_checks import in_interpreter
 from triton import knobs
 from triton.backends.nvidia import compiler
 
-from vmonarch.kernels.common import launch, tiny_cases, trust
+from vmonarch.kernels.common import launch, trust
 from vmonarch.kernels.common.launch import launch_overrides
-from vmonarch.kernels.common.tiny_cases import OPS, Case
+from vmonarch.kernels.common.tiny_cases import OPS
 from vmonarch.kernels.common.trust import TESTED_TRITON, Kernels
 from vmonarch.kernels.flash_bias.api import flash_bias_attention
 from vmonarch.kernels.monarch.api import vmonarch_attention
@@ -128,21 +128,6 @@ def test_the_check_knows_nothing_of_how_it_is_called(monkeypatch, untested):
         assert list(trust._verdicts.values()) == [None], name
 
 
-@in_interpreter
-@pytest.mark.parametrize("bug", [False, True], ids=["right", "wrong"])
-def test_torch_compile_takes_the_verdict_for_a_constant(monkeypatch, untested, bug):
-    kernel = plant(monkeypatch, "norm_rotary_kernel", lambda arguments: arguments[4].mul_(1.1) if bug else None)
-    torch.compiler.reset()
-    compiled = torch.compile(call, backend="eager", fullgraph=True)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always", RuntimeWarning)
-        out = compiled()
-        assert torch.allclose(compiled(), call("torch"), rtol=1e-5, atol=1e-5)
-    ours = [warning for warning in caught if "norm_rotary" in str(warning.message)]
-    assert torch.allclose(out, call("torch"), rtol=1e-5, atol=1e-5)
-    assert (len(ours), kernel.launches) == ((1, 1) if bug else (0, 3))
-
-
 def test_a_tested_version_costs_nothing(monkeypatch):
     def refuse(*_):
         raise AssertionError("a verdict was looked for")
@@ -155,18 +140,6 @@ def test_a_tested_version_costs_nothing(monkeypatch):
     for op in OPS:
         assert launch._why_not_compiled(op, CPU, torch.float16, "auto") is None
         assert launch.hopper_fits(op, half)
-
-
-def test_want_of_memory_is_no_verdict(monkeypatch, untested):
-    def no_memory(x, implementation):
-        if implementation == "triton":
-            raise torch.OutOfMemoryError("planted")
-        return (x * 2,)
-
-    monkeypatch.setattr(tiny_cases, "tiny_case", lambda *_: Case({"x": (2,)}, {"the output": (2,)}, no_memory))
-    with pytest.raises(torch.OutOfMemoryError, match="planted"):
-        call()
-    assert not trust._verdicts
 
 
 def test_a_check_during_a_capture_is_refused_and_a_verdict_taken(monkeypatch, untested, checks):
@@ -197,13 +170,6 @@ def test_portable_kernels_take_the_place_of_those_for_hopper(monkeypatch, untest
             attend("triton")
         with launch_overrides({"hopper": {"enabled": 0}}):
             assert torch.equal(attend("triton"), out)
-
-
-@pytest.mark.parametrize("op", ["window", "norm_rotary", "residual", "merge"])
-def test_an_op_without_kernels_for_hopper_has_no_verdict_of_them(monkeypatch, untested, checks, op):
-    monkeypatch.setattr(launch, "on_hopper", lambda device: True)
-    assert launch._why_not_compiled(op, CPU, torch.float16, "triton") is None
-    assert [kernels.hopper for kernels in checks] == [False]
 
 
 def test_what_vmonarch_runs_of_flash_attention_is_checked_with_it_and_apart(monkeypatch, untested, checks):

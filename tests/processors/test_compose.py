@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import threading
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -231,24 +229,6 @@ def test_whole_in_one_graph_no_step_is_known(tiny, dynamo, option):
     pipe.transformer.compile(backend="eager", fullgraph=True)
     with pytest.raises(torch._dynamo.exc.Unsupported, match=f"(?s){option}.*compile_repeated_blocks"):
         tiny.generate(pipe)
-
-
-@pytest.mark.deep
-def test_compiled_blocks_of_two_threads_are_told_apart(tiny, dynamo):
-    model = tiny.applied_transformer(num_layers=1)
-    # As many tokens in both: nothing but the grid tells them apart.
-    grids = [(3, 2, 4), (4, 3, 2)]
-    expected = [tiny.run(model, grid) for grid in grids]
-    model.compile_repeated_blocks(backend="eager", fullgraph=True)
-    for grid in grids:
-        tiny.run(model, grid)
-    begun, together = [], threading.Barrier(2, timeout=60)
-    model.condition_embedder.register_forward_hook(lambda *_: begun.append(together.wait()))
-    with ThreadPoolExecutor(2) as threads:
-        found = list(threads.map(lambda grid: tiny.run(model, grid), grids))
-    assert len(begun) == 2, "both calls had begun before either reached its block"
-    for output, wanted in zip(found, expected, strict=True):
-        torch.testing.assert_close(output, wanted)
 
 
 def plan_of(layers):

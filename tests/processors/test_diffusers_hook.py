@@ -222,14 +222,3 @@ def test_functions_run_after_every_import_which_is_as_it_was(module):
     assert len(seen) == 4
     after_import(module.stem, lambda imported: seen.append("late"))
     assert seen[4:] == ["late"]
-
-
-def test_a_module_that_fails_may_be_imported_again(module):
-    seen = []
-    module.write_text("raise OSError\n")
-    after_import(module.stem, seen.append)
-    with pytest.raises(OSError):
-        importlib.import_module(module.stem)
-    assert not seen
-    module.write_text("value = 'another length'\n")
-    assert [importlib.import_module(module.stem)] == seen

@@ -8,10 +8,8 @@ import copy
 import gc
 import itertools
 import pickle
-import threading
 import warnings
 import weakref
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -666,25 +664,6 @@ def test_runs_that_interleave_keep_their_own(tiny):
 
     assert torch.equal(tiny.quickly(pipe, 3, callback_on_step_end=callback), expected)
     assert within == [[True, False, False]] * 3 and tiny.taken(seen) == [True, False, False]
-
-
-def test_pipelines_of_two_threads_keep_their_own(tiny):
-    pipe = tiny.pipeline("t2v")
-    pipes = [pipe, tiny.another(pipe, own_scheduler=True)]
-    _, seen = watched(pipe, refresh=1)
-    options = lambda: {"generator": torch.Generator().manual_seed(0)}
-    expected = [tiny.quickly(pipes[i], (3, 6)[i], **options()) for i in (0, 1)]
-    tiny.taken(seen)
-    together = threading.Barrier(2, timeout=60)
-
-    def work(index):
-        callback = lambda *_: together.wait() < 0 or {}
-        return tiny.quickly(pipes[index], (3, 6)[index], callback_on_step_end=callback, **options())
-
-    with ThreadPoolExecutor(2) as threads:
-        for actual, alone in zip(threads.map(work, (0, 1)), expected, strict=True):
-            assert torch.equal(actual, alone)
-    assert sorted(tiny.taken(seen)) == [False] * 4 + [True] * 2
 
 
 @pytest.mark.parametrize("twin", [copy.deepcopy, lambda pipe: pickle.loads(pickle.dumps(pipe))], ids=["copy", "pickle"])

@@ -23,7 +23,7 @@ import context_parallel_worker as parts
 import torch
 
 import vmonarch
-from vmonarch import BasedProcessor, FlashBiasProcessor, VMonarchProcessor
+from vmonarch import BasedProcessor, VMonarchProcessor
 
 RANKS = 2
 # That all cases of a device may take.
@@ -39,13 +39,9 @@ def dtype_on(device):
 def convert(model, **options):
     """A transformer of xfuser with the configuration and weights of one of diffusers."""
     from xfuser.model_executor.models.transformers.transformer_wan import xFuserWanTransformer3DWrapper
-    from xfuser.model_executor.models.transformers.transformer_wan_vace import xFuserWanVACETransformer3DWrapper
 
-    vace = hasattr(model, "vace_blocks")
-    kind = xFuserWanVACETransformer3DWrapper if vace else xFuserWanTransformer3DWrapper
-    options = {} if vace else {"attention_kwargs": {}} | options
     config = {name: value for name, value in model.config.items() if not name.startswith("_")}
-    twin = kind(**config, **options).eval()
+    twin = xFuserWanTransformer3DWrapper(**config, **{"attention_kwargs": {}} | options).eval()
     twin.load_state_dict(model.state_dict())
     return twin
 
@@ -76,7 +72,7 @@ class Alone:
         """Self-attention by `processor`, as a backend of xfuser."""
         vmonarch.apply(model, processor)
 
-    def backend(self, name, cross=None):
+    def backend(self, name):
         pass
 
     def spread(self, **degrees):
@@ -133,9 +129,8 @@ class Rank:
         vmonarch.xfuser.register(processor, name)
         self.backend(name)
 
-    def backend(self, name, cross=None):
+    def backend(self, name):
         self.state.set_attention_backend(name)
-        self.state.set_cross_attention_backend(cross)
 
 
 def run(ranks, model, inputs):
@@ -155,7 +150,6 @@ BACKENDS = {
     "default": lambda ranks: VMonarchProcessor(),
     "triton": lambda ranks: VMonarchProcessor(implementation=ranks.implementation),
     "bias": lambda ranks: VMonarchProcessor(bias=parts.decay_of(2)),
-    "flash-bias": lambda ranks: FlashBiasProcessor(parts.decay_of(2)),
 }
 
 
@@ -166,14 +160,6 @@ def backend(processor):
         return output(tiny, ranks, model, PADDED)
 
     return case
-
-
-def given_grid(tiny, ranks):
-    """VACE, which publishes no grid."""
-    model = ranks.transformer(tiny.vace_transformer(attention_head_dim=16))
-    ranks.choose(model, VMonarchProcessor(grid=EVEN))
-    control = torch.randn(1, 96, 5, 4, 6, generator=torch.Generator().manual_seed(2))
-    return run(ranks, model, tiny.inputs(EVEN) | {"control_hidden_states": control})
 
 
 def schedule(tiny, ranks):
@@ -196,45 +182,6 @@ def schedule(tiny, ranks):
     found = torch.stack([output(tiny, ranks, model) for _ in range(3)])
     ranks.state.attention_schedule = ranks.state.step_counter = None
     return found
-
-
-def registered_again(tiny, ranks):
-    """The processor registered last is the backend, whatever its name's case."""
-    model = ranks.transformer(build(tiny))
-    ranks.choose(model, VMonarchProcessor(num_iterations=1))
-    ranks.choose(model, VMonarchProcessor(exact=None), "VMonarch")
-    return output(tiny, ranks, model)
-
-
-def compiled(tiny, ranks):
-    model = ranks.transformer(build(tiny, num_layers=1))
-    ranks.choose(model, VMonarchProcessor())
-    if not isinstance(ranks, Alone):
-        model.blocks[0].compile(backend="eager", fullgraph=True)
-    return output(tiny, ranks, model)
-
-
-def autocast(tiny, ranks):
-    model = ranks.transformer(build(tiny))
-    ranks.choose(model, VMonarchProcessor())
-    model.float()
-    # xfuser's cuDNN takes no values of another dtype than the keys'.
-    ranks.backend("vmonarch", cross="SDPA")
-    with torch.autocast(torch.device(ranks.device).type, torch.bfloat16):
-        return output(tiny, ranks, model)
-
-
-def one_rank(tiny, ranks):
-    ranks.spread(ulysses=1)
-    try:
-        model = ranks.transformer(build(tiny))
-        ranks.choose(model, VMonarchProcessor(bias=parts.decay_of(2)))
-        first = output(tiny, ranks, model, PADDED)
-        model = ranks.transformer(build(tiny, num_attention_heads=3))
-        vmonarch.apply(model, VMonarchProcessor())
-        return torch.stack([first, output(tiny, ranks, model, PADDED)])
-    finally:
-        ranks.spread(ulysses=RANKS)
 
 
 def applied(processor):
@@ -334,12 +281,7 @@ def runner(tiny, ranks):
 
 SAME = {
     **{f"backend-{processor}": backend(processor) for processor in BACKENDS},
-    "given-grid": given_grid,
     "schedule": schedule,
-    "registered-again": registered_again,
-    "compiled": compiled,
-    "autocast": autocast,
-    "one-rank": one_rank,
     **{f"applied-{processor}": applied(processor) for processor in ("vmonarch", "flash-bias", "based", "plan")},
     "applied-pipeline": pipeline,
     "applied-refresh": refreshed,
@@ -364,19 +306,6 @@ def ring(tiny, ranks):
         ranks.spread(ulysses=RANKS)
 
 
-def call(**attention_kwargs):
-    """The backend called as xfuser calls it, on two ranks with 15 tokens each."""
-
-    def act(tiny, ranks):
-        from xfuser.model_executor.layers.usp import USP
-
-        member = vmonarch.xfuser.register(VMonarchProcessor())
-        x = torch.randn(1, 2, 15, 16, generator=torch.Generator().manual_seed(0)).to(ranks.device, ranks.dtype)
-        USP(x, x, x, backend=member, attention_kwargs=attention_kwargs)
-
-    return act
-
-
 def register(*arguments):
     return lambda tiny, ranks: vmonarch.xfuser.register(*(argument() for argument in arguments))
 
@@ -390,11 +319,6 @@ REFUSED = {
     "other-grid": (
         run_backend(grid=(5, 3, 2)),
         "ValueError: grid=(5, 3, 2), but xfuser's transformer was given the grid (5, 2, 3)"),
-    "other-tokens": (
-        call(thw=PADDED), "ValueError: grid (5, 3, 3) has 45 tokens, but xfuser's self-attention was given 30 queries"),
-    "mask": (
-        call(thw=EVEN, attn_mask=torch.ones(1)),
-        "ValueError: xfuser's backend vmonarch supports no dropout, no causal attention and no attention mask"),
     "dense-steps": (
         register(lambda: VMonarchProcessor(dense_steps=2)),
         "ValueError: dense_steps must be 0 in a backend of xfuser, whose hybrid schedule"),
@@ -407,7 +331,6 @@ REFUSED = {
     "name-of-theirs": (
         register(VMonarchProcessor, lambda: "sdpa"),
         "ValueError: name must not be that of another member of AttentionBackendType, got 'SDPA'"),
-    "name-of-two-words": (register(VMonarchProcessor, lambda: "two words"), "ValueError: name must be one word"),
 }  # fmt: skip
 
 
