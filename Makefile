@@ -5,6 +5,8 @@ CONSTRAINTS ?= constraints.txt
 VENV ?= .venv$(patsubst constraints%.txt,%,$(CONSTRAINTS))
 BIN = $(VENV)/bin
 READY = $(VENV)/.ready
+# Of what is installed little is ever imported, and that is compiled when it is.
+PIP = $(BIN)/pip install --quiet --disable-pip-version-check --no-compile
 # The oldest and the newest tested Triton: `make test-deep` compiles with these, each from a folder of its own.
 TRITONS = $(shell sed -n 's|^TESTED_TRITON = ("\([^"]*\)".*"\([^"]*\)")$$|\1 \2|p' kernels/common/trust.py)
 # Tests use two processes; raise it on a bigger machine.
@@ -14,6 +16,8 @@ QUICK = "not gpu and not deep"
 DEEP = "not gpu"
 COMPILES = tests/kernels/test_compiles.py
 MUTANTS = tests/test_planted_bugs.py
+# Tests start many processes: what one of them has compiled, the others find, also where the environment forbids it.
+export PYTHONDONTWRITEBYTECODE =
 PROMPT ?= a red circle moving to the right over a dark grey background
 
 .PHONY: help demo finetune-demo test test-deep compiles mutants lint types site package check clean
@@ -37,13 +41,13 @@ $(READY): pyproject.toml $(CONSTRAINTS)
 		{ echo "vmonarch needs Python >= 3.11, but $(PYTHON) is $$($(PYTHON) --version 2>&1); set PYTHON=…"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 	# torch first and by its exact version, so that the build which fits the machine is the one that stays
-	$(BIN)/pip install --quiet --disable-pip-version-check "$$(grep '^torch==' $(CONSTRAINTS))"
-	$(BIN)/pip install --quiet --disable-pip-version-check --constraint $(CONSTRAINTS) --editable '.[dev]'
+	$(PIP) "$$(grep '^torch==' $(CONSTRAINTS))"
+	$(PIP) --constraint $(CONSTRAINTS) --editable '.[dev]'
 	touch $(READY)
 
 $(VENV)/triton-%: | $(READY)
 	rm -rf $@.partial
-	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --target $@.partial triton==$*
+	$(PIP) --no-deps --target $@.partial triton==$*
 	mv $@.partial $@
 
 # `near-lossless` alone: a model that is not finetuned to it makes no good video by `vmonarch`.
@@ -96,7 +100,7 @@ package: $(READY)
 	rm -rf build/package build/installed
 	$(BIN)/python -m build --outdir build/package
 	$(BIN)/twine check --strict build/package/*
-	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --target build/installed build/package/*.whl
+	$(PIP) --no-deps --target build/installed build/package/*.whl
 	cd build/installed && $(abspath $(BIN))/python -m vmonarch generate "a red circle" --quiet --steps 1 --num-frames 5 --height 32 --width 32
 
 # `compiles` and `mutants` in one run, in which no process waits for the other's last test.

@@ -142,7 +142,7 @@ MERGE_CASES = {
 # which several of one name may follow each other; VMonarch has too many to name)
 OPS = {
     "vmonarch": (
-        CASES, {89: "coarse", 100: "paper", 120: "narrow-values"},
+        CASES, {89: "coarse", 100: "narrow-values"},
         ["many-frames", "three-iterations", "wide-head", "float32"], None),
     "norm": (
         NORM_CASES, {80: "1536-bfloat16"}, NORM_CASES,
@@ -174,7 +174,8 @@ OF_OPS = [
     *(deep(90, name, op) for op, (_, _, hopper, _) in OPS.items() for name in list(hopper)[1:]),
     # Made like those of another architecture, or of another op for the same one.
     *(deep(*case) for case in (
-        (80, "paper", "vmonarch"), (100, "5120-bfloat16", "norm"), (100, "rank-16", "bias"),
+        (80, "paper", "vmonarch"), (100, "paper", "vmonarch"), (120, "narrow-values", "vmonarch"),
+        (100, "5120-bfloat16", "norm"), (100, "rank-16", "bias"),
         (120, "taylor-wide", "linear"), (120, "taylor", "linear"), (89, "sequence", "window"),
         (80, "full", "two resolutions"), (100, "full", "two resolutions"), (89, "80-float16-int8", "residual"),
         (100, "128-bfloat16", "merge"))),

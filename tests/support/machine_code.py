@@ -2,7 +2,7 @@
 
 import re
 
-INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+ )?(?P<name>\S+)\s?(?P<arguments>.*?);")
+INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+ )?(?P<name>[^\s;]+)\s?(?P<arguments>.*?);")
 
 
 def reads_of_unwritten(listing):
@@ -11,7 +11,7 @@ def reads_of_unwritten(listing):
     ptxas 12.8 makes such of the descriptors of products on Hopper, see `vmonarch.kernels.common.trust`.
 
     Args:
-        listing: what `cuobjdump -sass` prints.
+        listing: what `nvdisasm -c` prints.
     """
     instructions = INSTRUCTION.findall(listing)
     assert instructions, "no instruction in the listing"
