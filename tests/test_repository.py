@@ -6,10 +6,8 @@ And what is made of pytest's reports: the record of a run on a GPU, and which tr
 import json
 import re
 import runpy
-import tempfile
 from pathlib import Path
 
-import gpu_tests
 import pytest
 import support_matrix
 
@@ -104,30 +102,6 @@ def test_links_of_the_readme_lead_to_the_repository_where_it_is_known(tmp_path, 
     links = re.findall(r"\]\(([^)]+)\)", given["long_description"])
     file, raw = (f"{repository}/blob/HEAD/", f"{repository}/raw/HEAD/") if repository else ("", "")
     assert links == [f"{raw}docs/a.webp", f"{file}docs/b.md#c", f"{file}d", "https://e.org", "#f"]
-
-
-@pytest.mark.deep
-def test_a_run_is_recorded(tmp_path):
-    test, output = tmp_path / "test_some.py", tmp_path / "gpu.json"
-    passes, fails, skips = "def test_a(): pass", "def test_b(): assert False", "def test_c(): pytest.skip('no')"
-    for tests, code, counts in (
-        ([passes, skips], 0, (1, 0, 1)),
-        ([passes, fails], 1, (1, 1, 0)),
-        ([skips], 1, (0, 0, 1)),
-    ):
-        test.write_text("\n".join(["import pytest", "pytestmark = pytest.mark.gpu", *tests]))
-        assert gpu_tests.main([str(test), "--output", str(output)]) == code
-        record = json.loads(output.read_text())
-        assert tuple(record["counts"].values()) == counts
-    log = output.with_suffix(".log").read_text()
-    assert record["command"] == f"python -m pytest -m gpu {test}"
-    assert all(record[name] for name in ("date", "hardware", "environment"))
-    assert "rootdir: " in log and not any(place in log for place in (str(gpu_tests.ROOT), tempfile.gettempdir()))
-    output.unlink()
-    test.write_text("import os\nos._exit(3)\n")
-    with pytest.raises(SystemExit, match="pytest wrote no report"):
-        gpu_tests.main([str(test), "--output", str(output)])
-    assert not output.exists()
 
 
 def report(*cases):

@@ -123,6 +123,7 @@ def test_an_adapter_at_home_is_recorded_by_a_path_that_is_right_in_every_folder(
         assert method.to_dict()["adapter"] == str(tiny_adapter) and word in method.label
 
 
+@pytest.mark.deep
 def test_the_preset_trains_an_adapter_that_videos_are_made_with_until_it_changes(
     cli, tmp_path: Path, monkeypatch
 ) -> None:

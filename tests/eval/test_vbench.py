@@ -305,6 +305,7 @@ def write_requirements(folder: Path, version: str, offered: str | None = None) -
     return path
 
 
+@pytest.mark.deep
 def test_an_environment_is_made_once_whole_or_not_at_all(tmp_path: Path) -> None:
     folder = tmp_path / "cache/vbench"
     for version, offered, message in (

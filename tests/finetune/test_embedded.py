@@ -33,6 +33,7 @@ def tiny_vae() -> AutoencoderKLWan:
     return model
 
 
+@pytest.mark.deep
 def test_the_vae_learns_and_gets_the_statistics_of_its_latents(monkeypatch):
     small = lambda batch, device, scale=1: render(batch, device, range(5))[..., :32, :32]
     monkeypatch.setattr(command, "render", small)

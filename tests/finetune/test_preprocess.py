@@ -36,7 +36,6 @@ from vmonarch.pipelines.model_folder import find_model
 from vmonarch.pipelines.video_io import encode_video
 
 SIZE = {"height": 32, "width": 48, "num_frames": 5}
-FFMPEG = imageio_ffmpeg.get_ffmpeg_exe()
 
 
 class Fake:
@@ -344,22 +343,6 @@ def test_a_decoder_that_hangs_is_killed_with_all_it_started(folder, monkeypatch,
         time.sleep(0.01)
     # The second time there is nothing to do, and still no clip.
     assert main(words) == 1
-
-
-def test_an_interrupt_does_not_wait_for_a_decoder_that_hangs(folder, monkeypatch):
-    script = folder / "ffmpeg"
-    script.write_text(f'#!/bin/sh\ncase "$*" in *clip-0.mp4*) exec {FFMPEG} "$@";; *) sleep 300;; esac\n')
-    script.chmod(0o755)
-    monkeypatch.setenv("IMAGEIO_FFMPEG_EXE", str(script))
-    start = time.monotonic()
-    with pytest.raises(KeyboardInterrupt):
-        preprocess(config_of(folder), encoders=Fake(die_at=0))
-    assert time.monotonic() - start < 20
-    # One that cannot be started is no fault of the videos.
-    monkeypatch.setenv("IMAGEIO_FFMPEG_EXE", str(folder / "nothing"))
-    with pytest.raises(OSError, match="nothing"):
-        preprocess(config_of(folder), encoders=Fake())
-    assert not (folder / "out" / "quarantine.jsonl").exists()
 
 
 def test_bad_ones_are_counted_and_tried_again_when_their_lines_are_taken_out(folder, one_video, capsys):

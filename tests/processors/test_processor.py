@@ -137,6 +137,7 @@ def outputs_and_gradients(tiny, implementation, device="cpu", compiled=False, nu
     return [out.detach(), *(parameter.grad for parameter in model.parameters() if parameter.grad is not None)]
 
 
+@pytest.mark.deep
 @in_interpreter
 def test_a_model_with_kernels_compiles_without_graph_breaks(tiny):
     expected, compiled = (outputs_and_gradients(tiny, "triton", compiled=c, num_layers=1) for c in (False, True))

@@ -218,23 +218,6 @@ def orders(tiny, ranks):
     return found
 
 
-def joint_orders(tiny, ranks):
-    """apply twice, a copy, and the model whose plan is diffusers' own: before apply, and restored."""
-    found = {}
-    model, inputs = family("hunyuan", VMonarch(num_iterations=1))(tiny)
-    ranks.enable(model)
-    vmonarch.apply(model, VMonarch())
-    found["again"] = run(model, inputs)
-    found["copied"] = run(copy.deepcopy(model), inputs)
-    model, inputs = FAMILIES["minimax-h3"].make(), FAMILIES["minimax-h3"].call()
-    ranks.enable(model)
-    vmonarch.apply(model, VMonarch(grid=GRID, dense_layers=1))
-    found["enabled before"] = run(model, inputs)
-    vmonarch.restore(model)
-    found["restored"] = run(model, inputs)
-    return found
-
-
 def pipeline(kind, processor, cache=None, heads=2, anything=False, report=False, **call):
     """A whole pipeline: its scheduler tells the steps, its cross-attention is with text and image."""
 
@@ -388,7 +371,6 @@ SAME = {
     "joint-gradients-checkpointed": gradients(family("hunyuan-i2v"), checkpointed=True),
     "joint-dense-steps": joint_pipeline("hunyuan", dense_steps=(0, 2)),
     **{f"joint-refresh-{name}": joint_pipeline(name, dense_steps=1, refresh=(1, 3)) for name in sorted(REFRESHED)},
-    "joint-orders": joint_orders,
     "joint-masked": masked,
     "joint-compiled": forward(family("hunyuan"), compiled=True),
     "joint-conditions": conditions,
@@ -472,19 +454,11 @@ def enabled_before(make, processor=None, **parallel):
     return act
 
 
-def first_block_cache(*steps):
-    def act(tiny, ranks):
-        model = tiny.transformer()
-        take = {
-            "apply": lambda: vmonarch.apply(model, VMonarch()),
-            "cache": lambda: model.enable_cache(FirstBlockCacheConfig(threshold=0.1)),
-            "parallel": lambda: ranks.enable(model),
-        }
-        for step in steps:
-            take[step]()
-        tiny.run(model, (5, 2, 3))
-
-    return act
+def first_block_cache(tiny, ranks):
+    model = tiny.applied_transformer()
+    model.enable_cache(FirstBlockCacheConfig(threshold=0.1))
+    ranks.enable(model)
+    tiny.run(model, (5, 2, 3))
 
 
 def compiled_whole(tiny, ranks):
@@ -497,26 +471,10 @@ def compiled_whole(tiny, ranks):
     run(model, inputs)
 
 
-def restored(tiny, ranks):
-    model, inputs = family("hunyuan")(tiny)
-    ranks.enable(model)
-    before = run(model, inputs)
-    try:
-        vmonarch.restore(model)
-    finally:
-        assert torch.equal(run(model, inputs), before)
-
-
 def with_a_plan(tiny, ranks):
     model, _ = family("hunyuan")(tiny)
     model.enable_parallelism = functools.partial(model.enable_parallelism, cp_plan={})
     ranks.enable(model)
-
-
-def sparse(tiny):
-    model, inputs = family("kandinsky5", VMonarch(dense_layers=1), (3, 8, 16))(tiny)
-    params = {"to_fractal": False, "P": 0.9, "sta_mask": torch.ones(1, 1, 6, 6, dtype=torch.bool)}
-    return model, inputs | {"sparse_params": params}
 
 
 RING = {"ulysses_degree": 1, "ring_degree": RANKS, "mesh": None}
@@ -539,12 +497,8 @@ REFUSED = {
     "other-grid": (
         forward(wan(VMonarch(grid=(5, 1, 3)))),
         "ValueError: grid=(5, 1, 3), but the transformer was given the grid (5, 2, 3)"),
-    **{
-        f"first-block-cache-{'-'.join(steps)}": (
-            first_block_cache(*steps),
-            "NotImplementedError: First Block Cache is not supported under context parallelism")
-        for steps in (("apply", "cache", "parallel"), ("parallel", "cache", "apply"))
-    },
+    "first-block-cache": (
+        first_block_cache, "NotImplementedError: First Block Cache is not supported under context parallelism"),
     "compiled-whole": (compiled_whole, "attention under context parallelism exchanges tokens between processes"),
     **{
         f"joint-{name}": (
@@ -554,8 +508,6 @@ REFUSED = {
     "joint-enabled-before": (
         enabled_before(lambda tiny: FAMILIES["ltx"].make()),
         "ValueError: enable_parallelism has spread the tokens of a LTXVideoTransformer3DModel in another way"),
-    "joint-restored": (
-        restored, "RuntimeError: a HunyuanVideoTransformer3DModel cannot be restored under context parallelism"),
     "joint-plan": (with_a_plan, "ValueError: cp_plan must be left alone"),
     "joint-odd-heads-of-text": (
         enabled(family("minimax-h3", num_attention_heads=3)),
@@ -566,7 +518,6 @@ REFUSED = {
             gradients(family(name)), "NotImplementedError: gradients are not supported under context")
         for name in FORWARD_ONLY
     },
-    "joint-sparse": (forward(sparse), "NotImplementedError: dense_steps and dense_layers keep the model's sparse"),
 }  # fmt: skip
 
 
