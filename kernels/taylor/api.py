@@ -76,7 +76,8 @@ def taylor_attention(
         reason = f"feature_map is {feature_map!r} (supported: taylor)"
     elif key.shape[3] > MAX_TAYLOR_DIM:
         reason = f"key has {key.shape[3]} dimensions (supported: up to {MAX_TAYLOR_DIM})"
-    others, options = (frame_weights,), dict(scale=scale, causal=causal, frame_weights=frame_weights)
+    others = (frame_weights,)
+    options: dict[str, Any] = {"scale": scale, "causal": causal, "frame_weights": frame_weights}
     if use_triton("taylor_attention", implementation, query, key, value, op="taylor", unless=reason, others=others):
         # Triton is imported when it is needed, not with the package.
         from vmonarch.kernels.taylor.op import taylor_attention_triton
