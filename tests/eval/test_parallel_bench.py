@@ -39,6 +39,7 @@ def results(tiny_yaml, made_once, forkserver):
     return json.loads((made_once("parallel-bench", measure) / "parallel.json").read_text())
 
 
+@pytest.mark.deep
 def test_every_row_is_right_and_timed(results):
     times = {}
     for case in results["cases"]:
@@ -54,6 +55,7 @@ def test_every_row_is_right_and_timed(results):
     assert wrong.startswith("3 processes: ")
 
 
+@pytest.mark.deep
 def test_bytes_are_those_of_the_formulae_and_the_table_tells_all_of_it(results):
     sizes = {"batch": 1, "heads": 2, "head_dim": 16, "dtype": torch.float32}
     # Two layers; eight tokens for each rank.

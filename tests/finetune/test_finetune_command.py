@@ -17,7 +17,6 @@ from vmonarch.cli import main
 from vmonarch.finetune.checkpoints import newest, steps_in
 from vmonarch.finetune.data.parquet import write_shard
 from vmonarch.finetune.trainer import Trainer
-from vmonarch.pipelines.environment import seconds
 
 AS_WITH_GPUS = str(Path(__file__).parents[1] / "support" / "as_with_gpus.py")
 SETTINGS = ["batch_size=4", "micro_batch=1", "precision=fp32", "trackers=[]", "log_every=1", "data.workers=0",
@@ -179,11 +178,6 @@ def test_a_run_that_is_done_says_what_is_left(place, tmp_path, capsys, monkeypat
         assert main(["export", *given]) == code
         assert f"vmonarch export: error: {message}" in capsys.readouterr().err
         assert not list(tmp_path.glob("*m*.partial*"))
-
-
-def test_durations_are_in_words():
-    times = {0: "0 s", 0.01234: "0.0123 s", 179.7: "3 min 0 s", 4020.0: "1 h 7 min", 2e5: "55 h 33 min"}
-    assert {value: seconds(value) for value in times} == times
 
 
 def weights(output):
