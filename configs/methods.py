@@ -62,15 +62,18 @@ class Additions(Settings):
 
     Args:
         compile: compile the transformer's blocks, and on a GPU let cuDNN compute exact attention.
+        backend: "fa3" lets FlashAttention-3 compute it, if it is installed, on Hopper.
         linears: "float8" computes the blocks' linear layers in float8, which needs Ada, Hopper or newer;
-            "float8-weights" only keeps their weights so. Both need torchao. None: the model's own type.
+            "float8-feed-forward" those of feed-forwards alone; "float8-weights" only keeps the weights of all so. These
+            need torchao. None: the model's own type.
 
     Raises:
-        InputError: an unknown kind of linear layers.
+        InputError: an unknown backend or kind of linear layers.
     """
 
     compile: bool = False
-    linears: str | None = choice(None, "float8", "float8-weights")
+    backend: str | None = choice(None, "fa3")
+    linears: str | None = choice(None, "float8", "float8-feed-forward", "float8-weights")
 
     def __bool__(self) -> bool:
         return self != Additions()

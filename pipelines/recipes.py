@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from vmonarch.configs import InputError
 from vmonarch.configs.methods import Additions, AttentionMethod, resolve_method
+from vmonarch.engines import fa3_backend
 
 if TYPE_CHECKING:
     import torch
@@ -80,9 +81,10 @@ def quantize_for_good(transformer: torch.nn.Module, linears: str, device: torch.
     import torch
 
     check_linears(linears, device)
+    chosen = _linears(transformer, linears)
     for block in repeated_blocks(transformer):
         home = next(block.parameters()).device
-        _quantise(block.to(device), linears)
+        _quantise(block.to(device), linears, chosen)
         block.to(home)
     if device.type == "cuda":
         torch.cuda.empty_cache()
@@ -97,10 +99,10 @@ def check_linears(linears: str, device: torch.device) -> None:
 
     if importlib.util.find_spec("torchao") is None:
         raise InputError("linears", f"{linears!r} needs torchao: pip install 'vmonarch[float8]'")
-    if linears != "float8":
+    if linears == "float8-weights":
         return
     if device.type != "cuda" or torch.cuda.get_device_capability(device) < _FLOAT8_CAPABILITY:
-        problem = "'float8' needs a GPU of Ada, Hopper or newer; elsewhere use float8-weights or null"
+        problem = f"{linears!r} needs a GPU of Ada, Hopper or newer; elsewhere use float8-weights or null"
         raise InputError("linears", problem)
 
 
@@ -121,26 +123,36 @@ def repeated_blocks(transformer: Any) -> list[Any]:
     return [m for m in transformer.modules() if type(m).__name__ in (transformer._repeated_blocks or ())]
 
 
-def _quantisable(module: torch.nn.Module, name: str = "") -> bool:
+def _linears(transformer: Any, linears: str) -> set[Any]:
+    """The linear layers of a transformer's blocks that are quantised.
+
+    Raises:
+        InputError: there are none.
+    """
     import torch
 
-    if not isinstance(module, torch.nn.Linear):
-        return False
-    return not (module.in_features % _FLOAT8_MULTIPLE or module.out_features % _FLOAT8_MULTIPLE)
+    parts = repeated_blocks(transformer)
+    if linears == "float8-feed-forward":
+        parts = [m for block in parts for m in block.modules() if "FeedForward" in type(m).__name__]
+    layers = (m for part in parts for m in part.modules() if isinstance(m, torch.nn.Linear))
+    found = {m for m in layers if not (m.in_features % _FLOAT8_MULTIPLE or m.out_features % _FLOAT8_MULTIPLE)}
+    if not found:
+        raise InputError("linears", f"cannot be {linears!r}: {type(transformer).__name__} has no such layers")
+    return found
 
 
-def _quantise(block: torch.nn.Module, linears: str) -> None:
-    """Quantise the weights of a block's linear layers."""
+def _quantise(block: torch.nn.Module, linears: str, chosen: set[Any]) -> None:
+    """Quantise the weights of those linear layers of a block that are chosen."""
     from torchao import quantization as torchao
 
     # With torchao's settings of inductor, which it makes for the whole process, a block takes minutes to compile.
     ours = {"set_inductor_config": False}
     config = (
-        torchao.Float8DynamicActivationFloat8WeightConfig(granularity=torchao.PerRow(), **ours)
-        if linears == "float8"
-        else torchao.Float8WeightOnlyConfig(**ours)
+        torchao.Float8WeightOnlyConfig(**ours)
+        if linears == "float8-weights"
+        else torchao.Float8DynamicActivationFloat8WeightConfig(granularity=torchao.PerRow(), **ours)
     )
-    torchao.quantize_(block, config, filter_fn=_quantisable)
+    torchao.quantize_(block, config, filter_fn=lambda module, name: module in chosen)
 
 
 def _take_off(transformer: Any, additions: Additions, device: torch.device) -> None:
@@ -156,6 +168,12 @@ def _take_off(transformer: Any, additions: Additions, device: torch.device) -> N
         )
     if additions.linears:
         check_linears(additions.linears, device)
+        _linears(transformer, additions.linears)
+    if additions.backend:
+        try:
+            fa3_backend(device)
+        except (ImportError, ValueError) as error:
+            raise InputError("backend", str(error)) from error
     if additions.compile and not repeated_blocks(transformer):
         name = type(transformer).__name__
         raise InputError("compile", f"cannot be used: diffusers names no repeated blocks of {name}")
@@ -170,14 +188,19 @@ def _put_on(transformer: Any, additions: Additions, device: torch.device, backen
     setattr(transformer, _UNDO, undo)
     blocks = repeated_blocks(transformer)
     if additions.linears and not hasattr(transformer, _FOR_GOOD):
-        linears = (module for block in blocks for module in block.modules() if _quantisable(module))
-        undo += [functools.partial(setattr, module, "weight", module.weight) for module in linears]
+        chosen = _linears(transformer, additions.linears)
+        undo += [functools.partial(setattr, module, "weight", module.weight) for module in chosen]
         for block in blocks:
-            _quantise(block, additions.linears)
+            _quantise(block, additions.linears, chosen)
+    if exact := additions.backend or ("_native_cudnn" if additions.compile and device.type == "cuda" else None):
+        from diffusers.models.attention_dispatch import _AttentionBackendRegistry as registry
+
+        default, _ = registry.get_active_backend()
+        transformer.set_attention_backend(exact)
+        # diffusers has made it the default of all other models, too.
+        registry.set_active_backend(default)
+        undo.append(transformer.reset_attention_backend)
     if additions.compile:
-        if device.type == "cuda":
-            transformer.set_attention_backend("_native_cudnn")
-            undo.append(transformer.reset_attention_backend)
         for block in blocks:
             # Not block.compile(), which would compile the hooks of diffusers' caches too, and these are no graph.
             undo.append(functools.partial(_put_back, block, vars(block).get("forward")))

@@ -22,8 +22,10 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -114,6 +116,31 @@ def default_attention_backend() -> Iterator[None]:
     dispatch = sys.modules.get("diffusers.models.attention_dispatch")
     if dispatch is not None:
         dispatch._AttentionBackendRegistry.set_active_backend(dispatch.AttentionBackendName.NATIVE)
+
+
+@pytest.fixture
+def fa3(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """A stand-in for FlashAttention-3 on the CPU, which notes in `calls` how many queries and keys it is given."""
+    from diffusers.models.attention_dispatch import _AttentionBackendRegistry as registry
+
+    from vmonarch import engines
+
+    module = ModuleType("fa3_fwd_interface")
+    module.__spec__, module.calls = ModuleSpec(module.__name__, None), []
+
+    def attend(q: Any, k: Any, v: Any, softmax_scale: Any = None, causal: bool = False, **_: Any) -> Any:
+        module.calls.append((q.shape[1], k.shape[1]))
+        qkv = [x.double().transpose(1, 2) for x in (q, k, v)]
+        out = torch.nn.functional.scaled_dot_product_attention(*qkv, is_causal=causal, scale=softmax_scale)
+        lse = torch.logsumexp(qkv[0] @ qkv[1].mT * (softmax_scale or q.shape[-1] ** -0.5), -1).float()
+        return out.transpose(1, 2).to(q.dtype), lse
+
+    module.flash_attn_func = attend
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setattr(engines, "on_hopper", lambda device: True)
+    # diffusers forgets it afterwards.
+    monkeypatch.setattr(registry, "_backends", dict(registry._backends))
+    return module
 
 
 @pytest.fixture(autouse=True)

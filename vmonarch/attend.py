@@ -29,6 +29,7 @@ import torch
 
 from vmonarch.bias.video import BiasOption
 from vmonarch.call import Call
+from vmonarch.engines import FA3
 from vmonarch.kernels.common.launch import auto_takes_kernels, carry_tangents, learns
 from vmonarch.kernels.flash_bias.api import flash_bias_attention
 from vmonarch.kernels.flash_entropy.api import flash_entropy_attention
@@ -87,13 +88,15 @@ class Exact:
             penalty = torch.zeros_like(mask, dtype=query.dtype).masked_fill(~mask, _NEVER)[:, :, None, None]
             out, lse = flash_bias_attention(query, key, value, ones, penalty, return_lse=True, implementation=by)
             return out, lse
-        if call.lse:
+        if call.lse and getattr(call.backend, "value", call.backend) != FA3:
             return flash_entropy_attention(query, key, value, implementation=by)[:2]
         # Whoever attends has loaded it; options are checked without.
         from diffusers.models.attention_dispatch import dispatch_attention_fn
 
         pairs = None if mask is None else mask[:, None, None]
-        return dispatch_attention_fn(query, key, value, attn_mask=pairs, backend=call.backend), None
+        more = {"return_lse": True} if call.lse else None
+        found = dispatch_attention_fn(query, key, value, pairs, attention_kwargs=more, backend=call.backend)
+        return found if call.lse else (found, None)
 
 
 @dataclass(frozen=True)

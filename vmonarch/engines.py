@@ -1,6 +1,7 @@
-"""What other engines need: members for their enumerations of backends, and xfuser's functions, ranks and tokens.
+"""What other engines need: members for their enumerations of backends, FlashAttention-3, and xfuser's ranks and tokens.
 
-Source: xfuser 0.7.0, `core/distributed/parallel_state.py` and `model_executor/models/transformers/transformer_wan.py`.
+Source: xfuser 0.7.0, `core/distributed/parallel_state.py` and `model_executor/models/transformers/transformer_wan.py`;
+FlashAttention-3 (Shah et al., 2024) as fa3-fwd 0.0.3 has it.
 """
 
 from __future__ import annotations
@@ -8,11 +9,19 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.metadata
+import importlib.util
+from collections.abc import Callable
 from typing import Any
+
+import torch
 
 from vmonarch.context_parallel import TokenSplit, check_ring
 from vmonarch.grid import LatentGrid
+from vmonarch.kernels.common.launch import HOPPER_DTYPES, learns, on_hopper
 
+FA3 = "fa3"
+# Modules with the same `flash_attn_func`, the best known to us first.
+_FA3_MODULES = ("fa3_fwd_interface", "flash_attn_interface")
 # xfuser's module of groups of processes.
 GROUPS = "xfuser.core.distributed"
 
@@ -30,7 +39,8 @@ def add_member(enumeration: Any, name: str, value: str) -> Any:
         if enumeration[name].value != value:
             raise ValueError(f"name must not be that of another member of {enumeration.__name__}, got {name!r}")
         return enumeration[name]
-    member = object.__new__(enumeration)
+    kind = enumeration._member_type_
+    member = kind.__new__(enumeration, *([] if kind is object else [value]))
     member._name_, member._value_ = name, value
     member.__objclass__ = enumeration
     member._sort_order_ = len(enumeration)
@@ -41,6 +51,53 @@ def add_member(enumeration: Any, name: str, value: str) -> Any:
     if not (enumeration[name] is enumeration(value) is member and list(enumeration)[-1] is member):
         raise RuntimeError(f"this Python's Enum takes no further member, which {enumeration.__name__} needs for ours")
     return member
+
+
+def fa3_backend(device: torch.device) -> Any:
+    """What diffusers calls the backend: `transformer.set_attention_backend("fa3")` knows it from now on.
+
+    Raises:
+        ImportError: FlashAttention-3 is not installed.
+        ValueError: the device is no Hopper GPU.
+    """
+    from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
+
+    if not on_hopper(device):
+        raise ValueError(f"{FA3!r} needs a Hopper GPU, got {device}: use null, which is cuDNN's in compiled models")
+    module = next((name for name in _FA3_MODULES if importlib.util.find_spec(name)), None)
+    if module is None:
+        raise ImportError(f"{FA3!r} needs FlashAttention-3: pip install fa3-fwd, or build flash_attn_3")
+    member = add_member(AttentionBackendName, FA3.upper(), FA3)
+    # Another function would make torch.compile compile again.
+    if member not in _AttentionBackendRegistry._backends:
+        kernel = importlib.import_module(module).flash_attn_func
+        _AttentionBackendRegistry.register(member)(functools.partial(_flash_attention_3, kernel))
+    return member
+
+
+def _flash_attention_3(
+    kernel: Callable[..., Any],
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    return_lse: bool = False,
+) -> Any:
+    """[B, S, H, D] -> [B, S, H, E], or (that, lse [B, H, S]).
+
+    Raises:
+        NotImplementedError: a mask, dropout, gradients, or another dtype than bfloat16 and float16.
+    """
+    if attn_mask is not None or dropout_p or learns(query, key, value) or query.dtype not in HOPPER_DTYPES:
+        raise NotImplementedError(
+            f"attention backend {FA3!r} supports bfloat16 and float16 without attn_mask, dropout_p and gradients, got"
+            f" {query.dtype}: use another backend, such as _native_cudnn"
+        )
+    out, lse = kernel(query, key, value, softmax_scale=scale, causal=is_causal, return_attn_probs=True)[:2]
+    return (out, lse) if return_lse else out
 
 
 @functools.cache

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from vmonarch.engines import FA3, fa3_backend
 from vmonarch.eval.bench.runner import NAMES, Case, Way
 from vmonarch.kernels.flash_bias.reference import flash_bias_attention_reference
 
@@ -105,14 +106,17 @@ def with_gradients(
 def sdpa(
     backend: str, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, causal: bool = False
 ) -> torch.Tensor:
-    """Exact attention of [B, S, H, D] by torch, on transposed views as diffusers has them.
+    """Exact attention of [B, S, H, D] by torch, on transposed views as diffusers has them, or by FlashAttention-3.
 
     Args:
-        backend: "cudnn" or "flash"; or "sdpa", the one that torch chooses.
+        backend: "cudnn" or "fa2"; "fa3", FlashAttention-3 without gradients; or "sdpa", the one that torch chooses.
     """
+    from diffusers.models.attention_dispatch import dispatch_attention_fn
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
-    backends = {"cudnn": [SDPBackend.CUDNN_ATTENTION], "flash": [SDPBackend.FLASH_ATTENTION]}
+    if backend == FA3:
+        return dispatch_attention_fn(query, key, value, is_causal=causal, backend=fa3_backend(query.device))
+    backends = {"cudnn": [SDPBackend.CUDNN_ATTENTION], "fa2": [SDPBackend.FLASH_ATTENTION]}
     with sdpa_kernel(backends[backend]) if backend in backends else contextlib.nullcontext():
         q, k, v = (x.transpose(1, 2) for x in (query, key, value))
         return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal).transpose(1, 2)

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from vmonarch.engines import FA3
 from vmonarch.eval.bench.attention import ATTENTION, BOTH, attention_way, case_of, exact, randn, sdpa
 from vmonarch.eval.bench.runner import Bench, Case, Way, Ways
 from vmonarch.flops import pair_flops
@@ -23,8 +24,9 @@ from vmonarch.kernels.taylor.api import taylor_attention
 from vmonarch.kernels.window.api import window_attention
 from vmonarch.kernels.window.neighbours import extents
 
-METHODS_OF = {"prefill": ("taylor", "cudnn"), "video": ("taylor", "cudnn"), "window": ("window", "flex", "cudnn")}
-METHODS = ("taylor", "window", "cudnn", "flex")
+EXACT = ("cudnn", FA3)
+METHODS_OF = {"prefill": ("taylor", *EXACT), "video": ("taylor", *EXACT), "window": ("window", "flex", *EXACT)}
+METHODS = ("taylor", "window", *EXACT, "flex")
 OURS = METHODS[:2]
 FORMULAE = {
     "legend": "S tokens, F = 1 + d' + d'² features, E value dim, n pairs of a query and a key that it sees; times batch"
@@ -97,7 +99,7 @@ def ways(case: Case, device: torch.device, dtype: torch.dtype) -> Ways:
     def way(method: str) -> Way:
         tensors = make(*(narrow if method == "taylor" else wide), learn=case.training)
         attend: Callable[..., torch.Tensor]
-        if method == "cudnn":
+        if method in EXACT:
             attend, reference = (partial(by, causal=case.causal) for by in (partial(sdpa, method), exact))
             pairs = case.tokens * (case.tokens + 1) // 2 if case.causal else case.tokens**2
             return attention_way(attend, reference, tensors, grad, **softmax_work(case, pairs, dtype.itemsize))
@@ -109,7 +111,7 @@ def ways(case: Case, device: torch.device, dtype: torch.dtype) -> Ways:
         attend = flex(case, *tensors) if method == "flex" else partial(op, implementation="triton")
         return attention_way(attend, partial(op, implementation="torch"), tensors, grad, **work)
 
-    return {method: partial(way, method) for method in METHODS_OF[case.kind]}
+    return {method: partial(way, method) for method in METHODS_OF[case.kind] if not (case.training and method == FA3)}
 
 
 def flex(case: Case, *tensors: torch.Tensor) -> Callable[..., torch.Tensor]:

@@ -9,8 +9,13 @@ once, because no method changes them. Seconds per video are extrapolated from me
 from __future__ import annotations
 
 import itertools
+import multiprocessing
+import os
 import re
-from collections.abc import Collection, Mapping, Sequence
+import tempfile
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -47,6 +52,7 @@ FORMULAE = {
 
 HOW = {
     "attention": "diffusers' standard backend in eager rows, cuDNN's in compiled ones",
+    "cold": "a method's first step in a new process with empty caches of compiled code, after imports and weights",
     "compiled": "compile_repeated_blocks(fullgraph=True, dynamic=False)",
     "timing": "device events around whole steps, rows in turns",
     "memory": "peak_bytes: the most that is allocated during steps, weights of all transformers and residuals"
@@ -107,6 +113,7 @@ class Options:
     Args:
         modes: of MODES. Eager rows use diffusers' standard attention backend, compiled ones cuDNN's. Recipes that
             compile have compiled rows alone.
+        cold: whether to measure the first step in a new process, too.
         steps: of a video.
         guidance: whether a step takes two forward calls, not one.
         transformer_only: no VAE and no text encoder.
@@ -118,6 +125,7 @@ class Options:
     steps: int = 50
     guidance: bool = True
     transformer_only: bool = False
+    cold: bool = False
     compile_backend: str = "inductor"
     ranks: int = 1
 
@@ -288,12 +296,27 @@ def ways(rows: Rows, options: Options, setting: Setting, device: torch.device, d
             found = pipe.kinds() if method.decides_steps else kinds
             row.update(pipe.seconds(clock, row["rounds"] * len(steps), found), options=method.to_dict())
             row["kernels"] = profiled(lambda: pipe.do(steps), clock)
+            if options.cold:
+                make = partial(ways, {"cold": (method, mode)}, replace(options, steps=1))
+                with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+                    row["cold_s"] = pool.submit(first_call, make, setting, device).result()
 
         # Layers in float8 round what compiled code and eager code have summed up in another order.
         bounds = {} if method.additions.linears else {f"step {n}": MODEL_BOUNDS[dtype] for n in steps}
         return Way(lambda: list(pipe.do(steps).values()), found, expected, bounds, before=before, more=more)
 
     return {name: partial(way, *of) for name, of in rows.items()}
+
+
+def first_call(make: Callable[..., Ways], setting: Setting, device: torch.device) -> float:
+    """In a process of its own: seconds of a way's first call, with caches of compiled code that are empty."""
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ.update({f"{compiler}_CACHE_DIR": folder for compiler in ("TRITON", "TORCHINDUCTOR")})
+        way, clock = make(setting, device, measured_dtype(device))["cold"](), Clock(device)
+        began = time.perf_counter()
+        way.run()
+        clock.wait()
+        return time.perf_counter() - began
 
 
 def describe(options: Options, setting: Setting, clock: Clock) -> dict[str, Any]:
@@ -345,7 +368,7 @@ def finish(options: Options, case: dict[str, Any]) -> None:
 def bench(
     settings: Sequence[str] | None = None,
     model: str | None = None,
-    methods: Sequence[str] = ("full", "vmonarch"),
+    methods: Sequence[str] = ("full", "stock:backend=fa3", "vmonarch"),
     **options: Any,
 ) -> Bench:
     """The benchmark of these settings.
@@ -423,14 +446,15 @@ def document(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
                 newest[key] = row, case
     whole, lines = lambda row: row.get("video_s") or row["denoise_s"], []
     for (setting, method, mode), (row, case) in newest.items():
-        cells = [row["status"], *["–"] * 5]
+        cells = [row["status"], *["–"] * 6]
         if "step_s" in row:
             stock = {r["mode"]: r for r in case["rows"] if r["method"] == "full" and "step_s" in r and r is not row}
             faster = [shown_number(whole(stock[m]) / whole(row) if m in stock else None, 2, "{}×") for m in MODES]
             seconds = [shown_number(row["step_s"]["median"], 3), shown_number(row.get("video_s"))]
-            cells = [f"{case['tokens']:,}", *seconds, *faster, shown_number(row.get("peak_bytes"), factor=1e-9)]
+            rest = [shown_number(row.get("peak_bytes"), factor=1e-9), shown_number(row.get("cold_s"))]
+            cells = [f"{case['tokens']:,}", *seconds, *faster, *rest]
         lines.append([setting, f"{method}, {mode}", *cells])
-    head = ["setting", "method", "tokens", "step s", "video s", *(f"× full, {mode}" for mode in MODES), "GB"]
+    head = ["setting", "method", "tokens", "step s", "video s", *(f"× full, {mode}" for mode in MODES), "GB", "cold s"]
     return {
         "format": FORMAT,
         "runs": list(runs),

@@ -15,6 +15,7 @@ import torch
 
 from vmonarch import flops
 from vmonarch.configs import InputError
+from vmonarch.engines import FA3
 from vmonarch.eval.bench.attention import ATTENTION, attention_way, case_of, exact, randn, sdpa
 from vmonarch.eval.bench.runner import Bench, Case, Way, Ways, choose, profiled
 from vmonarch.flops import attention_work, vmonarch_work
@@ -29,8 +30,8 @@ FIGURE_8 = "32x32x64"
 PROFILED = ("vmonarch", "vmonarch-lite")
 # In order of priority: where the budget ends, the rest is left out.
 SHAPES = ("43x28x52", "16x28x52", "16x45x80", "81x28x52", "24x44x80:40", "36x28x52", "24x28x52", FIGURE_8)
-# Exact attention by a backend of SDPA.
-EXACT = {"cudnn": "cudnn", "fa2": "flash"}
+# Exact attention by a backend of `sdpa`.
+EXACT = ("cudnn", FA3, "fa2")
 # Options of `vmonarch_attention`.
 VMONARCH: Mapping[str, Mapping[str, Any]] = {
     "vmonarch": {},
@@ -41,7 +42,7 @@ VMONARCH: Mapping[str, Mapping[str, Any]] = {
     "vmonarch-t3": {"num_iterations": 3},
 }
 OURS = (*VMONARCH, "two-resolution")
-METHODS = ("cudnn", *OURS, "fa2", "vmonarch-torch")
+METHODS = ("cudnn", FA3, *OURS, "fa2", "vmonarch-torch")
 
 
 def parse_shape(text: str) -> tuple[LatentGrid, int]:
@@ -69,6 +70,8 @@ def measures(case: Case, method: str) -> bool:
     """Whether a method is measured on a case."""
     if method == "vmonarch-torch":
         return (case.shape, case.head_dim) == (FIGURE_8, 64)
+    if method == FA3:
+        return not case.training
     return case.head_dim == 128 or method not in ("vmonarch-t1", "vmonarch-t3")
 
 
@@ -95,7 +98,7 @@ def ways(case: Case, device: torch.device, dtype: torch.dtype) -> Ways:
     def way(method: str) -> Way:
         done: dict[str, Any] = work(case, method, dtype.itemsize)
         if method in EXACT:
-            made = attention_way(partial(sdpa, EXACT[method]), exact, tensors, grad, **done)
+            made = attention_way(partial(sdpa, method), exact, tensors, grad, **done)
             return dataclasses.replace(made, expected=shared.setdefault("exact", cache(made.expected)))
         op = two_resolution_attention if method == "two-resolution" else vmonarch_attention
         attend = partial(op, grid=case.grid, **VMONARCH.get(method, {}))

@@ -160,7 +160,8 @@ def failure(error: Exception) -> dict[str, str]:
     if "CUDA error" in str(error) and not out_of_memory:
         raise error
     problem = f"{type(error).__name__}: {' '.join(str(error).split())[:300] or type(error).__name__}"
-    return {"status": "out of memory" if out_of_memory else "failed", "problem": problem}
+    other = "missing" if isinstance(error.__cause__ or error, ImportError) else "failed"
+    return {"status": "out of memory" if out_of_memory else other, "problem": problem}
 
 
 def profiled(run: Callable[[], Any], clock: Clock) -> list[dict[str, Any]]:

@@ -145,12 +145,13 @@ def test_linear_layers_are_quantised_and_come_back_or_not(wide: torch.nn.Module)
     ("recipe", "problem"),
     [
         ("stack-fst", r"recipe must be one of .*stack-near-lossless.*did you mean stack-fast\?"),
-        ("stack-fast:linears=int4", "recipe.linears must be one of float8, float8-weights"),
+        ("stack-fast:linears=int4", "recipe.linears must be one of float8, float8-feed-forward, float8-weights"),
+        ("stock:backend=fa3", "backend 'fa3' needs a Hopper GPU, got cpu"),
         ("stack-fast:linears=float8", "linears 'float8' needs a GPU of Ada, Hopper or newer"),
         ("fast:linears=null", "recipe.linears is for recipes, which are stack-fast, .*; 'fast' is a method"),
         ("stack-fast:attention=stock", "recipe.attention must be an attention method, got the recipe 'stock'"),
         ("stock:cache={kind: sea}", "recipe.cache is no known key; known: "),
-        ("stack-fast:attention.refresh.cache=0", "attention.refresh.cache must be above 0, got 0"),
+        ("stack-fast:attention.refresh.cache=0", "attention.refresh.cache must be above 0, or None, got 0"),
     ],
 )  # fmt: skip
 def test_what_a_recipe_cannot_do_is_said(recipe: str, problem: str, wide: torch.nn.Module, monkeypatch: Any) -> None:
@@ -159,10 +160,45 @@ def test_what_a_recipe_cannot_do_is_said(recipe: str, problem: str, wide: torch.
         recipes.apply(wide, recipe)
 
 
-def test_quantised_layers_need_torchao(wide: torch.nn.Module, monkeypatch: Any) -> None:
+@pytest.mark.parametrize(
+    ("recipe", "problem"),
+    [
+        ("stock:linears=float8-weights", r"linears 'float8-weights' needs torchao: pip install 'vmonarch\[float8\]'"),
+        ("stock:backend=fa3", "backend 'fa3' needs FlashAttention-3: pip install fa3-fwd"),
+    ],
+)
+def test_a_package_that_is_missing_is_named(
+    recipe: str, problem: str, wide: torch.nn.Module, fa3: Any, monkeypatch: Any
+) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(InputError, match=r"linears 'float8-weights' needs torchao: pip install 'vmonarch\[float8\]'"):
-        recipes.apply(wide, "stock:linears=float8-weights")
+    with pytest.raises(InputError, match=problem):
+        recipes.apply(wide, recipe)
+
+
+def test_exact_attention_is_flash_attention_3_of_that_model_alone(wide: torch.nn.Module, tiny: Any, fa3: Any) -> None:
+    inputs, found = tiny.inputs(dtype=torch.bfloat16), []
+    for recipe in ("full", "stock:compile=false,backend=fa3", "full"):
+        recipes.apply(wide.to(torch.bfloat16), recipe)
+        with torch.no_grad():
+            found.append((wide(**inputs)[0].float(), len(fa3.calls)))
+    (stock, none), (flash, some), (again, same) = found
+    # Two layers' self-attention and cross-attention.
+    assert (none, some, same) == (0, 4, 4) and torch.equal(again, stock)
+    assert (flash - stock).norm() < 0.02 * stock.norm()
+
+
+def test_feed_forwards_can_be_quantised_alone(wide: torch.nn.Module, tiny: Any, monkeypatch: Any) -> None:
+    torchao = pytest.importorskip("torchao.quantization")
+    weights = lambda granularity, **options: torchao.Float8WeightOnlyConfig(**options)
+    # Their products need a GPU.
+    monkeypatch.setattr(torchao, "Float8DynamicActivationFloat8WeightConfig", weights)
+    monkeypatch.setattr(recipes, "check_linears", lambda linears, device: None)
+    own = dict(wide.named_parameters())
+    recipes.apply(wide, "stock:compile=false,linears=float8-feed-forward")
+    quantised = {name for name, parameter in wide.named_parameters() if parameter is not own[name]}
+    assert quantised == {f"blocks.{block}.ffn.net.{layer}.weight" for block in (0, 1) for layer in ("0.proj", "2")}
+    with pytest.raises(InputError, match="linears cannot be 'float8-feed-forward': WanTransformer3DModel has no such"):
+        recipes.apply(tiny.transformer(), "stock:linears=float8-feed-forward")
 
 
 def test_a_stack_is_checked_before_a_model_is_loaded(tiny_model: Path) -> None:

@@ -84,9 +84,10 @@ def test_small_errors_everywhere_and_larger_ones_anywhere_are_seen():
 
 
 def test_rows_that_are_not_right_have_no_speed_nor_are_others_compared_with_them():
-    rows = measured(bench_of(ours=1, peer=1, wrong=2, none=torch.nan, full=torch.OutOfMemoryError("no room")))
+    full = torch.OutOfMemoryError("no room")
+    rows = measured(bench_of(ours=1, peer=1, wrong=2, none=torch.nan, full=full, gone=ImportError()))
     assert {name: row["status"] for name, row in rows.items()} == {
-        "ours": "ok", "peer": "ok", "wrong": "wrong", "none": "wrong", "full": "out of memory",
+        "ours": "ok", "peer": "ok", "wrong": "wrong", "none": "wrong", "full": "out of memory", "gone": "missing",
     }  # fmt: skip
     assert [name for name, row in rows.items() if "ms" in row] == ["ours", "peer"] and "no room" in rows["full"][
         "problem"
@@ -103,7 +104,7 @@ def test_rows_that_are_not_right_have_no_speed_nor_are_others_compared_with_them
     }  # fmt: skip
     times, details = tables(run, "peer")["tables"]
     assert times["header"] == ["milliseconds", *rows]
-    assert times["rows"] == [["a case", "2.00 (4.50×)", "9.00", "wrong", "wrong", "out of memory"]]
+    assert times["rows"] == [["a case", "2.00 (4.50×)", "9.00", "wrong", "wrong", "out of memory", "missing"]]
     assert details["rows"][0][:8] == ["a case", "ours", "2.00", "2.00–2.00", "4.50×", "1", "2", "786.00"]
     caption = tables(run, "peer")["caption"]
     assert "a chip, 2026-01-02" in caption and "Left out: b (time)" in caption and "`vmonarch bench x`" in caption

@@ -6,6 +6,8 @@ Models of `configs/models/` are what they are named after, and random weights st
 import collections
 import copy
 import json
+import multiprocessing
+import os
 from pathlib import Path
 
 import diffusers
@@ -21,7 +23,7 @@ from vmonarch.attend import Op
 from vmonarch.cli import main
 from vmonarch.configs import InputError, preset_names
 from vmonarch.eval.bench import e2e, families
-from vmonarch.eval.bench.runner import compare, run_bench, wrong_rows
+from vmonarch.eval.bench.runner import Way, compare, run_bench, wrong_rows
 from vmonarch.eval.wan_models import UMT5_XXL, WanModel, read_model
 from vmonarch.families import family_of
 from vmonarch.grid import LatentGrid
@@ -36,6 +38,7 @@ def document(tiny_yaml, tmp_path_factory):
     """What one run of the command wrote."""
     output = tmp_path_factory.mktemp("e2e") / "e2e.json"
     words = ["bench", "e2e", "--model", tiny_yaml, "--settings", "5x32x64", "--rounds", "2", "--steps", "30"]
+    words += ["--methods", "full", "vmonarch"]
     assert main([*words, "--device", "cpu", "--compile-backend", "eager", "--output", str(output)]) == 0
     return json.loads(output.read_text())
 
@@ -140,6 +143,17 @@ def test_dense_steps_a_cache_and_a_second_transformer_count(measure, monkeypatch
     whole = {"FeedForward": 2, "Op": 2}
     assert dense == {0: {"FeedForward": 2}, 1: whole}
     assert [step for step, called in predicting.items() if called] == [0, 1, 2, 4, 7]
+
+
+def test_the_first_step_is_also_measured_where_nothing_is_compiled(measure, forkserver, monkeypatch):
+    caches, seen = ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR"), []
+    for name in caches:
+        monkeypatch.setenv(name, "full")
+    way = Way(lambda: seen.extend(os.listdir(os.environ[name]) for name in caches))
+    assert e2e.first_call(lambda *of: {"cold": lambda: way}, None, CPU) > 0 and seen == [[], []]
+    monkeypatch.setattr(multiprocessing, "get_context", lambda kind: forkserver)
+    (row,) = measure("full", cold=True).values()
+    assert 0 < row["cold_s"] < 60, row
 
 
 def test_tables_hold_ratios_of_one_run_and_the_last_row_that_has_times(document, tmp_path):

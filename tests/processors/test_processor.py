@@ -15,8 +15,12 @@ from op_checks import in_interpreter
 
 import vmonarch
 from vmonarch import BasedProcessor, ExactBlocks, VMonarchProcessor, own
+from vmonarch.attend import Exact
 from vmonarch.base import FullAttentionProcessor
 from vmonarch.bias import SpatioTemporalDecay
+from vmonarch.call import Call
+from vmonarch.engines import fa3_backend
+from vmonarch.grid import LatentGrid
 from vmonarch.kernels.common import launch, trust
 from vmonarch.own import project
 
@@ -78,6 +82,34 @@ def test_a_chosen_backend_is_that_of_exact_attention_and_not_of_the_original(tin
     vmonarch.restore(pipe)
     assert list(model.attn_processors.values()) == originals
     assert all(processor._attention_backend is None for processor in originals)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_flash_attention_3_is_exact_attention_with_its_log_partition(compiled, fa3):
+    query, key, value = torch.randn(3, 2, 9, 3, 16).bfloat16()
+    call = Call(LatentGrid(1, 3, 3), backend=fa3_backend(query.device))
+    attend = lambda lse: Exact()(query, key[:, :7], value[:, :7], call._replace(lse=lse))
+    attend = torch.compile(attend, fullgraph=True, backend="eager") if compiled else attend
+    scores = torch.einsum("bshd,bthd->bhst", query.double(), key[:, :7].double()) / 4
+    exact = torch.einsum("bhst,bthd->bshd", scores.softmax(-1), value[:, :7].double())
+    for ask in (False, True):
+        out, lse = attend(ask)
+        assert (out - exact).norm() < 4e-3 * exact.norm()
+        assert (lse - scores.logsumexp(-1)).abs().max() < 1e-5 if ask else lse is None
+    causal = {"is_causal": True, "scale": 0.5}
+    found = transformer_wan.dispatch_attention_fn(query, query, query, **causal, backend=call.backend)
+    heads = [query.double().transpose(1, 2)] * 3
+    exact = torch.nn.functional.scaled_dot_product_attention(*heads, **causal).transpose(1, 2)
+    assert (found - exact).norm() < 4e-3 * exact.norm() and fa3.calls == [(9, 7), (9, 7), (9, 9)]
+
+
+@pytest.mark.parametrize("change", [{"dtype": torch.float32}, {"requires_grad": True}, {"mask": True}], ids=str)
+def test_what_flash_attention_3_does_not_support_is_said(change, fa3):
+    mask = torch.ones(1, 4, dtype=torch.bool) if change.pop("mask", False) else None
+    query = torch.ones(1, 4, 2, 16, **{"dtype": torch.bfloat16} | change)
+    call = Call(LatentGrid(1, 2, 2), key_mask=mask, backend=fa3_backend(query.device))
+    with pytest.raises(NotImplementedError, match="'fa3' supports bfloat16 and float16 without attn_mask, dropout_p"):
+        Exact()(query, query, query, call)
 
 
 @pytest.mark.parametrize(

@@ -51,7 +51,7 @@ DEVICE: dict[str, Any] = {
     "help": "cuda (default), cuda:N; cpu with TRITON_INTERPRET=1",
 }
 _SEVERAL: dict[str, Any] = {"nargs": "+", "metavar": "NAME", "action": Words}
-_METHODS = {"nargs": "+", "metavar": "NAME", "help": "as `vmonarch compare` takes them (default: full vmonarch)"}
+_METHODS = {"nargs": "+", "metavar": "NAME", "help": "as `vmonarch compare` takes them (default: full vmonarch; e2e: stock:backend=fa3 too)"}
 # Options of each: (name, what argparse is told).
 _OPTIONS: dict[str, list[tuple[str, dict[str, Any]]]] = {
     "kernels": [
@@ -70,6 +70,7 @@ _OPTIONS: dict[str, list[tuple[str, dict[str, Any]]]] = {
         ("--steps", {"type": above_0(int), "metavar": "N", "help": "of a video (default 50)"}),
         ("--no-guidance", {"dest": "guidance", "action": "store_false",
          "help": "one forward call a step, as few-step models have"}),
+        ("--cold", {"action": "store_true", "help": "also the first step in a new process that has compiled nothing"}),
         ("--transformer-only", {"action": "store_true", "help": "no VAE and no text encoder"}),
         ("--compile-backend", {"metavar": "NAME", "help": "of torch.compile (default inductor)"}),
     ],
