@@ -10,7 +10,6 @@ import functools
 import importlib
 import importlib.metadata
 import importlib.util
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,9 +18,8 @@ from vmonarch.context_parallel import TokenSplit, check_ring
 from vmonarch.grid import LatentGrid
 from vmonarch.kernels.common.launch import HOPPER_DTYPES, learns, on_hopper
 
+# The name of FlashAttention-3 among diffusers' backends.
 FA3 = "fa3"
-# Modules with the same `flash_attn_func`, the best known to us first.
-_FA3_MODULES = ("fa3_fwd_interface", "flash_attn_interface")
 # xfuser's module of groups of processes.
 GROUPS = "xfuser.core.distributed"
 
@@ -54,46 +52,41 @@ def add_member(enumeration: Any, name: str, value: str) -> Any:
 
 
 def fa3_backend(device: torch.device) -> Any:
-    """What diffusers calls the backend: `transformer.set_attention_backend("fa3")` knows it from now on.
+    """FlashAttention-3 as a backend of diffusers, which knows it by its name from now on.
 
     Raises:
-        ImportError: FlashAttention-3 is not installed.
+        ImportError: it is not installed.
         ValueError: the device is no Hopper GPU.
     """
     from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
 
     if not on_hopper(device):
         raise ValueError(f"{FA3!r} needs a Hopper GPU, got {device}: use null, which is cuDNN's in compiled models")
-    module = next((name for name in _FA3_MODULES if importlib.util.find_spec(name)), None)
-    if module is None:
+    packages = (name for name in ("fa3_fwd_interface", "flash_attn_interface") if importlib.util.find_spec(name))
+    if (package := next(packages, None)) is None:
         raise ImportError(f"{FA3!r} needs FlashAttention-3: pip install fa3-fwd, or build flash_attn_3")
     member = add_member(AttentionBackendName, FA3.upper(), FA3)
     # Another function would make torch.compile compile again.
     if member not in _AttentionBackendRegistry._backends:
-        kernel = importlib.import_module(module).flash_attn_func
+        kernel = importlib.import_module(package).flash_attn_func
         _AttentionBackendRegistry.register(member)(functools.partial(_flash_attention_3, kernel))
     return member
 
 
 def _flash_attention_3(
-    kernel: Callable[..., Any],
+    kernel: Any,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
     attn_mask: torch.Tensor | None = None,
-    dropout_p: float = 0.0,
     is_causal: bool = False,
     scale: float | None = None,
     return_lse: bool = False,
 ) -> Any:
-    """[B, S, H, D] -> [B, S, H, E], or (that, lse [B, H, S]).
-
-    Raises:
-        NotImplementedError: a mask, dropout, gradients, or another dtype than bfloat16 and float16.
-    """
-    if attn_mask is not None or dropout_p or learns(query, key, value) or query.dtype not in HOPPER_DTYPES:
+    """[B, S, H, D] -> [B, S, H, E], with lse [B, H, S] where it is asked for; NotImplementedError for the rest."""
+    if attn_mask is not None or learns(query, key, value) or query.dtype not in HOPPER_DTYPES:
         raise NotImplementedError(
-            f"attention backend {FA3!r} supports bfloat16 and float16 without attn_mask, dropout_p and gradients, got"
+            f"attention backend {FA3!r} supports bfloat16 and float16 without attn_mask and gradients, got"
             f" {query.dtype}: use another backend, such as _native_cudnn"
         )
     out, lse = kernel(query, key, value, softmax_scale=scale, causal=is_causal, return_attn_probs=True)[:2]

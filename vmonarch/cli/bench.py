@@ -51,7 +51,7 @@ DEVICE: dict[str, Any] = {
     "help": "cuda (default), cuda:N; cpu with TRITON_INTERPRET=1",
 }
 _SEVERAL: dict[str, Any] = {"nargs": "+", "metavar": "NAME", "action": Words}
-_METHODS = {"nargs": "+", "metavar": "NAME", "help": "as `vmonarch compare` takes them (default: full vmonarch; e2e: stock:backend=fa3 too)"}
+_METHODS = {"nargs": "+", "metavar": "NAME", "help": "as `vmonarch compare` takes them (default: those of the docs)"}
 # Options of each: (name, what argparse is told).
 _OPTIONS: dict[str, list[tuple[str, dict[str, Any]]]] = {
     "kernels": [
