@@ -111,10 +111,11 @@ def sdpa(
     Args:
         backend: "cudnn" or "fa2"; "fa3", FlashAttention-3 without gradients; or "sdpa", the one that torch chooses.
     """
-    from diffusers.models.attention_dispatch import dispatch_attention_fn
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     if backend == FA3:
+        from diffusers.models.attention_dispatch import dispatch_attention_fn
+
         return dispatch_attention_fn(query, key, value, is_causal=causal, backend=fa3_backend(query.device))
     backends = {"cudnn": [SDPBackend.CUDNN_ATTENTION], "fa2": [SDPBackend.FLASH_ATTENTION]}
     with sdpa_kernel(backends[backend]) if backend in backends else contextlib.nullcontext():
