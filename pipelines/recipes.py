@@ -76,7 +76,7 @@ def quantize_for_good(transformer: torch.nn.Module, linears: str, device: torch.
     Every block returns to where it was, so that neither the model in its own type nor a block too many has to fit.
 
     Raises:
-        InputError: the device cannot compute them, or torchao is missing.
+        InputError: the device cannot compute them, torchao is missing, or there are no such layers.
     """
     import torch
 
@@ -141,8 +141,8 @@ def _linears(transformer: Any, linears: str) -> set[Any]:
     return found
 
 
-def _quantise(block: torch.nn.Module, linears: str, chosen: set[Any]) -> None:
-    """Quantise the weights of those linear layers of a block that are chosen."""
+def _quantise(module: torch.nn.Module, linears: str, chosen: set[Any]) -> None:
+    """Quantise the weights of those linear layers of a module that are chosen."""
     from torchao import quantization as torchao
 
     # With torchao's settings of inductor, which it makes for the whole process, a block takes minutes to compile.
@@ -152,7 +152,7 @@ def _quantise(block: torch.nn.Module, linears: str, chosen: set[Any]) -> None:
         if linears == "float8-weights"
         else torchao.Float8DynamicActivationFloat8WeightConfig(granularity=torchao.PerRow(), **ours)
     )
-    torchao.quantize_(block, config, filter_fn=lambda module, name: module in chosen)
+    torchao.quantize_(module, config, filter_fn=lambda layer, name: layer in chosen)
 
 
 def _take_off(transformer: Any, additions: Additions, device: torch.device) -> None:
@@ -190,8 +190,7 @@ def _put_on(transformer: Any, additions: Additions, device: torch.device, backen
     if additions.linears and not hasattr(transformer, _FOR_GOOD):
         chosen = _linears(transformer, additions.linears)
         undo += [functools.partial(setattr, module, "weight", module.weight) for module in chosen]
-        for block in blocks:
-            _quantise(block, additions.linears, chosen)
+        _quantise(transformer, additions.linears, chosen)
     if exact := additions.backend or ("_native_cudnn" if additions.compile and device.type == "cuda" else None):
         from diffusers.models.attention_dispatch import _AttentionBackendRegistry as registry
 

@@ -120,7 +120,7 @@ def default_attention_backend() -> Iterator[None]:
 
 @pytest.fixture
 def fa3(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """A stand-in for FlashAttention-3 on the CPU, which notes in `calls` how many queries and keys it is given."""
+    """A stand-in for FlashAttention-3 on the CPU, which notes its calls: queries, keys, scale, causal."""
     from diffusers.models.attention_dispatch import _AttentionBackendRegistry as registry
 
     from vmonarch import engines
@@ -128,12 +128,11 @@ def fa3(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     module = ModuleType("fa3_fwd_interface")
     module.__spec__, module.calls = ModuleSpec(module.__name__, None), []
 
-    def attend(q: Any, k: Any, v: Any, softmax_scale: Any = None, causal: bool = False, **_: Any) -> Any:
-        module.calls.append((q.shape[1], k.shape[1]))
-        qkv = [x.double().transpose(1, 2) for x in (q, k, v)]
-        out = torch.nn.functional.scaled_dot_product_attention(*qkv, is_causal=causal, scale=softmax_scale)
-        lse = torch.logsumexp(qkv[0] @ qkv[1].mT * (softmax_scale or q.shape[-1] ** -0.5), -1).float()
-        return out.transpose(1, 2).to(q.dtype), lse
+    def attend(q: Any, k: Any, v: Any, softmax_scale: Any, causal: bool, return_attn_probs: bool) -> Any:
+        module.calls.append((q.shape[1], k.shape[1], softmax_scale, causal))
+        scores = torch.einsum("bshd,bthd->bhst", q.double(), k.double()) * q.shape[-1] ** -0.5
+        out = torch.einsum("bhst,bthd->bshd", scores.softmax(-1), v.double())
+        return out.to(q.dtype), scores.logsumexp(-1).float()
 
     module.flash_attn_func = attend
     monkeypatch.setitem(sys.modules, module.__name__, module)

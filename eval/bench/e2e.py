@@ -13,7 +13,6 @@ import multiprocessing
 import os
 import re
 import tempfile
-import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, replace
@@ -313,10 +312,7 @@ def first_call(make: Callable[..., Ways], setting: Setting, device: torch.device
     with tempfile.TemporaryDirectory() as folder:
         os.environ.update({f"{compiler}_CACHE_DIR": folder for compiler in ("TRITON", "TORCHINDUCTOR")})
         way, clock = make(setting, device, measured_dtype(device))["cold"](), Clock(device)
-        began = time.perf_counter()
-        way.run()
-        clock.wait()
-        return time.perf_counter() - began
+        return clock.time(way.run) / 1e3
 
 
 def describe(options: Options, setting: Setting, clock: Clock) -> dict[str, Any]:
