@@ -22,9 +22,8 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from importlib.machinery import ModuleSpec
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -119,27 +118,25 @@ def default_attention_backend() -> Iterator[None]:
 
 
 @pytest.fixture
-def fa3(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """A stand-in for FlashAttention-3 on the CPU, which notes its calls: queries, keys, scale, causal."""
+def fa3(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
+    """(queries, keys, scale, causal) of the calls of a stand-in for FlashAttention-3, on the CPU."""
     from diffusers.models.attention_dispatch import _AttentionBackendRegistry as registry
 
     from vmonarch import engines
 
-    module = ModuleType("fa3_fwd_interface")
-    module.__spec__, module.calls = ModuleSpec(module.__name__, None), []
+    calls: list[tuple[Any, ...]] = []
 
     def attend(q: Any, k: Any, v: Any, softmax_scale: Any, causal: bool, return_attn_probs: bool) -> Any:
-        module.calls.append((q.shape[1], k.shape[1], softmax_scale, causal))
+        calls.append((q.shape[1], k.shape[1], softmax_scale, causal))
         scores = torch.einsum("bshd,bthd->bhst", q.double(), k.double()) * q.shape[-1] ** -0.5
         out = torch.einsum("bhst,bthd->bshd", scores.softmax(-1), v.double())
         return out.to(q.dtype), scores.logsumexp(-1).float()
 
-    module.flash_attn_func = attend
-    monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setitem(sys.modules, "fa3_fwd_interface", SimpleNamespace(__spec__=True, flash_attn_func=attend))
     monkeypatch.setattr(engines, "on_hopper", lambda device: True)
     # diffusers forgets it afterwards.
     monkeypatch.setattr(registry, "_backends", dict(registry._backends))
-    return module
+    return calls
 
 
 @pytest.fixture(autouse=True)

@@ -176,7 +176,7 @@ def test_exact_attention_is_flash_attention_3_of_that_model_alone(wide: torch.nn
     for recipe in ("full", "stock:compile=false,backend=fa3", "full"):
         recipes.apply(wide.to(torch.bfloat16), recipe)
         with torch.no_grad():
-            found.append((wide(**inputs)[0].float(), len(fa3.calls)))
+            found.append((wide(**inputs)[0].float(), len(fa3)))
     (stock, none), (flash, some), (again, same) = found
     # Two layers' self-attention and cross-attention.
     assert (none, some, same) == (0, 4, 4) and torch.equal(again, stock)
