@@ -11,22 +11,19 @@ import torch
 
 from vmonarch.kernels.common.launch import needs_operator, unit_stride
 from vmonarch.kernels.common.operators import differentiable
-from vmonarch.kernels.flash_bias.backward import flash_bias_backward as backward_kernels
+from vmonarch.kernels.flash_bias import launch as kernels
 from vmonarch.kernels.flash_bias.factors import gradients_of_cut, in_dtype
-from vmonarch.kernels.flash_bias.forward import Launch
-from vmonarch.kernels.flash_bias.forward import flash_bias_forward as forward_kernel
 
 _TENSORS = "Tensor query, Tensor key, Tensor value, Tensor query_factor, Tensor key_factor, Tensor? key_mask"
 _NUMBERS = "float scale, bool causal"
 
 
-def _launch(*inputs: Any) -> Launch:
-    query, key, value, query_factor, key_factor, key_mask, scale, causal = inputs
-    query_factor, key_factor = in_dtype(query_factor, key_factor, query.dtype)
-    query_factor, key_factor = map(unit_stride, (query_factor, key_factor))
-    B, _, H, _ = query.shape
-    query_factor, key_factor = (factor.expand(B, -1, H, -1) for factor in (query_factor, key_factor))
-    return Launch(query, key, value, query_factor, key_factor, key_mask, scale, causal)
+def _launch(*inputs: Any) -> kernels.Launch:
+    query, key, value, query_factor, key_factor, *others = inputs
+    factors = map(unit_stride, in_dtype(query_factor, key_factor, query.dtype))
+    # Of expanded dimensions, what is there.
+    factors = (f[: 1 if f.stride(0) == 0 else None, :, : 1 if f.stride(2) == 0 else None] for f in factors)
+    return kernels.Launch(query, key, value, *factors, *others)
 
 
 @torch.library.custom_op(
@@ -34,7 +31,7 @@ def _launch(*inputs: Any) -> Launch:
 )
 def flash_bias_forward(*inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """(out [B, Sq, H, E], lse [B, H, Sq])."""
-    return forward_kernel(_launch(*inputs).padded(backward=False))
+    return kernels.flash_bias_forward(_launch(*inputs))
 
 
 @flash_bias_forward.register_fake
@@ -57,8 +54,8 @@ def flash_bias_backward(*inputs: Any) -> tuple[torch.Tensor, ...]:
     # Sums of gradients are taken in float32.
     whole = (query.shape[0], query.shape[2], query.dtype)
     dtypes = [f.dtype if (f.shape[0], f.shape[2], f.dtype) == whole else torch.float32 for f in factors]
-    launch = _launch(*tensors, scale, causal).padded(backward=True)
-    *gradients, dfq, dfk = backward_kernels(launch, grad_out, grad_lse, out, lse, (dtypes[0], dtypes[1]))
+    launch = _launch(*tensors, scale, causal)
+    *gradients, dfq, dfk = kernels.flash_bias_backward(launch, grad_out, grad_lse, out, lse, (dtypes[0], dtypes[1]))
     if factors[0].dtype == query.dtype:
         dfq, dfk = dfq[..., :rank], dfk[..., :rank]
     else:
@@ -90,4 +87,4 @@ def flash_bias_attention_triton(
     tensors = (query, key, value, query_factor, key_factor)
     if needs_operator(*tensors):
         return flash_bias_forward(*tensors, key_mask, scale, causal)
-    return forward_kernel(_launch(*tensors, key_mask, scale, causal).padded(backward=False))
+    return kernels.flash_bias_forward(_launch(*tensors, key_mask, scale, causal))

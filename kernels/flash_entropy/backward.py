@@ -2,10 +2,11 @@
 
 With S the logits, P = exp(S - lse), H the entropy and dX the gradient of X:
     dS = P ∘ (dO·Vᵀ - rowsum(dO ∘ O) + dlse - dH·(S - lse + H)),    dV = Pᵀ·dO,    dQ = scale·dS·K,    dK = scale·dSᵀ·Q
+With a bias φq·φkᵀ of the logits (FlashBias, Eq. 3) also dφq = dS·φk and dφk = dSᵀ·φq.
 One kernel owns blocks of queries and gives dQ, another owns blocks of keys and gives dK and dV, so there are no atomics
 and every sum has one order. The second works on transposed tiles Sᵀ = K·Qᵀ, so that no product is ever transposed.
 
-Shapes: B batch, Sq queries, Sk keys, H heads, D head dim, Dv value dim; M queries and N keys of one tile.
+Shapes: B batch, Sq queries, Sk keys, H heads, D head dim, Dv value dim, R bias rank; M queries and N keys of one tile.
 """
 
 from __future__ import annotations
@@ -16,7 +17,16 @@ import triton.language as tl
 
 from vmonarch.kernels.common.launch import block_dim, dot_precision, hopper_fits, launch_options, unit_stride
 from vmonarch.kernels.common.softmax import log2_scale_of, probabilities
-from vmonarch.kernels.flash_entropy.forward import COMBINE_ROWS, load_tile
+from vmonarch.kernels.flash_entropy.forward import (
+    COMBINE_ROWS,
+    NO_BIAS,
+    Bias,
+    biased,
+    load_factor,
+    load_tile,
+    scores_of_keys,
+    until_last_key,
+)
 from vmonarch.kernels.flash_entropy.segments import Segment, Work, column_work, one_range, processors, row_work
 
 
@@ -125,51 +135,70 @@ def _store_gradient(ptr, stride, rows, rows_left, dims, gradient, DIM: tl.conste
 @triton.jit
 def _grad_q_tile(
     q,  # [M, D]
+    fq,  # [M, R]
     grad_out,  # [M, Dv]
     lse,  # [M, 1]
     delta,  # [M, 1]
     grad_entropy,  # [M, 1]
     k_ptr,
     v_ptr,
+    key_factor,
+    key_mask,
     stride_ks,
     stride_vs,
+    b,
+    h,
+    last_key,
+    first_key,
     keys_left,
     acc,  # [M, D]
+    acc_f,  # [M, R]
     log2_scale,
     HEAD_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    RANK: tl.constexpr,
+    CAUSAL: tl.constexpr,
     ALL_KEYS: tl.constexpr,
     ENTROPY_GRAD: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Add what one tile of keys contributes to dQ / scale."""
+    """Add what one tile of keys contributes to dQ / scale and dφq."""
     keys = tl.arange(0, BLOCK_N)
     dims = tl.arange(0, BLOCK_D)
     value_dims = tl.arange(0, BLOCK_DV)
     k_t = load_tile(k_ptr, stride_ks, keys[None, :], keys_left, dims[:, None], HEAD_DIM, BLOCK_D, ALL_KEYS)
     v_t = load_tile(v_ptr, stride_vs, keys[None, :], keys_left, value_dims[:, None], VALUE_DIM, BLOCK_DV, ALL_KEYS)
-    scores = tl.dot(q, k_t, input_precision=PRECISION)  # [M, N]
+    scores, fk_t = scores_of_keys(
+        q, fq, k_t, key_factor, key_mask, b, h, last_key, first_key, keys_left, log2_scale,
+        BLOCK_N, RANK, CAUSAL, ALL_KEYS, PRECISION,
+    )  # fmt: skip
     grad_p = tl.dot(grad_out, v_t, input_precision=PRECISION)  # [M, N]
-    if not ALL_KEYS:
-        scores = tl.where((keys < keys_left)[None, :], scores, -float("inf"))
     _, grad_s = _grad_scores(scores, grad_p, lse, delta, grad_entropy, log2_scale, ENTROPY_GRAD)
+    grad_s = grad_s.to(k_t.dtype)
     # tl.trans of a loaded tile is free and safe; that of a product is neither.
-    return tl.dot(grad_s.to(k_t.dtype), tl.trans(k_t), acc, input_precision=PRECISION)
+    acc = tl.dot(grad_s, tl.trans(k_t), acc, input_precision=PRECISION)
+    if RANK > 0:
+        acc_f = tl.dot(grad_s, tl.trans(fk_t), acc_f, input_precision=PRECISION)
+    return acc, acc_f
 
 
-@triton.jit(do_not_specialize=["num_items", "num_slots", "H", "Sq"])
+@triton.jit(do_not_specialize=["num_items", "num_slots", "H", "Sq", "Sk"])
 def _backward_q_kernel(
     q_ptr,
     k_ptr,
     v_ptr,
+    query_factor,
+    key_factor,
+    key_mask,
     grad_out_ptr,
     lse_ptr,  # [B, H, Sq]
     delta_ptr,  # [B, H, Sq]
     grad_entropy_ptr,  # [B, H, Sq]
     grad_q_ptr,
+    grad_fq_ptr,  # [B, Sq, H, R], contiguous
     part_ptr,  # [B·H, slots, M, D]
     items_ptr,  # [I, 5]
     ranges_ptr,  # [R, 2]
@@ -192,6 +221,7 @@ def _backward_q_kernel(
     num_slots,
     H,
     Sq,
+    Sk,
     scale,
     log2_scale,
     HEAD_DIM: tl.constexpr,
@@ -200,15 +230,21 @@ def _backward_q_kernel(
     BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    RANK: tl.constexpr,
+    CAUSAL: tl.constexpr,
     ENTROPY_GRAD: tl.constexpr,
     HAS_PARTS: tl.constexpr,
     ACCUMULATE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     pid = tl.program_id(0)
-    item_ptr = items_ptr + (pid % num_items) * 5
+    item = pid % num_items
+    if CAUSAL:
+        item = num_items - 1 - item
+    item_ptr = items_ptr + item * 5
     row_start = tl.load(item_ptr)
-    rows_left = tl.load(item_ptr + 1) - row_start
+    row_stop = tl.load(item_ptr + 1)
+    rows_left = row_stop - row_start
     first_range = tl.load(item_ptr + 2)
     last_range = tl.load(item_ptr + 3)
     slot = tl.load(item_ptr + 4)
@@ -226,6 +262,11 @@ def _backward_q_kernel(
     grad_out = load_tile(
         grad_out_rows_ptr, stride_gs, rows[:, None], rows_left, value_dims[None, :], VALUE_DIM, BLOCK_DV, False
     )
+    fq = q
+    if RANK > 0:
+        ranks = tl.arange(0, RANK)
+        fq = load_factor(query_factor, b, h, row_start, rows[:, None], rows_left, ranks[None, :], RANK, False)
+    last_key = row_start + Sk - Sq
     present = rows < rows_left
     stat_rows = bh * Sq + row_start + rows
     lse = tl.load(lse_ptr + stat_rows, mask=present, other=float("inf"))[:, None]
@@ -239,23 +280,30 @@ def _backward_q_kernel(
     k_step = tl.full([], BLOCK_N, tl.int64) * stride_ks
     v_step = tl.full([], BLOCK_N, tl.int64) * stride_vs
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    acc_f = acc
+    if RANK > 0:
+        acc_f = tl.zeros([BLOCK_M, RANK], tl.float32)
     for r in range(first_range, last_range):
         start = tl.load(ranges_ptr + 2 * r)
         num_keys = tl.load(ranges_ptr + 2 * r + 1) - start
+        if CAUSAL:
+            num_keys = tl.minimum(num_keys, row_stop + Sk - Sq - start)
         k_tile_ptr = k_head_ptr + start.to(tl.int64) * stride_ks
         v_tile_ptr = v_head_ptr + start.to(tl.int64) * stride_vs
-        for _ in range(num_keys // BLOCK_N):
-            acc = _grad_q_tile(
-                q, grad_out, lse, delta, grad_entropy, k_tile_ptr, v_tile_ptr, stride_ks, stride_vs, BLOCK_N, acc,
-                log2_scale, HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_DV, BLOCK_N, True, ENTROPY_GRAD, PRECISION,
+        for n in range(num_keys // BLOCK_N):
+            acc, acc_f = _grad_q_tile(
+                q, fq, grad_out, lse, delta, grad_entropy, k_tile_ptr, v_tile_ptr, key_factor, key_mask,
+                stride_ks, stride_vs, b, h, last_key, start + n * BLOCK_N, BLOCK_N, acc, acc_f, log2_scale,
+                HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_DV, BLOCK_N, RANK, CAUSAL, True, ENTROPY_GRAD, PRECISION,
             )  # fmt: skip
             k_tile_ptr += k_step
             v_tile_ptr += v_step
         keys_left = num_keys % BLOCK_N
         if keys_left > 0:
-            acc = _grad_q_tile(
-                q, grad_out, lse, delta, grad_entropy, k_tile_ptr, v_tile_ptr, stride_ks, stride_vs, keys_left, acc,
-                log2_scale, HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_DV, BLOCK_N, False, ENTROPY_GRAD, PRECISION,
+            acc, acc_f = _grad_q_tile(
+                q, fq, grad_out, lse, delta, grad_entropy, k_tile_ptr, v_tile_ptr, key_factor, key_mask,
+                stride_ks, stride_vs, b, h, last_key, start + num_keys - keys_left, keys_left, acc, acc_f, log2_scale,
+                HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_DV, BLOCK_N, RANK, CAUSAL, False, ENTROPY_GRAD, PRECISION,
             )  # fmt: skip
 
     if HAS_PARTS:
@@ -269,6 +317,9 @@ def _backward_q_kernel(
     _store_gradient(
         grad_q_rows_ptr, stride_dqs, rows[:, None], rows_left, dims[None, :], acc * scale, HEAD_DIM, ACCUMULATE
     )
+    if RANK > 0:
+        grad_fq_rows_ptr = grad_fq_ptr + ((b * Sq + first_row) * H + h) * RANK
+        _store_gradient(grad_fq_rows_ptr, H * RANK, rows[:, None], rows_left, ranks[None, :], acc_f, RANK, False)
 
 
 @triton.jit(do_not_specialize=["num_blocks", "num_slots", "H"])
@@ -317,8 +368,10 @@ def _sum_parts_kernel(
 @triton.jit
 def _grad_kv_tile(
     k,  # [N, D]
+    fk,  # [N, R]
     v,  # [N, Dv]
     q_ptr,
+    query_factor,
     grad_out_ptr,
     lse_ptr,
     delta_ptr,
@@ -326,8 +379,14 @@ def _grad_kv_tile(
     stat_row,
     stride_qs,
     stride_gs,
+    b,
+    h,
+    first_row,
+    last_key,  # of query 0
+    first_key,
     rows_left,
     grad_k,  # [N, D]
+    grad_fk,  # [N, R]
     grad_v,  # [N, Dv]
     log2_scale,
     HEAD_DIM: tl.constexpr,
@@ -335,11 +394,14 @@ def _grad_kv_tile(
     BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    RANK: tl.constexpr,
+    CAUSAL: tl.constexpr,
     ALL_ROWS: tl.constexpr,
     ENTROPY_GRAD: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Add what one tile of queries contributes to dK / scale and dV."""
+    """Add what one tile of queries contributes to dK / scale, dφk and dV."""
     rows = tl.arange(0, BLOCK_M)
     dims = tl.arange(0, BLOCK_D)
     value_dims = tl.arange(0, BLOCK_DV)
@@ -358,24 +420,38 @@ def _grad_kv_tile(
     grad_entropy = delta
     if ENTROPY_GRAD:
         grad_entropy = tl.load(grad_entropy_ptr + stat_rows, mask=rows < rows_left, other=0.0)[None, :]
-    scores_t = tl.dot(k, q_t, input_precision=PRECISION)  # [N, M]
+    fq_t = q_t
+    if RANK > 0:
+        ranks = tl.arange(0, RANK)
+        fq_t = load_factor(query_factor, b, h, first_row, rows[None, :], rows_left, ranks[:, None], RANK, ALL_ROWS)
+    scores_t = biased(k, q_t, fk, fq_t, log2_scale, RANK, PRECISION)  # [N, M]
+    if CAUSAL:
+        keys = tl.arange(0, BLOCK_N)
+        scores_t = until_last_key(scores_t, rows[None, :], keys[:, None], last_key + first_row, first_key, BLOCK_N)
     grad_p_t = tl.dot(v, tl.trans(grad_out), input_precision=PRECISION)  # [N, M]
     p_t, grad_s_t = _grad_scores(scores_t, grad_p_t, lse, delta, grad_entropy, log2_scale, ENTROPY_GRAD)
     grad_v = tl.dot(p_t.to(grad_out.dtype), grad_out, grad_v, input_precision=PRECISION)
-    grad_k = tl.dot(grad_s_t.to(q_t.dtype), tl.trans(q_t), grad_k, input_precision=PRECISION)
-    return grad_k, grad_v
+    grad_s_t = grad_s_t.to(q_t.dtype)
+    grad_k = tl.dot(grad_s_t, tl.trans(q_t), grad_k, input_precision=PRECISION)
+    if RANK > 0:
+        grad_fk = tl.dot(grad_s_t, tl.trans(fq_t), grad_fk, input_precision=PRECISION)
+    return grad_k, grad_fk, grad_v
 
 
-@triton.jit(do_not_specialize=["num_items", "H", "Sq"])
+@triton.jit(do_not_specialize=["num_items", "H", "Sq", "Sk"])
 def _backward_kv_kernel(
     q_ptr,
     k_ptr,
     v_ptr,
+    query_factor,
+    key_factor,
+    key_mask,
     grad_out_ptr,
     lse_ptr,  # [B, H, Sq]
     delta_ptr,  # [B, H, Sq]
     grad_entropy_ptr,  # [B, H, Sq]
     grad_k_ptr,
+    grad_fk_ptr,  # [B, Sk, H, R], contiguous
     grad_v_ptr,
     items_ptr,  # [I, 5], of keys
     ranges_ptr,  # [R, 2], of queries
@@ -400,6 +476,7 @@ def _backward_kv_kernel(
     num_items,
     H,
     Sq,
+    Sk,
     scale,
     log2_scale,
     HEAD_DIM: tl.constexpr,
@@ -408,6 +485,8 @@ def _backward_kv_kernel(
     BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    RANK: tl.constexpr,
+    CAUSAL: tl.constexpr,
     ENTROPY_GRAD: tl.constexpr,
     ACCUMULATE_K: tl.constexpr,
     ACCUMULATE_V: tl.constexpr,
@@ -433,35 +512,55 @@ def _backward_kv_kernel(
     k = load_tile(k_rows_ptr, stride_ks, keys[:, None], keys_left, dims[None, :], HEAD_DIM, BLOCK_D, False)
     v = load_tile(v_rows_ptr, stride_vs, keys[:, None], keys_left, value_dims[None, :], VALUE_DIM, BLOCK_DV, False)
 
+    fk = k
+    if RANK > 0:
+        ranks = tl.arange(0, RANK)
+        fk = load_factor(key_factor, b, h, key_start, keys[:, None], keys_left, ranks[None, :], RANK, False)
+
     q_head_ptr = q_ptr + b * stride_qb + h * stride_qh
     grad_out_head_ptr = grad_out_ptr + b * stride_gb + h * stride_gh
     q_step = tl.full([], BLOCK_M, tl.int64) * stride_qs
     grad_out_step = tl.full([], BLOCK_M, tl.int64) * stride_gs
     grad_k = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+    grad_fk = grad_k
+    if RANK > 0:
+        grad_fk = tl.zeros([BLOCK_N, RANK], tl.float32)
     grad_v = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
     for r in range(first_range, last_range):
         start = tl.load(ranges_ptr + 2 * r)
-        num_rows = tl.load(ranges_ptr + 2 * r + 1) - start
+        stop = tl.load(ranges_ptr + 2 * r + 1)
+        if CAUSAL:
+            # Queries before attend to none of these keys.
+            start = tl.maximum(start, key_start + Sq - Sk)
+        num_rows = stop - start
         q_tile_ptr = q_head_ptr + start.to(tl.int64) * stride_qs
         grad_out_tile_ptr = grad_out_head_ptr + start.to(tl.int64) * stride_gs
         stat_row = bh * Sq + start
-        for _ in range(num_rows // BLOCK_M):
-            grad_k, grad_v = _grad_kv_tile(
-                k, v, q_tile_ptr, grad_out_tile_ptr, lse_ptr, delta_ptr, grad_entropy_ptr, stat_row,
-                stride_qs, stride_gs, BLOCK_M, grad_k, grad_v, log2_scale, HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_DV,
-                BLOCK_M, True, ENTROPY_GRAD, PRECISION,
+        for n in range(num_rows // BLOCK_M):
+            grad_k, grad_fk, grad_v = _grad_kv_tile(
+                k, fk, v, q_tile_ptr, query_factor, grad_out_tile_ptr, lse_ptr, delta_ptr, grad_entropy_ptr, stat_row,
+                stride_qs, stride_gs, b, h, start + n * BLOCK_M, Sk - Sq, key_start, BLOCK_M, grad_k, grad_fk, grad_v,
+                log2_scale, HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, RANK, CAUSAL, True,
+                ENTROPY_GRAD, PRECISION,
             )  # fmt: skip
             q_tile_ptr += q_step
             grad_out_tile_ptr += grad_out_step
             stat_row += BLOCK_M
         rows_left = num_rows % BLOCK_M
         if rows_left > 0:
-            grad_k, grad_v = _grad_kv_tile(
-                k, v, q_tile_ptr, grad_out_tile_ptr, lse_ptr, delta_ptr, grad_entropy_ptr, stat_row,
-                stride_qs, stride_gs, rows_left, grad_k, grad_v, log2_scale, HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_DV,
-                BLOCK_M, False, ENTROPY_GRAD, PRECISION,
+            grad_k, grad_fk, grad_v = _grad_kv_tile(
+                k, fk, v, q_tile_ptr, query_factor, grad_out_tile_ptr, lse_ptr, delta_ptr, grad_entropy_ptr, stat_row,
+                stride_qs, stride_gs, b, h, stop - rows_left, Sk - Sq, key_start, rows_left, grad_k, grad_fk, grad_v,
+                log2_scale, HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, RANK, CAUSAL, False,
+                ENTROPY_GRAD, PRECISION,
             )  # fmt: skip
 
+    if key_mask is not None:
+        key_mask_ptr = key_mask.ptr + b * key_mask.stride_b + (first_key + keys) * key_mask.stride_s
+        counts = (tl.load(key_mask_ptr, mask=keys < keys_left, other=0) != 0)[:, None]
+        grad_k = tl.where(counts, grad_k, 0.0)
+        grad_fk = tl.where(counts, grad_fk, 0.0)
+        grad_v = tl.where(counts, grad_v, 0.0)
     grad_k_rows_ptr = grad_k_ptr + b * stride_dkb + h * stride_dkh + first_key * stride_dks
     grad_v_rows_ptr = grad_v_ptr + b * stride_dvb + h * stride_dvh + first_key * stride_dvs
     _store_gradient(
@@ -470,6 +569,9 @@ def _backward_kv_kernel(
     _store_gradient(
         grad_v_rows_ptr, stride_dvs, keys[:, None], keys_left, value_dims[None, :], grad_v, VALUE_DIM, ACCUMULATE_V
     )
+    if RANK > 0:
+        grad_fk_rows_ptr = grad_fk_ptr + ((b * Sk + first_key) * H + h) * RANK
+        _store_gradient(grad_fk_rows_ptr, H * RANK, keys[:, None], keys_left, ranks[None, :], grad_fk, RANK, False)
 
 
 def flash_backward(
@@ -489,6 +591,9 @@ def flash_backward(
     dk: torch.Tensor | None = None,
     dv: torch.Tensor | None = None,
     splits: int | None = None,
+    bias: Bias = NO_BIAS,
+    dfq: torch.Tensor | None = None,
+    dfk: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Differentiate `flash_forward`; arguments are not checked.
 
@@ -499,7 +604,8 @@ def flash_backward(
             segments are read.
         dq, dk, dv: tensors of any dtype to add the gradients to, in the shapes of query, key and value; new ones, in
             their dtypes, if None.
-        splits: as in the forward pass, for dQ.
+        splits: as in the forward pass, for dQ; 1 with a bias.
+        bias: as in the forward pass. dfq, dfk: dφq [B, Sq, H, R] and dφk [B, Sk, H, R] to write, contiguous.
 
     Returns:
         (dq, dk, dv).
@@ -509,16 +615,23 @@ def flash_backward(
     device = query.device
     grad_out = unit_stride(grad_out)
     # The copy engine loads the statistics of queries, 4 bytes each, from multiples of 16 bytes only.
-    on_hopper = hopper_fits("flash_entropy", query, key, value, grad_out) and one_range(segments, multiple=4)
+    if bias is NO_BIAS:
+        on_hopper = hopper_fits("flash_entropy", query, key, value, grad_out) and one_range(segments, multiple=4)
+        names = ("flash_backward_q", "flash_backward_kv")
+    else:
+        on_hopper = bias.programs > 0
+        names = ("flash_bias_rows", "flash_bias_keys")
     if on_hopper:
         from vmonarch.kernels.hopper import backward as hopper_kernels
 
         tile, width = hopper_kernels.TILE, block_dim(D)
-        row_options = {"BLOCK_M": tile, "BLOCK_N": hopper_kernels.rows_choice(width)["block"]}
-        column_options = {"BLOCK_M": hopper_kernels.keys_choice(width, True)["block"], "BLOCK_N": tile}
+        row_options = {"BLOCK_M": tile, "BLOCK_N": hopper_kernels.rows_choice(width, bias.rank)["block"]}
+        column_options = {"BLOCK_M": hopper_kernels.keys_choice(width, True, bias.rank)["block"], "BLOCK_N": tile}
+        # Whether the last tile of rows, and of keys, is no more than half of one.
+        half_tiles = [bias is not NO_BIAS and 0 < S % tile <= tile // 2 for S in (Sq, key.shape[1])]
     else:
-        row_options = launch_options("flash_backward_q", device, query.dtype, max(D, Dv))
-        column_options = launch_options("flash_backward_kv", device, query.dtype, max(D, Dv))
+        widest = max(D, Dv, bias.rank)
+        row_options, column_options = (launch_options(name, device, query.dtype, widest) for name in names)
     BLOCK_M, BLOCK_N = row_options["BLOCK_M"], row_options["BLOCK_N"]
     rows = row_work(segments, BLOCK_M, BLOCK_N, B * H, processors(device), splits, device)
     rows_once = rows if rows.merges is None else row_work(segments, BLOCK_M, BLOCK_N, 1, 1, 1, device)
@@ -537,7 +650,7 @@ def flash_backward(
     strides = [stride for x in (query, key, value, grad_out) for stride in x.stride()[:3]]
     constants = {
         "HEAD_DIM": D, "BLOCK_D": block_dim(D), "VALUE_DIM": Dv, "BLOCK_DV": block_dim(Dv),
-        "ENTROPY_GRAD": grad_entropy is not None, "PRECISION": dot_precision(query.dtype),
+        "ENTROPY_GRAD": grad_entropy is not None, "PRECISION": dot_precision(query.dtype), **bias.constants(),
     }  # fmt: skip
     parts = None
     if rows.merges is not None:
@@ -549,13 +662,15 @@ def flash_backward(
             folded = hopper_kernels.fold(lse, delta, Sq, scale, dH=grad_entropy)
             hopper_kernels.launch_rows(
                 query, key, value, None, grad_out, folded, dq, tiles=(num_items, B * H), heads=H, scale=scale,
-                work=rows, tokens=Sq, parts=parts, add=add_to_q,
+                work=rows, tokens=Sq, parts=parts, add=add_to_q, half_tiles=half_tiles[0], factors=bias.factors,
+                dfq=dfq,
             )  # fmt: skip
         elif num_items > 0:
             _backward_q_kernel[(num_items * B * H,)](
-                query, key, value, grad_out, lse, delta, grad_entropy, dq, parts, rows.items, rows.ranges, *strides,
-                *dq.stride()[:3], num_items, rows.slots, H, Sq, scale, log2_scale_of(scale),
-                HAS_PARTS=rows.merges is not None, ACCUMULATE=add_to_q, **constants, **row_options,
+                query, key, value, *bias.arguments(), grad_out, lse, delta, grad_entropy, dq, dfq, parts, rows.items,
+                rows.ranges, *strides, *dq.stride()[:3], num_items, rows.slots, H, Sq, key.shape[1], scale,
+                log2_scale_of(scale), HAS_PARTS=rows.merges is not None, ACCUMULATE=add_to_q, **constants,
+                **row_options,
             )  # fmt: skip
         if rows.merges is not None:
             num_blocks = rows.merges.shape[0] * (BLOCK_M // COMBINE_ROWS)
@@ -568,12 +683,14 @@ def flash_backward(
         if num_items > 0 and on_hopper:
             hopper_kernels.launch_keys(
                 query, key, value, None, grad_out, folded, dk, dv, tiles=(num_items, B * H), heads=H, scale=scale,
-                work=columns, tokens=Sq, add=(add_to_k, add_to_v),
+                work=columns, tokens=Sq, add=(add_to_k, add_to_v), half_tiles=half_tiles[1], factors=bias.factors,
+                dfk=dfk,
             )  # fmt: skip
         elif num_items > 0:
             _backward_kv_kernel[(num_items * B * H,)](
-                query, key, value, grad_out, lse, delta, grad_entropy, dk, dv, columns.items, columns.ranges, *strides,
-                *dk.stride()[:3], *dv.stride()[:3], num_items, H, Sq, scale, log2_scale_of(scale),
+                query, key, value, *bias.arguments(), grad_out, lse, delta, grad_entropy, dk, dfk, dv, columns.items,
+                columns.ranges, *strides, *dk.stride()[:3], *dv.stride()[:3], num_items, H, Sq, key.shape[1], scale,
+                log2_scale_of(scale),
                 ACCUMULATE_K=add_to_k, ACCUMULATE_V=add_to_v, **constants, **column_options,
             )  # fmt: skip
     return dq, dk, dv

@@ -1,13 +1,17 @@
 """Flash attention with log-partition and entropy, forward (VMonarch, Algorithm 1), on segments of queries and keys.
 
-Shapes: B batch, Sq queries, Sk keys, H heads, D head dim, Dv value dim; M queries and N keys of one tile.
+A bias may be added to the logits (FlashBias, Eq. 3): two small products make it for one tile, and it never exists
+beyond that. Scores are kept without the softmax scale, so φq·φk is divided by it in float32; folded into a 16-bit φq,
+the quotient would be rounded.
+
+Shapes: B batch, Sq queries, Sk keys, H heads, D head dim, Dv value dim, R bias rank; M queries and N keys of one tile.
 Tensors are [B, S, H, D] with any strides but that of D, which is 1. Long key ranges are split among several programs,
 whose partial results the combine kernel merges (docs/attention.md, "Merging").
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 import triton
@@ -22,6 +26,50 @@ if TYPE_CHECKING:
 
 # Rows that one program of the combine kernel merges; divides every BLOCK_M.
 COMBINE_ROWS = 16
+# Keys of a tile of the kernel for Hopper with a bias, of all programs that share a processor.
+HOPPER_KEYS = 128
+
+
+class Strided(NamedTuple):
+    """A tensor [B, S, H, …] or [B, S] as kernels take it."""
+
+    ptr: Any
+    stride_b: int
+    stride_s: int
+    stride_h: int
+
+
+class Bias(NamedTuple):
+    """What a call adds to logits, and which pairs count.
+
+    Attributes:
+        factors: φq [B or 1, Sq, H or 1, R] and φk [B or 1, Sk, H or 1, R] of the dtype of the query; R is a power of
+            two from 16 on, for Hopper a multiple of 8 up to 64. None for no bias.
+        key_mask: bool [B, Sk], True where a key counts; or None.
+        causal: whether query i attends to the keys up to i + Sk - Sq only, of one segment of all pairs.
+        programs: of the kernel for Hopper that share a processor; 0 for the portable kernels.
+    """
+
+    factors: tuple[torch.Tensor, torch.Tensor] | None = None
+    key_mask: torch.Tensor | None = None
+    causal: bool = False
+    programs: int = 1
+
+    @property
+    def rank(self) -> int:
+        return self.factors[0].shape[3] if self.factors else 0
+
+    def arguments(self) -> tuple[Strided | None, ...]:
+        """φq, φk and the key mask of the portable kernels."""
+        strides = lambda x: (0 if x.shape[0] == 1 else x.stride(0), x.stride(1), 0 if x.shape[2] == 1 else x.stride(2))
+        factors = [Strided(factor, *strides(factor)) for factor in self.factors or ()] or [None, None]
+        return *factors, None if self.key_mask is None else Strided(self.key_mask, *self.key_mask.stride(), 0)
+
+    def constants(self) -> dict[str, Any]:
+        return {"RANK": self.rank, "CAUSAL": self.causal}
+
+
+NO_BIAS = Bias()
 
 
 @triton.jit
@@ -47,12 +95,89 @@ def load_tile(ptr, stride, rows, rows_left, dims, DIM: tl.constexpr, BLOCK_DIM: 
 
 
 @triton.jit
+def load_factor(factor, b, h, first, rows, rows_left, columns, RANK: tl.constexpr, ALL_ROWS: tl.constexpr):
+    """φ of the rows from `first` on, of one head; other arguments as in `load_tile`."""
+    first_ptr = factor.ptr + b * factor.stride_b + h * factor.stride_h + first.to(tl.int64) * factor.stride_s
+    return load_tile(first_ptr, factor.stride_s, rows, rows_left, columns, RANK, RANK, ALL_ROWS)
+
+
+@triton.jit
+def biased(x, y_t, fx, fy_t, log2_scale, RANK: tl.constexpr, PRECISION: tl.constexpr):
+    """x·yᵀ + φx·φyᵀ / scale; without a bias (RANK = 0) the factors are not looked at."""
+    if RANK == 0:
+        scores = tl.dot(x, y_t, input_precision=PRECISION)
+    else:
+        bias = tl.dot(fx, fy_t, input_precision=PRECISION) * (1.4426950408889634 / log2_scale)
+        scores = tl.dot(x, y_t, bias, input_precision=PRECISION)
+    return scores
+
+
+@triton.jit
+def until_last_key(scores, queries, keys, last_key, first_key, BLOCK_N: tl.constexpr):
+    """Scores of a tile, -inf where a key comes after the last one that its query attends to.
+
+    Args:
+        queries, keys: of the tile, counted from its first ones; they broadcast.
+        last_key: of the first query. first_key: of the tile.
+    """
+    # Of most tiles every query attends to all keys.
+    if last_key < first_key + BLOCK_N - 1:
+        scores = tl.where(first_key + keys <= last_key + queries, scores, -float("inf"))
+    return scores
+
+
+@triton.jit
+def scores_of_keys(
+    q,  # [M, D]
+    fq,  # [M, R]
+    k_t,  # [D, N]
+    key_factor,
+    key_mask,
+    b,
+    h,
+    last_key,
+    first_key,
+    keys_left,
+    log2_scale,
+    BLOCK_N: tl.constexpr,
+    RANK: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    ALL_KEYS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Raw scores [M, N] of one tile of keys, -inf where a query does not attend, and φkᵀ [R, N]."""
+    keys = tl.arange(0, BLOCK_N)
+    fk_t = k_t
+    if RANK > 0:
+        ranks = tl.arange(0, RANK)
+        fk_t = load_factor(key_factor, b, h, first_key, keys[None, :], keys_left, ranks[:, None], RANK, ALL_KEYS)
+    scores = biased(q, k_t, fq, fk_t, log2_scale, RANK, PRECISION)
+    if not ALL_KEYS:
+        scores = tl.where((keys < keys_left)[None, :], scores, -float("inf"))
+    if key_mask is not None:
+        key_mask_ptr = key_mask.ptr + b * key_mask.stride_b + (first_key + keys).to(tl.int64) * key_mask.stride_s
+        counts = tl.load(key_mask_ptr, mask=keys < keys_left, other=0)
+        scores = tl.where((counts != 0)[None, :], scores, -float("inf"))
+    if CAUSAL:
+        queries = tl.arange(0, q.shape[0])
+        scores = until_last_key(scores, queries[:, None], keys[None, :], last_key, first_key, BLOCK_N)
+    return scores, fk_t
+
+
+@triton.jit
 def _attend_tile(
     q,  # [M, D]
+    fq,  # [M, R]
     k_ptr,
     v_ptr,
+    key_factor,
+    key_mask,
     stride_ks,
     stride_vs,
+    b,
+    h,
+    last_key,
+    first_key,
     keys_left,
     acc,  # [M, Dv]
     row_max,
@@ -64,6 +189,8 @@ def _attend_tile(
     BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    RANK: tl.constexpr,
+    CAUSAL: tl.constexpr,
     ALL_KEYS: tl.constexpr,
     ENTROPY: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -73,22 +200,26 @@ def _attend_tile(
     dims = tl.arange(0, BLOCK_D)
     value_dims = tl.arange(0, BLOCK_DV)
     k_t = load_tile(k_ptr, stride_ks, keys[None, :], keys_left, dims[:, None], HEAD_DIM, BLOCK_D, ALL_KEYS)
-    scores = tl.dot(q, k_t, input_precision=PRECISION)  # [M, N]
-    if not ALL_KEYS:
-        scores = tl.where((keys < keys_left)[None, :], scores, -float("inf"))
+    scores, _ = scores_of_keys(
+        q, fq, k_t, key_factor, key_mask, b, h, last_key, first_key, keys_left, log2_scale,
+        BLOCK_N, RANK, CAUSAL, ALL_KEYS, PRECISION,
+    )  # fmt: skip
     p, alpha, row_max, row_sum, row_entropy = online_softmax(
-        scores, row_max, row_sum, row_entropy, log2_scale, ENTROPY=ENTROPY, MAY_BE_EMPTY=False
+        scores, row_max, row_sum, row_entropy, log2_scale, ENTROPY=ENTROPY, MAY_BE_EMPTY=key_mask is not None
     )
     v = load_tile(v_ptr, stride_vs, keys[:, None], keys_left, value_dims[None, :], VALUE_DIM, BLOCK_DV, ALL_KEYS)
     acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision=PRECISION)
     return acc, row_max, row_sum, row_entropy
 
 
-@triton.jit(do_not_specialize=["num_items", "num_slots", "H", "Sq"])
+@triton.jit(do_not_specialize=["num_items", "num_slots", "H", "Sq", "Sk"])
 def _forward_kernel(
     q_ptr,
     k_ptr,
     v_ptr,
+    query_factor,
+    key_factor,
+    key_mask,
     out_ptr,
     lse_ptr,  # [B, H, Sq]
     entropy_ptr,  # [B, H, Sq]
@@ -113,6 +244,7 @@ def _forward_kernel(
     num_slots,
     H,
     Sq,
+    Sk,
     log2_scale,
     HEAD_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
@@ -120,13 +252,19 @@ def _forward_kernel(
     BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    RANK: tl.constexpr,
+    CAUSAL: tl.constexpr,
     ENTROPY: tl.constexpr,
     HAS_PARTS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     pid = tl.program_id(0)
     # Row blocks run fastest, so that programs at work at the same time read the same keys.
-    item_ptr = items_ptr + (pid % num_items) * 5
+    item = pid % num_items
+    if CAUSAL:
+        # The last rows have most keys, so they begin.
+        item = num_items - 1 - item
+    item_ptr = items_ptr + item * 5
     row_start = tl.load(item_ptr)
     row_stop = tl.load(item_ptr + 1)
     first_range = tl.load(item_ptr + 2)
@@ -145,6 +283,11 @@ def _forward_kernel(
     v_head_ptr = v_ptr + b * stride_vb + h * stride_vh
     q_rows_ptr = q_head_ptr + row_start.to(tl.int64) * stride_qs
     q = load_tile(q_rows_ptr, stride_qs, rows[:, None], rows_left, dims[None, :], HEAD_DIM, BLOCK_D, False)
+    fq = q
+    if RANK > 0:
+        ranks = tl.arange(0, RANK)
+        fq = load_factor(query_factor, b, h, row_start, rows[:, None], rows_left, ranks[None, :], RANK, False)
+    last_key = row_start + Sk - Sq
     k_step = tl.full([], BLOCK_N, tl.int64) * stride_ks
     v_step = tl.full([], BLOCK_N, tl.int64) * stride_vs
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
@@ -154,20 +297,24 @@ def _forward_kernel(
     for r in range(first_range, last_range):
         start = tl.load(ranges_ptr + 2 * r)
         num_keys = tl.load(ranges_ptr + 2 * r + 1) - start
+        if CAUSAL:
+            num_keys = tl.minimum(num_keys, row_stop + Sk - Sq - start)
         k_tile_ptr = k_head_ptr + start.to(tl.int64) * stride_ks
         v_tile_ptr = v_head_ptr + start.to(tl.int64) * stride_vs
-        for _ in range(num_keys // BLOCK_N):
+        for n in range(num_keys // BLOCK_N):
             acc, row_max, row_sum, row_entropy = _attend_tile(
-                q, k_tile_ptr, v_tile_ptr, stride_ks, stride_vs, BLOCK_N, acc, row_max, row_sum, row_entropy,
-                log2_scale, HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_DV, BLOCK_N, True, ENTROPY, PRECISION,
+                q, fq, k_tile_ptr, v_tile_ptr, key_factor, key_mask, stride_ks, stride_vs, b, h, last_key,
+                start + n * BLOCK_N, BLOCK_N, acc, row_max, row_sum, row_entropy, log2_scale,
+                HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_DV, BLOCK_N, RANK, CAUSAL, True, ENTROPY, PRECISION,
             )  # fmt: skip
             k_tile_ptr += k_step
             v_tile_ptr += v_step
         keys_left = num_keys % BLOCK_N
         if keys_left > 0:
             acc, row_max, row_sum, row_entropy = _attend_tile(
-                q, k_tile_ptr, v_tile_ptr, stride_ks, stride_vs, keys_left, acc, row_max, row_sum, row_entropy,
-                log2_scale, HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_DV, BLOCK_N, False, ENTROPY, PRECISION,
+                q, fq, k_tile_ptr, v_tile_ptr, key_factor, key_mask, stride_ks, stride_vs, b, h, last_key,
+                start + num_keys - keys_left, keys_left, acc, row_max, row_sum, row_entropy, log2_scale,
+                HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_DV, BLOCK_N, RANK, CAUSAL, False, ENTROPY, PRECISION,
             )  # fmt: skip
 
     out = acc / tl.where(row_sum == 0, 1.0, row_sum)[:, None]
@@ -308,6 +455,7 @@ def flash_forward(
     entropy: bool,
     out: torch.Tensor | None = None,
     splits: int | None = None,
+    bias: Bias = NO_BIAS,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Attend from the queries to the keys of their segments; arguments are not checked.
 
@@ -318,6 +466,7 @@ def flash_forward(
         entropy: whether to compute the entropy.
         out: [B, Sq, H, Dv] of any dtype to write into, only the rows of the segments; a new tensor if None.
         splits: parts that the keys of every segment are cut into; None to choose them for this device.
+        bias: FlashBias's, which says what kernels take it.
 
     Returns:
         (out [B, Sq, H, Dv], in the dtype of `query` if new, lse [B, H, Sq] and entropy [B, H, Sq] or None, both in
@@ -326,14 +475,20 @@ def flash_forward(
     B, Sq, H, D = query.shape
     Dv = value.shape[3]
     device = query.device
-    on_hopper = splits is None and hopper_fits("flash_entropy", query, key, value)
-    options = launch_options("hopper_flash" if on_hopper else "flash_forward", device, query.dtype, max(D, Dv))
+    if bias is NO_BIAS:
+        on_hopper = splits is None and hopper_fits("flash_entropy", query, key, value)
+    else:
+        on_hopper = bias.programs > 0
+    portable = "flash_forward" if bias is NO_BIAS else "flash_bias_forward"
+    options = launch_options("hopper_flash" if on_hopper else portable, device, query.dtype, max(D, Dv, bias.rank))
     if on_hopper:
         from vmonarch.kernels.hopper import flash as hopper_kernels
 
+        if bias is not NO_BIAS:
+            options = {**options, "BLOCK_N": HOPPER_KEYS // bias.programs}
         BLOCK_M = hopper_kernels.BLOCK_M
         work: Schedule | Work = hopper_kernels.schedule(
-            segments, BLOCK_M, options["BLOCK_N"], B * H, processors(device), device
+            segments, BLOCK_M, options["BLOCK_N"], B * H, bias.programs * processors(device), device
         )
     else:
         BLOCK_M = options["BLOCK_M"]
@@ -357,14 +512,15 @@ def flash_forward(
         if on_hopper and num_items > 0:
             hopper_kernels.flash(
                 query, key, value, cast("Schedule", work), scale=scale, out=out, lse=lse, entropy=row_entropy,
-                parts=parts, options=options,
+                parts=parts, options=options, factors=bias.factors, causal=bias.causal, programs=bias.programs,
             )  # fmt: skip
         elif num_items > 0:
             _forward_kernel[(num_items * B * H,)](
-                query, key, value, out, lse, row_entropy, *parts, work.items, work.ranges, *query.stride()[:3],
-                *key.stride()[:3], *value.stride()[:3], *out_strides, num_items, work.slots, H, Sq,
-                log2_scale_of(scale), HEAD_DIM=D, VALUE_DIM=Dv, BLOCK_D=block_dim(D), BLOCK_DV=block_dim(Dv),
-                ENTROPY=entropy, HAS_PARTS=work.merges is not None, PRECISION=dot_precision(query.dtype), **options,
+                query, key, value, *bias.arguments(), out, lse, row_entropy, *parts, work.items, work.ranges,
+                *query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *out_strides, num_items, work.slots,
+                H, Sq, key.shape[1], log2_scale_of(scale), HEAD_DIM=D, VALUE_DIM=Dv, BLOCK_D=block_dim(D),
+                BLOCK_DV=block_dim(Dv), ENTROPY=entropy, HAS_PARTS=work.merges is not None,
+                PRECISION=dot_precision(query.dtype), **bias.constants(), **options,
             )  # fmt: skip
         combine_parts(parts, work.merges, BLOCK_M, tables, out, lse, row_entropy)
     return out, lse, row_entropy

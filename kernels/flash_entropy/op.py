@@ -13,11 +13,7 @@ from vmonarch.kernels.common.launch import needs_operator
 from vmonarch.kernels.common.operators import differentiable
 from vmonarch.kernels.flash_entropy.backward import flash_backward
 from vmonarch.kernels.flash_entropy.forward import flash_forward
-from vmonarch.kernels.flash_entropy.segments import Segment
-
-
-def _all_pairs(query: torch.Tensor, key: torch.Tensor) -> tuple[Segment, ...]:
-    return (Segment(0, query.shape[1], ((0, key.shape[1]),)),)
+from vmonarch.kernels.flash_entropy.segments import all_pairs
 
 
 @torch.library.custom_op(
@@ -35,7 +31,8 @@ def flash_entropy_forward(
 def _forward(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    out, lse, entropy = flash_forward(query, key, value, _all_pairs(query, key), scale=scale, entropy=True)
+    segments = all_pairs(query.shape[1], key.shape[1])
+    out, lse, entropy = flash_forward(query, key, value, segments, scale=scale, entropy=True)
     assert entropy is not None
     return out, lse, entropy
 
@@ -56,7 +53,7 @@ def _(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any) -> A
 def flash_entropy_backward(*inputs: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(dq, dk, dv), each in the shape and dtype of its input."""
     grad_out, grad_lse, grad_entropy, query, key, value, out, lse, entropy, scale, entropy_grad = inputs
-    segments = _all_pairs(query, key)
+    segments = all_pairs(query.shape[1], key.shape[1])
     grad_entropy = grad_entropy if entropy_grad else None
     return flash_backward(grad_out, grad_lse, grad_entropy, query, key, value, out, lse, entropy, segments, scale=scale)
 

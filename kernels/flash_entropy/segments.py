@@ -35,6 +35,11 @@ class Segment:
     key_ranges: tuple[Range, ...]
 
 
+def all_pairs(queries: int, keys: int) -> tuple[Segment, ...]:
+    """Every query attends to every key."""
+    return (Segment(0, queries, ((0, keys),)),)
+
+
 def union(ranges: Iterable[Range]) -> tuple[Range, ...]:
     """Sorted, disjoint, non-adjacent ranges that cover the same numbers."""
     merged: list[Range] = []
