@@ -1,18 +1,16 @@
-"""FlashBias on the kernels of flash attention: what they are to add to its logits.
+"""FlashBias on the kernels of flash attention (`flash_entropy`): the bias that they add to the logits.
 
 Shapes: B batch, Sq queries, Sk keys, H heads, D head dim, E value dim, R bias rank.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 
 from vmonarch.kernels.common.launch import block_dim, hopper_fits, tma_fits, unit_stride
-from vmonarch.kernels.flash_entropy.backward import flash_backward
+from vmonarch.kernels.flash_bias.factors import in_dtype
 from vmonarch.kernels.flash_entropy.forward import HOPPER_KEYS, Bias, flash_forward
-from vmonarch.kernels.flash_entropy.segments import Segment, all_pairs
+from vmonarch.kernels.flash_entropy.segments import Segment
 
 # What the kernels for Hopper take: a rank up to this, and this many rows of a tile.
 HOPPER_RANK = 64
@@ -21,102 +19,70 @@ HOPPER_ROWS = 128
 NARROW = 32
 
 
-@dataclass(frozen=True)
-class Launch:
-    """What the kernels of one call share.
+def bias_for_kernels(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    query_factor: torch.Tensor,
+    key_factor: torch.Tensor,
+    key_mask: torch.Tensor | None,
+    causal: bool,
+    grad_out: torch.Tensor | None = None,
+) -> Bias:
+    """The bias in the form of the kernels that can take these tensors, those for Hopper where they can.
 
     Args:
-        query: [B, Sq, H, D]. key: [B, Sk, H, D]. value: [B, Sk, H, E].
-        query_factor: [B or 1, Sq, H or 1, R]. key_factor: [B or 1, Sk, H or 1, R]; of the dtype of `query`. With R = 0
-            there is no bias, which benchmarks compare with.
-        key_mask: bool [B, Sk], True where a key counts; or None.
-        scale: above 0.
+        query_factor: [B or 1, Sq, H or 1, R]. key_factor: [B or 1, Sk, H or 1, R]. With R = 0 there is no bias, which
+            benchmarks compare with.
+        grad_out: [B, Sq, H, E] in the backward pass.
     """
-
-    query: torch.Tensor
-    key: torch.Tensor
-    value: torch.Tensor
-    query_factor: torch.Tensor
-    key_factor: torch.Tensor
-    key_mask: torch.Tensor | None
-    scale: float
-    causal: bool
-
-    @property
-    def rank(self) -> int:
-        return self.query_factor.shape[3]
-
-    def factors(self, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """φq and φk with zero columns after their own."""
-        query_factor, key_factor = (
-            factor if columns == self.rank else torch.nn.functional.pad(factor, (0, columns - self.rank))
-            for factor in (self.query_factor, self.key_factor)
-        )
-        return query_factor, key_factor
-
-    def bias(self, grad_out: torch.Tensor | None = None) -> Bias:
-        """What the kernels take, those for Hopper where they can; in the backward pass with its `grad_out`."""
-        tensors = (self.query, self.key, self.value, *(() if grad_out is None else (grad_out,)))
-        skipped = self.key.shape[1] - self.query.shape[1]
-        if (
-            self.key_mask is None
-            and self.rank <= HOPPER_RANK
-            # The diagonal has to be in the last tile of keys of a tile of rows.
-            and not (self.causal and (grad_out is not None or skipped % HOPPER_KEYS))
-            and hopper_fits("flash_bias", *tensors)
-        ):
-            # There rows of factors take a multiple of 16 bytes.
-            factors = self.factors(-(-self.rank // 8) * 8)
-            # A second program works while the other begins or ends a tile of rows.
-            narrow = max(self.query.shape[3], self.rank) <= NARROW and not self.causal
-            if self.rank == 0 or tma_fits(*factors):
-                return Bias(factors if self.rank else None, None, self.causal, programs=2 if narrow else 1)
-        # Masked columns would cost registers.
-        factors = self.factors(block_dim(self.rank))
-        return Bias(factors if self.rank else None, self.key_mask, self.causal, programs=0)
+    cut = in_dtype(query_factor, key_factor, query.dtype)
+    rank = cut[0].shape[3]
+    if (
+        key_mask is None
+        and rank <= HOPPER_RANK
+        # The diagonal has to be in the last tile of keys of a tile of rows.
+        and not (causal and (grad_out is not None or (key.shape[1] - query.shape[1]) % HOPPER_KEYS))
+        and hopper_fits("flash_bias", query, key, value, *(() if grad_out is None else (grad_out,)))
+    ):
+        # There rows of factors take a multiple of 16 bytes.
+        factors = _with_columns(cut, -(-rank // 8) * 8)
+        # A second program works while the other begins or ends a tile of rows.
+        programs = 2 if max(query.shape[3], rank) <= NARROW and not causal else 1
+        if factors is None or tma_fits(*factors):
+            return Bias(factors, None, causal, programs)
+    # Masked columns would cost registers.
+    return Bias(_with_columns(cut, block_dim(rank)), key_mask, causal, programs=0)
 
 
-def flash_bias_forward(launch: Launch) -> tuple[torch.Tensor, torch.Tensor]:
+def _with_columns(factors: tuple[torch.Tensor, torch.Tensor], columns: int) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Factors with zero columns after their own, and of expanded dimensions what is there; None if they have none."""
+    added = columns - factors[0].shape[3]
+    if added == columns:
+        return None
+    there = (f[: 1 if f.stride(0) == 0 else None, :, : 1 if f.stride(2) == 0 else None] for f in factors)
+    query_factor, key_factor = (torch.nn.functional.pad(f, (0, added)) if added else unit_stride(f) for f in there)
+    return query_factor, key_factor
+
+
+def flash_bias_forward(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    query_factor: torch.Tensor,
+    key_factor: torch.Tensor,
+    key_mask: torch.Tensor | None,
+    scale: float,
+    causal: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
     """(out [B, Sq, H, E] in the dtype of the query, lse [B, H, Sq] in float32); arguments are not checked."""
-    query, key, value, bias = launch.query, launch.key, launch.value, launch.bias()
+    bias = bias_for_kernels(query, key, value, query_factor, key_factor, key_mask, causal)
     Sq, Sk = query.shape[1], key.shape[1]
     # The kernel for Hopper is told where the keys of a tile of rows end.
-    rows = HOPPER_ROWS if bias.programs and bias.causal else Sq
+    rows = HOPPER_ROWS if bias.programs and causal else Sq
     segments = tuple(
         Segment(first, min(first + rows, Sq), ((0, min(first + rows + Sk - Sq, Sk)),)) for first in range(0, Sq, rows)
     )
     splits = None if bias.programs else 1
-    out, lse, _ = flash_forward(
-        query, key, value, segments, scale=launch.scale, entropy=False, splits=splits, bias=bias
-    )
+    out, lse, _ = flash_forward(query, key, value, segments, scale=scale, entropy=False, splits=splits, bias=bias)
     return out, lse
-
-
-def flash_bias_backward(
-    launch: Launch,
-    grad_out: torch.Tensor,
-    grad_lse: torch.Tensor | None,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    factor_dtypes: tuple[torch.dtype, torch.dtype] = (torch.float32, torch.float32),
-) -> tuple[torch.Tensor, ...]:
-    """(dq, dk, dv) in the dtype of the query, (dφq, dφk), one for every head; arguments are not checked.
-
-    Args:
-        grad_out, out: [B, Sq, H, E]. grad_lse, lse: [B, H, Sq].
-        factor_dtypes: of dφq and dφk, which may have more columns than the factors.
-    """
-    query, key, value = launch.query, launch.key, launch.value
-    B, Sq, H, _ = query.shape
-    Sk = key.shape[1]
-    grad_out = unit_stride(grad_out)
-    bias = launch.bias(grad_out)
-    dfq, dfk = (query.new_empty(B, S, H, bias.rank, dtype=d) for S, d in zip((Sq, Sk), factor_dtypes, strict=True))
-    if grad_lse is not None and launch.key_mask is not None:
-        # A query without any key has no gradient, whatever its lse's is.
-        grad_lse = grad_lse.masked_fill(lse == -torch.inf, 0.0)
-    gradients = flash_backward(
-        grad_out, grad_lse, None, query, key, value, out, lse, None, all_pairs(Sq, Sk), scale=launch.scale, splits=1,
-        bias=bias, dfq=dfq, dfk=dfk,
-    )  # fmt: skip
-    return *gradients, dfq, dfk

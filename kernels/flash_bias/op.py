@@ -11,19 +11,13 @@ import torch
 
 from vmonarch.kernels.common.launch import needs_operator, unit_stride
 from vmonarch.kernels.common.operators import differentiable
-from vmonarch.kernels.flash_bias import launch as kernels
-from vmonarch.kernels.flash_bias.factors import gradients_of_cut, in_dtype
+from vmonarch.kernels.flash_bias import launch
+from vmonarch.kernels.flash_bias.factors import gradients_of_cut
+from vmonarch.kernels.flash_entropy.backward import flash_backward
+from vmonarch.kernels.flash_entropy.segments import all_pairs
 
 _TENSORS = "Tensor query, Tensor key, Tensor value, Tensor query_factor, Tensor key_factor, Tensor? key_mask"
 _NUMBERS = "float scale, bool causal"
-
-
-def _launch(*inputs: Any) -> kernels.Launch:
-    query, key, value, query_factor, key_factor, *others = inputs
-    factors = map(unit_stride, in_dtype(query_factor, key_factor, query.dtype))
-    # Of expanded dimensions, what is there.
-    factors = (f[: 1 if f.stride(0) == 0 else None, :, : 1 if f.stride(2) == 0 else None] for f in factors)
-    return kernels.Launch(query, key, value, *factors, *others)
 
 
 @torch.library.custom_op(
@@ -31,7 +25,7 @@ def _launch(*inputs: Any) -> kernels.Launch:
 )
 def flash_bias_forward(*inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """(out [B, Sq, H, E], lse [B, H, Sq])."""
-    return kernels.flash_bias_forward(_launch(*inputs))
+    return launch.flash_bias_forward(*inputs)
 
 
 @flash_bias_forward.register_fake
@@ -48,14 +42,22 @@ def _(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any) -> t
 )
 def flash_bias_backward(*inputs: Any) -> tuple[torch.Tensor, ...]:
     """(dq, dk, dv, dφq, dφk), each in the shape and dtype of its input."""
-    grad_out, grad_lse, *tensors, out, lse, scale, causal = inputs
-    query, _, _, *factors, _ = tensors
+    grad_out, grad_lse, query, key, value, *factors, key_mask, out, lse, scale, causal = inputs
+    B, Sq, H, _ = query.shape
     rank = factors[0].shape[3]
+    grad_out = unit_stride(grad_out)
+    if grad_lse is not None and key_mask is not None:
+        # A query without any key has no gradient, whatever its lse's is.
+        grad_lse = grad_lse.masked_fill(lse == -torch.inf, 0.0)
+    bias = launch.bias_for_kernels(query, key, value, factors[0], factors[1], key_mask, causal, grad_out)
     # Sums of gradients are taken in float32.
-    whole = (query.shape[0], query.shape[2], query.dtype)
+    whole = (B, H, query.dtype)
     dtypes = [f.dtype if (f.shape[0], f.shape[2], f.dtype) == whole else torch.float32 for f in factors]
-    launch = _launch(*tensors, scale, causal)
-    *gradients, dfq, dfk = kernels.flash_bias_backward(launch, grad_out, grad_lse, out, lse, (dtypes[0], dtypes[1]))
+    dfq, dfk = (query.new_empty(B, f.shape[1], H, bias.rank, dtype=d) for f, d in zip(factors, dtypes, strict=True))
+    gradients = flash_backward(
+        grad_out, grad_lse, None, query, key, value, out, lse, None, all_pairs(Sq, key.shape[1]),
+        scale=scale, splits=1, bias=bias, dfq=dfq, dfk=dfk,
+    )  # fmt: skip
     if factors[0].dtype == query.dtype:
         dfq, dfk = dfq[..., :rank], dfk[..., :rank]
     else:
@@ -87,4 +89,4 @@ def flash_bias_attention_triton(
     tensors = (query, key, value, query_factor, key_factor)
     if needs_operator(*tensors):
         return flash_bias_forward(*tensors, key_mask, scale, causal)
-    return kernels.flash_bias_forward(_launch(*tensors, key_mask, scale, causal))
+    return launch.flash_bias_forward(*tensors, key_mask, scale, causal)

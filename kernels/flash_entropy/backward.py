@@ -22,10 +22,11 @@ from vmonarch.kernels.flash_entropy.forward import (
     NO_BIAS,
     Bias,
     biased,
+    key_bounds,
     load_factor,
     load_tile,
+    load_transposed,
     scores_of_keys,
-    until_last_key,
 )
 from vmonarch.kernels.flash_entropy.segments import Segment, Work, column_work, one_range, processors, row_work
 
@@ -111,15 +112,14 @@ def row_deltas(
 
 
 @triton.jit
-def _grad_scores(scores, grad_p, lse, delta, grad_entropy, log2_scale, ENTROPY_GRAD: tl.constexpr):
-    """P and dS of one tile; lse, delta and dH are shaped to broadcast along the keys."""
-    p = probabilities(scores, lse, log2_scale)
+def _grad_scores(p, scores, grad_p, lse, delta, grad_entropy, log2_scale, ENTROPY_GRAD: tl.constexpr):
+    """dS of one tile; lse, delta and dH are shaped to broadcast along the keys."""
     grad_p -= delta
     if ENTROPY_GRAD:
         # S - lse = log p; the bound keeps 0·(-inf) away where p is 0.
         log_p = tl.maximum((scores * log2_scale - lse * 1.4426950408889634) * 0.6931471805599453, -1000.0)
         grad_p -= grad_entropy * log_p
-    return p, p * grad_p
+    return p * grad_p
 
 
 @triton.jit
@@ -150,7 +150,7 @@ def _grad_q_tile(
     h,
     last_key,
     first_key,
-    keys_left,
+    stop,
     acc,  # [M, D]
     acc_f,  # [M, R]
     log2_scale,
@@ -166,18 +166,16 @@ def _grad_q_tile(
     PRECISION: tl.constexpr,
 ):
     """Add what one tile of keys contributes to dQ / scale and dφq."""
-    keys = tl.arange(0, BLOCK_N)
-    dims = tl.arange(0, BLOCK_D)
+    keys = first_key + tl.arange(0, BLOCK_N)
     value_dims = tl.arange(0, BLOCK_DV)
-    k_t = load_tile(k_ptr, stride_ks, keys[None, :], keys_left, dims[:, None], HEAD_DIM, BLOCK_D, ALL_KEYS)
-    v_t = load_tile(v_ptr, stride_vs, keys[None, :], keys_left, value_dims[:, None], VALUE_DIM, BLOCK_DV, ALL_KEYS)
-    scores, fk_t = scores_of_keys(
-        q, fq, k_t, key_factor, key_mask, b, h, last_key, first_key, keys_left, log2_scale,
-        BLOCK_N, RANK, CAUSAL, ALL_KEYS, PRECISION,
-    )  # fmt: skip
+    k_t, fk_t = load_transposed(k_ptr, stride_ks, key_factor, b, h, keys, stop, HEAD_DIM, BLOCK_D, RANK, ALL_KEYS)
+    v_t = load_tile(v_ptr, stride_vs, keys[None, :], stop, value_dims[:, None], VALUE_DIM, BLOCK_DV, ALL_KEYS)
+    scores = scores_of_keys(
+        q, k_t, fq, fk_t, keys, stop, last_key, key_mask, b, log2_scale, RANK, CAUSAL, ALL_KEYS, PRECISION
+    )
     grad_p = tl.dot(grad_out, v_t, input_precision=PRECISION)  # [M, N]
-    _, grad_s = _grad_scores(scores, grad_p, lse, delta, grad_entropy, log2_scale, ENTROPY_GRAD)
-    grad_s = grad_s.to(k_t.dtype)
+    p = probabilities(scores, lse, log2_scale)
+    grad_s = _grad_scores(p, scores, grad_p, lse, delta, grad_entropy, log2_scale, ENTROPY_GRAD).to(k_t.dtype)
     # tl.trans of a loaded tile is free and safe; that of a product is neither.
     acc = tl.dot(grad_s, tl.trans(k_t), acc, input_precision=PRECISION)
     if RANK > 0:
@@ -265,7 +263,7 @@ def _backward_q_kernel(
     fq = q
     if RANK > 0:
         ranks = tl.arange(0, RANK)
-        fq = load_factor(query_factor, b, h, row_start, rows[:, None], rows_left, ranks[None, :], RANK, False)
+        fq = load_factor(query_factor, b, h, row_start + rows[:, None], row_stop, ranks[None, :], RANK, False)
     last_key = row_start + Sk - Sq
     present = rows < rows_left
     stat_rows = bh * Sq + row_start + rows
@@ -283,28 +281,41 @@ def _backward_q_kernel(
     acc_f = acc
     if RANK > 0:
         acc_f = tl.zeros([BLOCK_M, RANK], tl.float32)
-    for r in range(first_range, last_range):
-        start = tl.load(ranges_ptr + 2 * r)
-        num_keys = tl.load(ranges_ptr + 2 * r + 1) - start
-        if CAUSAL:
-            num_keys = tl.minimum(num_keys, row_stop + Sk - Sq - start)
-        k_tile_ptr = k_head_ptr + start.to(tl.int64) * stride_ks
-        v_tile_ptr = v_head_ptr + start.to(tl.int64) * stride_vs
-        for n in range(num_keys // BLOCK_N):
+    if RANK > 0 or CAUSAL or key_mask is not None:
+        whole, stop = key_bounds(last_key, Sk, key_mask, CAUSAL, BLOCK_M, BLOCK_N)
+        for first_key in range(0, whole, BLOCK_N):
             acc, acc_f = _grad_q_tile(
-                q, fq, grad_out, lse, delta, grad_entropy, k_tile_ptr, v_tile_ptr, key_factor, key_mask,
-                stride_ks, stride_vs, b, h, last_key, start + n * BLOCK_N, BLOCK_N, acc, acc_f, log2_scale,
-                HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_DV, BLOCK_N, RANK, CAUSAL, True, ENTROPY_GRAD, PRECISION,
+                q, fq, grad_out, lse, delta, grad_entropy, k_head_ptr, v_head_ptr, key_factor, key_mask, stride_ks,
+                stride_vs, b, h, last_key, first_key, stop, acc, acc_f, log2_scale, HEAD_DIM, VALUE_DIM, BLOCK_D,
+                BLOCK_DV, BLOCK_N, RANK, CAUSAL, True, ENTROPY_GRAD, PRECISION,
             )  # fmt: skip
-            k_tile_ptr += k_step
-            v_tile_ptr += v_step
-        keys_left = num_keys % BLOCK_N
-        if keys_left > 0:
+        for first_key in range(whole, stop, BLOCK_N):
             acc, acc_f = _grad_q_tile(
-                q, fq, grad_out, lse, delta, grad_entropy, k_tile_ptr, v_tile_ptr, key_factor, key_mask,
-                stride_ks, stride_vs, b, h, last_key, start + num_keys - keys_left, keys_left, acc, acc_f, log2_scale,
-                HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_DV, BLOCK_N, RANK, CAUSAL, False, ENTROPY_GRAD, PRECISION,
+                q, fq, grad_out, lse, delta, grad_entropy, k_head_ptr, v_head_ptr, key_factor, key_mask, stride_ks,
+                stride_vs, b, h, last_key, first_key, stop, acc, acc_f, log2_scale, HEAD_DIM, VALUE_DIM,
+                BLOCK_D, BLOCK_DV, BLOCK_N, RANK, CAUSAL, False, ENTROPY_GRAD, PRECISION,
             )  # fmt: skip
+    else:
+        for r in range(first_range, last_range):
+            start = tl.load(ranges_ptr + 2 * r)
+            num_keys = tl.load(ranges_ptr + 2 * r + 1) - start
+            k_tile_ptr = k_head_ptr + start.to(tl.int64) * stride_ks
+            v_tile_ptr = v_head_ptr + start.to(tl.int64) * stride_vs
+            for _ in range(num_keys // BLOCK_N):
+                acc, acc_f = _grad_q_tile(
+                    q, fq, grad_out, lse, delta, grad_entropy, k_tile_ptr, v_tile_ptr, key_factor, key_mask, stride_ks,
+                    stride_vs, b, h, 0, 0, BLOCK_N, acc, acc_f, log2_scale, HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_DV,
+                    BLOCK_N, 0, False, True, ENTROPY_GRAD, PRECISION,
+                )  # fmt: skip
+                k_tile_ptr += k_step
+                v_tile_ptr += v_step
+            keys_left = num_keys % BLOCK_N
+            if keys_left > 0:
+                acc, acc_f = _grad_q_tile(
+                    q, fq, grad_out, lse, delta, grad_entropy, k_tile_ptr, v_tile_ptr, key_factor, key_mask, stride_ks,
+                    stride_vs, b, h, 0, 0, keys_left, acc, acc_f, log2_scale, HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_DV,
+                    BLOCK_N, 0, False, False, ENTROPY_GRAD, PRECISION,
+                )  # fmt: skip
 
     if HAS_PARTS:
         if slot >= 0:
@@ -384,7 +395,7 @@ def _grad_kv_tile(
     first_row,
     last_key,  # of query 0
     first_key,
-    rows_left,
+    stop,
     grad_k,  # [N, D]
     grad_fk,  # [N, R]
     grad_v,  # [N, Dv]
@@ -402,12 +413,11 @@ def _grad_kv_tile(
     PRECISION: tl.constexpr,
 ):
     """Add what one tile of queries contributes to dK / scale, dφk and dV."""
-    rows = tl.arange(0, BLOCK_M)
-    dims = tl.arange(0, BLOCK_D)
+    rows = first_row + tl.arange(0, BLOCK_M)
     value_dims = tl.arange(0, BLOCK_DV)
-    q_t = load_tile(q_ptr, stride_qs, rows[None, :], rows_left, dims[:, None], HEAD_DIM, BLOCK_D, ALL_ROWS)
+    q_t, fq_t = load_transposed(q_ptr, stride_qs, query_factor, b, h, rows, stop, HEAD_DIM, BLOCK_D, RANK, ALL_ROWS)
     grad_out = load_tile(
-        grad_out_ptr, stride_gs, rows[:, None], rows_left, value_dims[None, :], VALUE_DIM, BLOCK_DV, ALL_ROWS
+        grad_out_ptr, stride_gs, rows[:, None], stop, value_dims[None, :], VALUE_DIM, BLOCK_DV, ALL_ROWS
     )
     stat_rows = stat_row + rows
     if ALL_ROWS:
@@ -415,22 +425,26 @@ def _grad_kv_tile(
         delta = tl.load(delta_ptr + stat_rows)[None, :]
     else:
         # Where there is no row, lse = inf makes p = 0.
-        lse = tl.load(lse_ptr + stat_rows, mask=rows < rows_left, other=float("inf"))[None, :]
-        delta = tl.load(delta_ptr + stat_rows, mask=rows < rows_left, other=0.0)[None, :]
+        lse = tl.load(lse_ptr + stat_rows, mask=rows < stop, other=float("inf"))[None, :]
+        delta = tl.load(delta_ptr + stat_rows, mask=rows < stop, other=0.0)[None, :]
     grad_entropy = delta
     if ENTROPY_GRAD:
-        grad_entropy = tl.load(grad_entropy_ptr + stat_rows, mask=rows < rows_left, other=0.0)[None, :]
-    fq_t = q_t
-    if RANK > 0:
-        ranks = tl.arange(0, RANK)
-        fq_t = load_factor(query_factor, b, h, first_row, rows[None, :], rows_left, ranks[:, None], RANK, ALL_ROWS)
+        grad_entropy = tl.load(grad_entropy_ptr + stat_rows, mask=rows < stop, other=0.0)[None, :]
     scores_t = biased(k, q_t, fk, fq_t, log2_scale, RANK, PRECISION)  # [N, M]
     if CAUSAL:
-        keys = tl.arange(0, BLOCK_N)
-        scores_t = until_last_key(scores_t, rows[None, :], keys[:, None], last_key + first_row, first_key, BLOCK_N)
-    grad_p_t = tl.dot(v, tl.trans(grad_out), input_precision=PRECISION)  # [N, M]
-    p_t, grad_s_t = _grad_scores(scores_t, grad_p_t, lse, delta, grad_entropy, log2_scale, ENTROPY_GRAD)
-    grad_v = tl.dot(p_t.to(grad_out.dtype), grad_out, grad_v, input_precision=PRECISION)
+        attended = (first_key + tl.arange(0, BLOCK_N))[:, None] <= (last_key + rows)[None, :]
+        scores_t = tl.where(attended, scores_t, -float("inf"))
+    if RANK == 0:
+        grad_p_t = tl.dot(v, tl.trans(grad_out), input_precision=PRECISION)  # [N, M]
+        p_t = probabilities(scores_t, lse, log2_scale)
+    else:
+        # Registers are short: what p is for comes first.
+        p_t = probabilities(scores_t, lse, log2_scale)
+        grad_v = tl.dot(p_t.to(grad_out.dtype), grad_out, grad_v, input_precision=PRECISION)
+        grad_p_t = tl.dot(v, tl.trans(grad_out), input_precision=PRECISION)  # [N, M]
+    grad_s_t = _grad_scores(p_t, scores_t, grad_p_t, lse, delta, grad_entropy, log2_scale, ENTROPY_GRAD)
+    if RANK == 0:
+        grad_v = tl.dot(p_t.to(grad_out.dtype), grad_out, grad_v, input_precision=PRECISION)
     grad_s_t = grad_s_t.to(q_t.dtype)
     grad_k = tl.dot(grad_s_t, tl.trans(q_t), grad_k, input_precision=PRECISION)
     if RANK > 0:
@@ -495,7 +509,8 @@ def _backward_kv_kernel(
     pid = tl.program_id(0)
     item_ptr = items_ptr + (pid % num_items) * 5
     key_start = tl.load(item_ptr)
-    keys_left = tl.load(item_ptr + 1) - key_start
+    key_stop = tl.load(item_ptr + 1)
+    keys_left = key_stop - key_start
     first_range = tl.load(item_ptr + 2)
     last_range = tl.load(item_ptr + 3)
     bh = (pid // num_items).to(tl.int64)
@@ -515,7 +530,7 @@ def _backward_kv_kernel(
     fk = k
     if RANK > 0:
         ranks = tl.arange(0, RANK)
-        fk = load_factor(key_factor, b, h, key_start, keys[:, None], keys_left, ranks[None, :], RANK, False)
+        fk = load_factor(key_factor, b, h, key_start + keys[:, None], key_stop, ranks[None, :], RANK, False)
 
     q_head_ptr = q_ptr + b * stride_qb + h * stride_qh
     grad_out_head_ptr = grad_out_ptr + b * stride_gb + h * stride_gh
@@ -526,34 +541,58 @@ def _backward_kv_kernel(
     if RANK > 0:
         grad_fk = tl.zeros([BLOCK_N, RANK], tl.float32)
     grad_v = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
-    for r in range(first_range, last_range):
-        start = tl.load(ranges_ptr + 2 * r)
-        stop = tl.load(ranges_ptr + 2 * r + 1)
+    if RANK > 0 or CAUSAL or key_mask is not None:
+        start = 0
+        whole = 0
         if CAUSAL:
-            # Queries before attend to none of these keys.
-            start = tl.maximum(start, key_start + Sq - Sk)
-        num_rows = stop - start
-        q_tile_ptr = q_head_ptr + start.to(tl.int64) * stride_qs
-        grad_out_tile_ptr = grad_out_head_ptr + start.to(tl.int64) * stride_gs
-        stat_row = bh * Sq + start
-        for n in range(num_rows // BLOCK_M):
+            # Queries from `start` on attend to some of these keys, and from `whole` on to all.
+            start = tl.maximum(0, key_start + Sq - Sk) // BLOCK_M * BLOCK_M
+            whole = tl.cdiv(tl.maximum(0, key_start + BLOCK_N - 1 + Sq - Sk), BLOCK_M) * BLOCK_M
+        stop = tl.maximum(whole, Sq // BLOCK_M * BLOCK_M)
+        for first_row in range(start, tl.minimum(whole, Sq), BLOCK_M):
             grad_k, grad_fk, grad_v = _grad_kv_tile(
-                k, fk, v, q_tile_ptr, query_factor, grad_out_tile_ptr, lse_ptr, delta_ptr, grad_entropy_ptr, stat_row,
-                stride_qs, stride_gs, b, h, start + n * BLOCK_M, Sk - Sq, key_start, BLOCK_M, grad_k, grad_fk, grad_v,
-                log2_scale, HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, RANK, CAUSAL, True,
-                ENTROPY_GRAD, PRECISION,
-            )  # fmt: skip
-            q_tile_ptr += q_step
-            grad_out_tile_ptr += grad_out_step
-            stat_row += BLOCK_M
-        rows_left = num_rows % BLOCK_M
-        if rows_left > 0:
-            grad_k, grad_fk, grad_v = _grad_kv_tile(
-                k, fk, v, q_tile_ptr, query_factor, grad_out_tile_ptr, lse_ptr, delta_ptr, grad_entropy_ptr, stat_row,
-                stride_qs, stride_gs, b, h, stop - rows_left, Sk - Sq, key_start, rows_left, grad_k, grad_fk, grad_v,
+                k, fk, v, q_head_ptr, query_factor, grad_out_head_ptr, lse_ptr, delta_ptr, grad_entropy_ptr, bh * Sq,
+                stride_qs, stride_gs, b, h, first_row, Sk - Sq, key_start, Sq, grad_k, grad_fk, grad_v,
                 log2_scale, HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, RANK, CAUSAL, False,
                 ENTROPY_GRAD, PRECISION,
             )  # fmt: skip
+        for first_row in range(whole, stop, BLOCK_M):
+            grad_k, grad_fk, grad_v = _grad_kv_tile(
+                k, fk, v, q_head_ptr, query_factor, grad_out_head_ptr, lse_ptr, delta_ptr, grad_entropy_ptr, bh * Sq,
+                stride_qs, stride_gs, b, h, first_row, Sk - Sq, key_start, stop, grad_k, grad_fk, grad_v,
+                log2_scale, HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, RANK, False, True,
+                ENTROPY_GRAD, PRECISION,
+            )  # fmt: skip
+        for first_row in range(stop, Sq, BLOCK_M):
+            grad_k, grad_fk, grad_v = _grad_kv_tile(
+                k, fk, v, q_head_ptr, query_factor, grad_out_head_ptr, lse_ptr, delta_ptr, grad_entropy_ptr, bh * Sq,
+                stride_qs, stride_gs, b, h, first_row, Sk - Sq, key_start, Sq, grad_k, grad_fk, grad_v,
+                log2_scale, HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, RANK, False, False,
+                ENTROPY_GRAD, PRECISION,
+            )  # fmt: skip
+    else:
+        for r in range(first_range, last_range):
+            start = tl.load(ranges_ptr + 2 * r)
+            num_rows = tl.load(ranges_ptr + 2 * r + 1) - start
+            q_tile_ptr = q_head_ptr + start.to(tl.int64) * stride_qs
+            grad_out_tile_ptr = grad_out_head_ptr + start.to(tl.int64) * stride_gs
+            stat_row = bh * Sq + start
+            for _ in range(num_rows // BLOCK_M):
+                grad_k, grad_fk, grad_v = _grad_kv_tile(
+                    k, fk, v, q_tile_ptr, query_factor, grad_out_tile_ptr, lse_ptr, delta_ptr, grad_entropy_ptr,
+                    stat_row, stride_qs, stride_gs, b, h, 0, 0, 0, BLOCK_M, grad_k, grad_fk, grad_v, log2_scale,
+                    HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, 0, False, True, ENTROPY_GRAD, PRECISION,
+                )  # fmt: skip
+                q_tile_ptr += q_step
+                grad_out_tile_ptr += grad_out_step
+                stat_row += BLOCK_M
+            rows_left = num_rows % BLOCK_M
+            if rows_left > 0:
+                grad_k, grad_fk, grad_v = _grad_kv_tile(
+                    k, fk, v, q_tile_ptr, query_factor, grad_out_tile_ptr, lse_ptr, delta_ptr, grad_entropy_ptr,
+                    stat_row, stride_qs, stride_gs, b, h, 0, 0, 0, rows_left, grad_k, grad_fk, grad_v, log2_scale,
+                    HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, 0, False, False, ENTROPY_GRAD, PRECISION,
+                )  # fmt: skip
 
     if key_mask is not None:
         key_mask_ptr = key_mask.ptr + b * key_mask.stride_b + (first_key + keys) * key_mask.stride_s

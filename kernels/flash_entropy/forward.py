@@ -31,12 +31,20 @@ HOPPER_KEYS = 128
 
 
 class Strided(NamedTuple):
-    """A tensor [B, S, H, …] or [B, S] as kernels take it."""
+    """A tensor [B, S, H, …] as kernels take it."""
 
     ptr: Any
     stride_b: int
     stride_s: int
     stride_h: int
+
+
+def _strided(tensor: torch.Tensor | None) -> Strided | None:
+    """A tensor [B or 1, S, H or 1, …] for all batch entries and heads."""
+    if tensor is None:
+        return None
+    stride_b, stride_s, stride_h = tensor.stride()[:3]
+    return Strided(tensor, stride_b if tensor.shape[0] > 1 else 0, stride_s, stride_h if tensor.shape[2] > 1 else 0)
 
 
 class Bias(NamedTuple):
@@ -61,9 +69,9 @@ class Bias(NamedTuple):
 
     def arguments(self) -> tuple[Strided | None, ...]:
         """φq, φk and the key mask of the portable kernels."""
-        strides = lambda x: (0 if x.shape[0] == 1 else x.stride(0), x.stride(1), 0 if x.shape[2] == 1 else x.stride(2))
-        factors = [Strided(factor, *strides(factor)) for factor in self.factors or ()] or [None, None]
-        return *factors, None if self.key_mask is None else Strided(self.key_mask, *self.key_mask.stride(), 0)
+        query_factor, key_factor = self.factors or (None, None)
+        key_mask = None if self.key_mask is None else self.key_mask[:, :, None]
+        return _strided(query_factor), _strided(key_factor), _strided(key_mask)
 
     def constants(self) -> dict[str, Any]:
         return {"RANK": self.rank, "CAUSAL": self.causal}
@@ -95,10 +103,10 @@ def load_tile(ptr, stride, rows, rows_left, dims, DIM: tl.constexpr, BLOCK_DIM: 
 
 
 @triton.jit
-def load_factor(factor, b, h, first, rows, rows_left, columns, RANK: tl.constexpr, ALL_ROWS: tl.constexpr):
-    """φ of the rows from `first` on, of one head; other arguments as in `load_tile`."""
-    first_ptr = factor.ptr + b * factor.stride_b + h * factor.stride_h + first.to(tl.int64) * factor.stride_s
-    return load_tile(first_ptr, factor.stride_s, rows, rows_left, columns, RANK, RANK, ALL_ROWS)
+def load_factor(factor, b, h, rows, stop, columns, RANK: tl.constexpr, ALL_ROWS: tl.constexpr):
+    """φ of the rows of one head; arguments as in `load_tile`."""
+    head_ptr = factor.ptr + b * factor.stride_b + h * factor.stride_h
+    return load_tile(head_ptr, factor.stride_s, rows, stop, columns, RANK, RANK, ALL_ROWS)
 
 
 @triton.jit
@@ -113,55 +121,63 @@ def biased(x, y_t, fx, fy_t, log2_scale, RANK: tl.constexpr, PRECISION: tl.const
 
 
 @triton.jit
-def until_last_key(scores, queries, keys, last_key, first_key, BLOCK_N: tl.constexpr):
-    """Scores of a tile, -inf where a key comes after the last one that its query attends to.
+def load_transposed(
+    ptr, stride, factor, b, h, rows, stop,
+    DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, RANK: tl.constexpr, ALL_ROWS: tl.constexpr,
+):  # fmt: skip
+    """Tiles [D, rows] of queries or keys and [R, rows] of their factor; without a bias the first one stands for both.
 
     Args:
-        queries, keys: of the tile, counted from its first ones; they broadcast.
-        last_key: of the first query. first_key: of the tile.
+        rows, stop: as in `load_tile`. b, h: of the factor.
     """
-    # Of most tiles every query attends to all keys.
-    if last_key < first_key + BLOCK_N - 1:
-        scores = tl.where(first_key + keys <= last_key + queries, scores, -float("inf"))
-    return scores
+    dims = tl.arange(0, BLOCK_DIM)
+    if RANK == 0:
+        x_t = load_tile(ptr, stride, rows[None, :], stop, dims[:, None], DIM, BLOCK_DIM, ALL_ROWS)
+        fx_t = x_t
+    else:
+        # Tiles that are loaded as they lie take fewer registers on GPUs before Hopper.
+        ranks = tl.arange(0, RANK)
+        x_t = tl.trans(load_tile(ptr, stride, rows[:, None], stop, dims[None, :], DIM, BLOCK_DIM, ALL_ROWS))
+        fx_t = tl.trans(load_factor(factor, b, h, rows[:, None], stop, ranks[None, :], RANK, ALL_ROWS))
+    return x_t, fx_t
 
 
 @triton.jit
 def scores_of_keys(
-    q,  # [M, D]
-    fq,  # [M, R]
-    k_t,  # [D, N]
-    key_factor,
-    key_mask,
-    b,
-    h,
-    last_key,
-    first_key,
-    keys_left,
-    log2_scale,
-    BLOCK_N: tl.constexpr,
-    RANK: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    ALL_KEYS: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
-    """Raw scores [M, N] of one tile of keys, -inf where a query does not attend, and φkᵀ [R, N]."""
-    keys = tl.arange(0, BLOCK_N)
-    fk_t = k_t
-    if RANK > 0:
-        ranks = tl.arange(0, RANK)
-        fk_t = load_factor(key_factor, b, h, first_key, keys[None, :], keys_left, ranks[:, None], RANK, ALL_KEYS)
+    q, k_t, fq, fk_t, keys, stop, last_key, key_mask, b, log2_scale,
+    RANK: tl.constexpr, CAUSAL: tl.constexpr, ALL_KEYS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Raw scores [M, N] of one tile of keys, -inf where a query does not attend.
+
+    Args:
+        q: [M, D]. k_t: [D, N]. fq: [M, R]. fk_t: [R, N].
+        keys: [N], up to `stop`. last_key: that the first query attends to, if CAUSAL.
+        ALL_KEYS: whether every query attends to the whole tile.
+    """
     scores = biased(q, k_t, fq, fk_t, log2_scale, RANK, PRECISION)
     if not ALL_KEYS:
-        scores = tl.where((keys < keys_left)[None, :], scores, -float("inf"))
-    if key_mask is not None:
-        key_mask_ptr = key_mask.ptr + b * key_mask.stride_b + (first_key + keys).to(tl.int64) * key_mask.stride_s
-        counts = tl.load(key_mask_ptr, mask=keys < keys_left, other=0)
-        scores = tl.where((counts != 0)[None, :], scores, -float("inf"))
+        scores = tl.where((keys < stop)[None, :], scores, -float("inf"))
+        if CAUSAL:
+            last_keys = last_key + tl.arange(0, q.shape[0])
+            scores = tl.where(keys[None, :] <= last_keys[:, None], scores, -float("inf"))
+        if key_mask is not None:
+            key_mask_ptr = key_mask.ptr + b * key_mask.stride_b + keys.to(tl.int64) * key_mask.stride_s
+            counts = tl.load(key_mask_ptr, mask=keys < stop, other=0) != 0
+            scores = tl.where(counts[None, :], scores, -float("inf"))
+    return scores
+
+
+@triton.jit
+def key_bounds(last_key, Sk, key_mask, CAUSAL: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Keys that all queries of a tile attend to, a whole number of tiles, and keys that any of them attends to."""
+    whole = Sk
+    stop = Sk
     if CAUSAL:
-        queries = tl.arange(0, q.shape[0])
-        scores = until_last_key(scores, queries[:, None], keys[None, :], last_key, first_key, BLOCK_N)
-    return scores, fk_t
+        whole = tl.minimum(Sk, last_key + 1)
+        stop = tl.minimum(Sk, last_key + BLOCK_M)
+    if key_mask is not None:
+        whole = 0
+    return whole // BLOCK_N * BLOCK_N, stop
 
 
 @triton.jit
@@ -178,7 +194,7 @@ def _attend_tile(
     h,
     last_key,
     first_key,
-    keys_left,
+    stop,
     acc,  # [M, Dv]
     row_max,
     row_sum,
@@ -196,18 +212,16 @@ def _attend_tile(
     PRECISION: tl.constexpr,
 ):
     """Take one tile of keys into the running sums of a row block."""
-    keys = tl.arange(0, BLOCK_N)
-    dims = tl.arange(0, BLOCK_D)
+    keys = first_key + tl.arange(0, BLOCK_N)
     value_dims = tl.arange(0, BLOCK_DV)
-    k_t = load_tile(k_ptr, stride_ks, keys[None, :], keys_left, dims[:, None], HEAD_DIM, BLOCK_D, ALL_KEYS)
-    scores, _ = scores_of_keys(
-        q, fq, k_t, key_factor, key_mask, b, h, last_key, first_key, keys_left, log2_scale,
-        BLOCK_N, RANK, CAUSAL, ALL_KEYS, PRECISION,
-    )  # fmt: skip
+    k_t, fk_t = load_transposed(k_ptr, stride_ks, key_factor, b, h, keys, stop, HEAD_DIM, BLOCK_D, RANK, ALL_KEYS)
+    scores = scores_of_keys(
+        q, k_t, fq, fk_t, keys, stop, last_key, key_mask, b, log2_scale, RANK, CAUSAL, ALL_KEYS, PRECISION
+    )
     p, alpha, row_max, row_sum, row_entropy = online_softmax(
         scores, row_max, row_sum, row_entropy, log2_scale, ENTROPY=ENTROPY, MAY_BE_EMPTY=key_mask is not None
     )
-    v = load_tile(v_ptr, stride_vs, keys[:, None], keys_left, value_dims[None, :], VALUE_DIM, BLOCK_DV, ALL_KEYS)
+    v = load_tile(v_ptr, stride_vs, keys[:, None], stop, value_dims[None, :], VALUE_DIM, BLOCK_DV, ALL_KEYS)
     acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision=PRECISION)
     return acc, row_max, row_sum, row_entropy
 
@@ -286,7 +300,7 @@ def _forward_kernel(
     fq = q
     if RANK > 0:
         ranks = tl.arange(0, RANK)
-        fq = load_factor(query_factor, b, h, row_start, rows[:, None], rows_left, ranks[None, :], RANK, False)
+        fq = load_factor(query_factor, b, h, row_start + rows[:, None], row_stop, ranks[None, :], RANK, False)
     last_key = row_start + Sk - Sq
     k_step = tl.full([], BLOCK_N, tl.int64) * stride_ks
     v_step = tl.full([], BLOCK_N, tl.int64) * stride_vs
@@ -294,28 +308,43 @@ def _forward_kernel(
     row_max = tl.full([BLOCK_M], -float("inf"), tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
     row_entropy = tl.zeros([BLOCK_M], tl.float32)
-    for r in range(first_range, last_range):
-        start = tl.load(ranges_ptr + 2 * r)
-        num_keys = tl.load(ranges_ptr + 2 * r + 1) - start
-        if CAUSAL:
-            num_keys = tl.minimum(num_keys, row_stop + Sk - Sq - start)
-        k_tile_ptr = k_head_ptr + start.to(tl.int64) * stride_ks
-        v_tile_ptr = v_head_ptr + start.to(tl.int64) * stride_vs
-        for n in range(num_keys // BLOCK_N):
+    if RANK > 0 or CAUSAL or key_mask is not None:
+        # There is one range, of all keys, and tiles are found by their first key: pointers that move along, and loops
+        # in a loop, would cost registers.
+        whole, stop = key_bounds(last_key, Sk, key_mask, CAUSAL, BLOCK_M, BLOCK_N)
+        for first_key in range(0, whole, BLOCK_N):
             acc, row_max, row_sum, row_entropy = _attend_tile(
-                q, fq, k_tile_ptr, v_tile_ptr, key_factor, key_mask, stride_ks, stride_vs, b, h, last_key,
-                start + n * BLOCK_N, BLOCK_N, acc, row_max, row_sum, row_entropy, log2_scale,
-                HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_DV, BLOCK_N, RANK, CAUSAL, True, ENTROPY, PRECISION,
+                q, fq, k_head_ptr, v_head_ptr, key_factor, key_mask, stride_ks, stride_vs, b, h, last_key, first_key,
+                stop, acc, row_max, row_sum, row_entropy, log2_scale, HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_DV,
+                BLOCK_N, RANK, CAUSAL, True, ENTROPY, PRECISION,
             )  # fmt: skip
-            k_tile_ptr += k_step
-            v_tile_ptr += v_step
-        keys_left = num_keys % BLOCK_N
-        if keys_left > 0:
+        for first_key in range(whole, stop, BLOCK_N):
             acc, row_max, row_sum, row_entropy = _attend_tile(
-                q, fq, k_tile_ptr, v_tile_ptr, key_factor, key_mask, stride_ks, stride_vs, b, h, last_key,
-                start + num_keys - keys_left, keys_left, acc, row_max, row_sum, row_entropy, log2_scale,
-                HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_DV, BLOCK_N, RANK, CAUSAL, False, ENTROPY, PRECISION,
+                q, fq, k_head_ptr, v_head_ptr, key_factor, key_mask, stride_ks, stride_vs, b, h, last_key, first_key,
+                stop, acc, row_max, row_sum, row_entropy, log2_scale, HEAD_DIM, VALUE_DIM, BLOCK_D,
+                BLOCK_DV, BLOCK_N, RANK, CAUSAL, False, ENTROPY, PRECISION,
             )  # fmt: skip
+    else:
+        for r in range(first_range, last_range):
+            start = tl.load(ranges_ptr + 2 * r)
+            num_keys = tl.load(ranges_ptr + 2 * r + 1) - start
+            k_tile_ptr = k_head_ptr + start.to(tl.int64) * stride_ks
+            v_tile_ptr = v_head_ptr + start.to(tl.int64) * stride_vs
+            for _ in range(num_keys // BLOCK_N):
+                acc, row_max, row_sum, row_entropy = _attend_tile(
+                    q, fq, k_tile_ptr, v_tile_ptr, key_factor, key_mask, stride_ks, stride_vs, b, h, 0, 0, BLOCK_N, acc,
+                    row_max, row_sum, row_entropy, log2_scale, HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_DV, BLOCK_N, 0,
+                    False, True, ENTROPY, PRECISION,
+                )  # fmt: skip
+                k_tile_ptr += k_step
+                v_tile_ptr += v_step
+            keys_left = num_keys % BLOCK_N
+            if keys_left > 0:
+                acc, row_max, row_sum, row_entropy = _attend_tile(
+                    q, fq, k_tile_ptr, v_tile_ptr, key_factor, key_mask, stride_ks, stride_vs, b, h, 0, 0, keys_left,
+                    acc, row_max, row_sum, row_entropy, log2_scale, HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_DV, BLOCK_N, 0,
+                    False, False, ENTROPY, PRECISION,
+                )  # fmt: skip
 
     out = acc / tl.where(row_sum == 0, 1.0, row_sum)[:, None]
     log2_lse = log2_partition(row_max, row_sum)
