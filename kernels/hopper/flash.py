@@ -1,6 +1,6 @@
 """Flash attention with log-partition and entropy, or with a bias of low rank (FlashBias, Eq. 3), on Hopper.
 
-`kernels/flash_entropy/forward.py` and `kernels/flash_bias/forward.py` are the portable forms.
+`kernels/flash_entropy/forward.py` is the portable form.
 
 Legend: B batch, Sq queries, Sk keys, H heads, D head dim, which is that of the values too, R bias rank.
 """

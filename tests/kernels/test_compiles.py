@@ -55,7 +55,6 @@ KNOWN_SPILLS = {
 # there, not wrong.
 KNOWN_PORTABLE_SPILLS = {
     ("3.7.1", 89, "_l_backward_rows_kernel"): 732,
-    ("3.7.1", 120, "_flash_bias_keys_kernel"): 532,
     ("3.9.0", 89, "_l_backward_rows_kernel"): 1268,
     ("3.9.0", 120, "_flash_bias_keys_kernel"): 692,
 }
@@ -149,7 +148,7 @@ OPS = {
         "norm_rotary norm_rotary_backward"),
     "bias": (
         BIAS_CASES, {89: "narrow-causal", 120: "rank-64"}, BIAS_CASES,
-        "flash_bias flash_bias_rows flash_bias_keys"),
+        "forward delta backward_q backward_kv"),
     "linear": (
         LINEAR_CASES, {80: "taylor-causal"}, LINEAR_CASES,
         "state read prepare state gradient read"),

@@ -110,6 +110,14 @@ def test_with_rank_0_the_kernels_are_those_without_a_bias(causal):
     torch.testing.assert_close(*results)
 
 
+@in_interpreter
+def test_a_query_without_any_key_has_no_gradient():
+    tensors = [x.requires_grad_() for x in inputs(3, 20)]
+    _, lse = attend("triton", key_mask=some_keys(2, 20))(*tensors)
+    gradients = torch.autograd.grad(lse, tensors, torch.where(lse == -torch.inf, torch.nan, 1.0))
+    assert all(x.isfinite().all() for x in gradients) and not gradients[0][-1].any()
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_float32_factors_stay_exact_among_16_bit_tensors(dtype):
     positions = torch.arange(30000, 30040, dtype=torch.float32)
