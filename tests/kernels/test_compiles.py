@@ -56,7 +56,6 @@ KNOWN_SPILLS = {
 KNOWN_PORTABLE_SPILLS = {
     ("3.7.1", 89, "_l_backward_rows_kernel"): 732,
     ("3.9.0", 89, "_l_backward_rows_kernel"): 1268,
-    ("3.9.0", 120, "_flash_bias_keys_kernel"): 692,
 }
 
 
