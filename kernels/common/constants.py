@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from typing import ParamSpec, TypeVar
 
 import torch
@@ -20,8 +21,8 @@ def kept(make: Callable[Arguments, Constant]) -> Callable[Arguments, Constant]:
     refers to. So they must be small, at most a megabyte; a video shape has some of them.
 
     What a thread allocates while torch.compile warms up or records a CUDA graph belongs to that graph's memory, where
-    nothing but outputs may stay. On a GPU the function is therefore called in a thread of its own, whose work there is
-    done when it returns, so that every stream may read it. What is made in inference mode, autograd refuses in training
+    nothing but outputs may stay. The function is therefore called in a thread of its own, whose work on a GPU is done
+    when it returns, so that every stream may read it. What is made in inference mode, autograd refuses in training
     later.
 
     Args:
@@ -38,21 +39,20 @@ def kept(make: Callable[Arguments, Constant]) -> Callable[Arguments, Constant]:
             return make(*args, **kwargs)
         devices = (value for value in (*args, *kwargs.values()) if isinstance(value, torch.device))
         device = next(devices, torch.device("cpu"))
-        if device.type != "cuda":
-            with torch.inference_mode(False):
-                return make(*args, **kwargs)
-        if torch.cuda.is_current_stream_capturing():
+        on_gpu = device.type == "cuda"
+        if on_gpu and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
                 f"{make.__module__}.{make.__name__}: the first call of its sizes and options makes tables on the GPU,"
                 " which cannot be done while a CUDA graph is captured; make one such call before the capture"
             )
-        index = torch.cuda.current_device() if device.index is None else device.index
+        index = torch.cuda.current_device() if on_gpu and device.index is None else device.index
 
-        # A new thread is not in inference mode.
+        # A new thread is not in inference mode, and `replay` does not see what it does.
         def work() -> Constant:
-            with torch.cuda.device(index):
+            with torch.cuda.device(index) if on_gpu else nullcontext():
                 made = make(*args, **kwargs)
-                torch.cuda.current_stream().synchronize()
+                if on_gpu:
+                    torch.cuda.current_stream().synchronize()
                 return made
 
         with ThreadPoolExecutor(1) as thread:

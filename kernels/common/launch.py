@@ -211,6 +211,11 @@ def launch_overrides(options: Mapping[str, Mapping[str, int]]) -> Iterator[None]
         _overrides.reset(token)
 
 
+def has_overrides() -> bool:
+    """Whether `launch_overrides` are in place."""
+    return _overrides.get() is not None
+
+
 def launch_options(kernel: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> dict[str, int]:
     """BLOCK sizes, num_warps and num_stages of a kernel on a chip, from the tables in `kernels/common/tables`.
 

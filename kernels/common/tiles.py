@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from vmonarch.kernels.common.launch import block_dim
+from vmonarch.kernels.common.replay import launcher
 
 _NUM_WARPS = 4
 
@@ -25,7 +26,7 @@ def launch_on_tokens(kernel: Any, result: torch.Tensor, *arguments: Any, **optio
     # Each thread writes 16 bytes.
     ROWS = _NUM_WARPS * 32 * 16 // result.itemsize // BLOCK_E
     with torch.cuda.device_of(result):
-        kernel[(triton.cdiv(S, ROWS) * H, B)](
+        launcher(kernel, (triton.cdiv(S, ROWS) * H, B))(
             *arguments, S, H, E=E, BLOCK_E=BLOCK_E, ROWS=ROWS, num_warps=_NUM_WARPS, **options
         )
 

@@ -72,6 +72,11 @@ def _triton_version() -> str:
     return triton.__version__
 
 
+def is_checking() -> bool:
+    """Whether this thread runs a check, in which other kernels are used than before and after."""
+    return _checking.get() is not None
+
+
 def why_distrusted(op: str, device: torch.device, dtype: torch.dtype, *, hopper: bool, strict: bool) -> str | None:
     """Why the kernels of an op are not used, or None if they are. Those that no verdict is known of are checked.
 
@@ -83,7 +88,7 @@ def why_distrusted(op: str, device: torch.device, dtype: torch.dtype, *, hopper:
     Raises:
         RuntimeError: kernels have to be checked, and a CUDA graph is being captured.
     """
-    if triton_is_tested() or _checking.get() is not None:
+    if triton_is_tested() or is_checking():
         return None
     parts = PARTS.get(op, (op,))
     for for_hopper in (False, True) if hopper and parts[0] in HOPPER_OPS else (False,):

@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 
 from vmonarch.kernels.common.launch import block_dim, dot_precision, hopper_fits, launch_options, unit_stride
+from vmonarch.kernels.common.replay import launcher
 from vmonarch.kernels.common.softmax import log2_scale_of, probabilities
 from vmonarch.kernels.flash_entropy.forward import (
     COMBINE_ROWS,
@@ -104,7 +105,7 @@ def row_deltas(
     num_items = rows.items.shape[0]
     if num_items == 0:
         return
-    _delta_kernel[(num_items * delta.shape[0] * H,)](
+    launcher(_delta_kernel, (num_items * delta.shape[0] * H,))(
         grad_out, out, grad_lse, entropy, grad_entropy, delta, rows.items, *grad_out.stride()[:3], *out.stride()[:3],
         num_items, H, Sq, VALUE_DIM=Dv, BLOCK_DV=block_dim(Dv), BLOCK_M=block_rows, LSE_GRAD=grad_lse is not None,
         ENTROPY_GRAD=grad_entropy is not None, num_warps=4,
@@ -705,7 +706,7 @@ def flash_backward(
                 dfq=dfq,
             )  # fmt: skip
         elif num_items > 0:
-            _backward_q_kernel[(num_items * B * H,)](
+            launcher(_backward_q_kernel, (num_items * B * H,))(
                 query, key, value, *bias.arguments(), grad_out, lse, delta, grad_entropy, dq, dfq, parts, rows.items,
                 rows.ranges, *strides, *dq.stride()[:3], num_items, rows.slots, H, Sq, key.shape[1], scale,
                 log2_scale_of(scale), HAS_PARTS=rows.merges is not None, ACCUMULATE=add_to_q, **constants,
@@ -714,7 +715,7 @@ def flash_backward(
         if rows.merges is not None:
             num_blocks = rows.merges.shape[0] * (BLOCK_M // COMBINE_ROWS)
             # The kernel for Hopper has the scale in already.
-            _sum_parts_kernel[(num_blocks * B * H,)](
+            launcher(_sum_parts_kernel, (num_blocks * B * H,))(
                 dq, parts, rows.merges, *dq.stride()[:3], num_blocks, rows.slots, H, 1.0 if on_hopper else scale,
                 HEAD_DIM=D, BLOCK_D=block_dim(D), BLOCK_M=BLOCK_M, ROWS=COMBINE_ROWS, ACCUMULATE=add_to_q, num_warps=4,
             )  # fmt: skip
@@ -726,7 +727,7 @@ def flash_backward(
                 dfk=dfk,
             )  # fmt: skip
         elif num_items > 0:
-            _backward_kv_kernel[(num_items * B * H,)](
+            launcher(_backward_kv_kernel, (num_items * B * H,))(
                 query, key, value, *bias.arguments(), grad_out, lse, delta, grad_entropy, dk, dfk, dv, columns.items,
                 columns.ranges, *strides, *dk.stride()[:3], *dv.stride()[:3], num_items, H, Sq, key.shape[1], scale,
                 log2_scale_of(scale),

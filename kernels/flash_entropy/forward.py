@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 
 from vmonarch.kernels.common.launch import block_dim, dot_precision, hopper_fits, launch_options
+from vmonarch.kernels.common.replay import launcher
 from vmonarch.kernels.common.softmax import entropy_of, log2_partition, log2_scale_of, online_softmax
 from vmonarch.kernels.flash_entropy.segments import Segment, Work, processors, row_work
 
@@ -467,7 +468,7 @@ def combine_parts(
     assert parts[0] is not None
     H, Dv = out.shape[2:]
     num_blocks = merges.shape[0] * (block_rows // COMBINE_ROWS)
-    _combine_kernel[(num_blocks * tables,)](
+    launcher(_combine_kernel, (num_blocks * tables,))(
         out, lse, entropy, *parts, merges, *out.stride()[:3], block_rows, num_blocks, parts[0].shape[0] // tables, H,
         lse.stride(1), VALUE_DIM=Dv, BLOCK_DV=block_dim(Dv), ROWS=COMBINE_ROWS, ENTROPY=entropy is not None,
         HEADS_IN_TABLE=merges.shape[1] == 5, num_warps=4,
@@ -544,7 +545,7 @@ def flash_forward(
                 parts=parts, options=options, factors=bias.factors, causal=bias.causal, programs=bias.programs,
             )  # fmt: skip
         elif num_items > 0:
-            _forward_kernel[(num_items * B * H,)](
+            launcher(_forward_kernel, (num_items * B * H,))(
                 query, key, value, *bias.arguments(), out, lse, row_entropy, *parts, work.items, work.ranges,
                 *query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *out_strides, num_items, work.slots,
                 H, Sq, key.shape[1], log2_scale_of(scale), HEAD_DIM=D, VALUE_DIM=Dv, BLOCK_D=block_dim(D),

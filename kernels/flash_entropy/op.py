@@ -11,6 +11,7 @@ import torch
 
 from vmonarch.kernels.common.launch import needs_operator
 from vmonarch.kernels.common.operators import differentiable
+from vmonarch.kernels.common.replay import replayed
 from vmonarch.kernels.flash_entropy.backward import flash_backward
 from vmonarch.kernels.flash_entropy.forward import flash_forward
 from vmonarch.kernels.flash_entropy.segments import all_pairs
@@ -28,6 +29,7 @@ def flash_entropy_forward(
     return _forward(query, key, value, scale)
 
 
+@replayed
 def _forward(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

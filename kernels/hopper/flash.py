@@ -16,6 +16,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from vmonarch.kernels.common.launch import block_dim
+from vmonarch.kernels.common.replay import launcher
 from vmonarch.kernels.common.softmax import log2_scale_of
 from vmonarch.kernels.hopper.attend import (
     BLOCK_M,
@@ -259,7 +260,7 @@ def flash(
         columns = block_dim(query.shape[3])
         kept, stage = (options["Q_STAGES"] * BLOCK_M * (columns + R), block_n * (2 * columns + R))
         options = {**options, "STAGES": stages_that_fit(2 * kept, 2 * stage, options["STAGES"])}
-    _hopper_flash_kernel[(work.firsts.shape[0] - 1,)](
+    launcher(_hopper_flash_kernel, (work.firsts.shape[0] - 1,))(
         rows_descriptor(query, HALF),
         rows_descriptor(key, block_n),
         rows_descriptor(value, block_n),

@@ -15,6 +15,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
+from vmonarch.kernels.common.replay import launcher
 from vmonarch.kernels.common.softmax import log2_scale_of
 from vmonarch.kernels.flash_entropy.segments import processors
 from vmonarch.kernels.hopper.attend import (
@@ -242,7 +243,7 @@ def r_step(
     groups = written.shape[0]
     order = even_order(row_tiles, groups, half_tiles, processors(key.device), key.device)
     ragged = not blocks_of_keys and places.positions * places.blocks != places.tokens
-    _hopper_r_step_kernel[(min(row_tiles * groups, processors(key.device)),)](
+    launcher(_hopper_r_step_kernel, (min(row_tiles * groups, processors(key.device)),))(
         rows_descriptor(z, HALF), rows_descriptor(key, block_n), None if y is None else rows_descriptor(value, block_n),
         None if aL is None else rows_descriptor(aL, HALF), None if y is None else rows_descriptor(y, HALF),
         bias, cL, lse,

@@ -21,6 +21,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from vmonarch.kernels.common.constants import kept
 from vmonarch.kernels.common.launch import block_dim, launch_options, tma_strides
+from vmonarch.kernels.common.replay import launcher
 from vmonarch.kernels.common.softmax import log2_scale_of
 from vmonarch.kernels.flash_entropy.forward import COMBINE_ROWS, combine_parts
 from vmonarch.kernels.flash_entropy.segments import device_table, processors
@@ -469,7 +470,7 @@ def two_resolution(
         written = query.new_empty(B * H * parts, rows, D, dtype=torch.float32)
         log2_lse = written.new_empty(written.shape[:2])
         out_rows, lse_rows = [H * of_head, 1, of_head], (H * of_head, of_head)
-    _hopper_two_resolution_kernel[(min(items, processors(query.device)),)](
+    launcher(_hopper_two_resolution_kernel, (min(items, processors(query.device)),))(
         video_descriptor(query, tiling.of_queries, launch.half, block_dim(D)),
         *launch.of_keys(key, value, k_mean, v_mean, options["BLOCK_N"]), gain, lists, number,
         launch.there(query.device),

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from vmonarch.kernels.common.launch import needs_operator, unit_stride
+from vmonarch.kernels.common.replay import replayed
 from vmonarch.kernels.common.tiles import launch_on_tokens
 from vmonarch.kernels.merge.kernels import merge_backward_kernel, merge_kernel
 
@@ -26,6 +27,7 @@ def merge_forward(out_1: torch.Tensor, lse_1: torch.Tensor, out_2: torch.Tensor,
     return _forward(out_1, lse_1, out_2, lse_2)
 
 
+@replayed
 def _forward(out_1: torch.Tensor, lse_1: torch.Tensor, out_2: torch.Tensor, lse_2: torch.Tensor) -> Pair:
     out, lse = out_1.new_empty(out_1.shape), lse_1.new_empty(lse_1.shape)
     strides = (*out_1.stride()[:3], *lse_1.stride(), *out_2.stride()[:3], *lse_2.stride())

@@ -7,13 +7,13 @@ L, which are t or, without the last, t - 1.
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from vmonarch.kernels.common.launch import unit_stride
+from vmonarch.kernels.common.replay import replayed
 from vmonarch.kernels.flash_entropy.backward import flash_backward
 from vmonarch.kernels.flash_entropy.forward import flash_forward
 from vmonarch.kernels.monarch.call import MonarchCall
@@ -68,17 +68,6 @@ def saved_shapes(
     ]
 
 
-def _on_its_device(function):
-    """Run on the device of the first argument: Triton launches on the current one, wherever the tensors are."""
-
-    @functools.wraps(function)
-    def guarded(*args, **kwargs):
-        with torch.cuda.device_of(args[0]):
-            return function(*args, **kwargs)
-
-    return guarded
-
-
 def _exact_forward(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: MonarchCall, out: torch.Tensor
 ) -> torch.Tensor:
@@ -111,7 +100,7 @@ def _exact_backward(
         )  # fmt: skip
 
 
-@_on_its_device
+@replayed
 def forward(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -127,8 +116,8 @@ def forward(
         save: keep what `backward` needs.
 
     Returns:
-        (out [B, S, H, E], lse [B, H, S]) and what `backward` needs, empty tensors without `save`: (blocks, y, stats,
-        row_stats, out_exact, lse_exact).
+        (out [B, S, H, E], lse [B, H, S]) and, with `save`, what `backward` needs: (blocks, y, stats, row_stats,
+        out_exact, lse_exact).
     """
     B, S, H, D = query.shape
     E = value.shape[3]
@@ -138,7 +127,9 @@ def forward(
     lse = query.new_empty(B, H, S, dtype=torch.float32)
 
     own = t if save else 1
-    saved = [query.new_empty(shape, dtype=dtype) for shape, dtype in saved_shapes(query, value, call, save)]
+    saved = []
+    if save:
+        saved = [query.new_empty(shape, dtype=dtype) for shape, dtype in saved_shapes(query, value, call, save)]
     exact = call.exact
     out_exact = lse_exact = None
     if exact is not None:
@@ -183,7 +174,7 @@ def forward(
     return out, lse, *saved
 
 
-@_on_its_device
+@replayed
 def backward(
     grad_out: torch.Tensor,
     grad_lse: torch.Tensor | None,
@@ -193,11 +184,15 @@ def backward(
     key_mask: torch.Tensor | None,
     out: torch.Tensor,
     lse: torch.Tensor,
-    saved: tuple[torch.Tensor, ...],
+    blocks: torch.Tensor,
+    y: torch.Tensor,
+    stats: torch.Tensor,
+    row_stats: torch.Tensor,
+    saved_out: torch.Tensor,
+    saved_lse: torch.Tensor,
     call: MonarchCall,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of query, key and value; R and L are recomputed from z, aL and the log-partitions."""
-    blocks, y, stats, row_stats = saved[:4]
     t = call.options.num_iterations
     buffers = _slices(call, blocks, stats, row_stats)
     exact = call.exact
@@ -215,7 +210,7 @@ def backward(
     delta_r, dcR = (torch.empty_like(stats[0]) for _ in range(2))
     out_exact = lse_exact = dlse_exact = do_exact = None
     if exact is not None:
-        out_exact, lse_exact = out if exact.whole_rows else saved[4], saved[5]
+        out_exact, lse_exact = out if exact.whole_rows else saved_out, saved_lse
         dlse_exact, do_exact = torch.empty_like(lse), None if exact.whole_rows else torch.empty_like(out_exact)
     aware: dict[str, Any] = {}
     if exact is not None and exact.aware:

@@ -60,7 +60,10 @@ _INPUTS = "Tensor query, Tensor key, Tensor value, Tensor? key_mask"
 def monarch_forward(*inputs: Any) -> tuple[torch.Tensor, ...]:
     """(out [B, S, H, E], lse [B, H, S]) and what the backward pass needs, empty unless `save`; see `fused.forward`."""
     *tensors, numbers, reals, save = inputs
-    return forward(*tensors, _decode(numbers, reals), save)
+    call = _decode(numbers, reals)
+    found = forward(*tensors, call, save)
+    nothing = () if save else saved_shapes(tensors[0], tensors[2], call, save)
+    return *found, *(tensors[0].new_empty(shape, dtype=dtype) for shape, dtype in nothing)
 
 
 @monarch_forward.register_fake
@@ -81,7 +84,7 @@ def _(query: torch.Tensor, key: Any, value: torch.Tensor, key_mask: Any, numbers
 def monarch_backward(*inputs: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(dq, dk, dv), each in the shape and dtype of its input."""
     *tensors, numbers, reals, _ = inputs
-    return backward(*tensors[:8], saved=tuple(tensors[8:]), call=_decode(numbers, reals))
+    return backward(*tensors, _decode(numbers, reals))
 
 
 differentiable(monarch_forward, monarch_backward, tensors=4, gradients=3)
@@ -102,5 +105,5 @@ def monarch_attention_triton(
     if needs_operator(*tensors):
         out, lse, *_ = monarch_forward(*tensors, key_mask, *_encode(call), learns(*tensors))
     else:
-        out, lse, *_ = forward(*tensors, key_mask, call, save=False)
+        out, lse = forward(*tensors, key_mask, call, False)
     return out, lse

@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 
 from vmonarch.kernels.common.launch import block_dim, dot_precision, hopper_fits, launch_options
+from vmonarch.kernels.common.replay import launcher
 from vmonarch.kernels.common.softmax import log2_partition, log2_scale_of, online_softmax, probabilities
 from vmonarch.kernels.common.tiles import add_rows, load_rows, store_rows
 from vmonarch.kernels.flash_entropy.backward import row_deltas
@@ -489,7 +490,7 @@ class RStep:
         D = tokens.shape[3]
         block = 32
         tiles = triton.cdiv(rows, block)
-        kernel[(tiles * self.groups,)](
+        launcher(kernel, (tiles * self.groups,))(
             *tensors, *tokens.stride()[:3], self.key.shape[2], self.call.places.unspecialised(), tiles,
             D=D, BLOCK_N=block, BLOCK_D=block_dim(D), num_warps=4, **options,
         )  # fmt: skip
@@ -564,7 +565,7 @@ class RStep:
         options = self._options("r_step" if y is None else "r_step_last")
         row_tiles = triton.cdiv(self.call.places.positions, options["BLOCK_M"])
         options["BLOCK_TAIL"] = self._tail_block(options["BLOCK_N"], pooled is not None)
-        _r_step_kernel[(row_tiles * self.groups,)](
+        launcher(_r_step_kernel, (row_tiles * self.groups,))(
             z, key, self.value, bias, self.key_mask, aL, y, cL, lse, *strides,
             self.key.shape[2], self.call.places.unspecialised(), row_tiles, self.call.scale,
             log2_scale_of(self.call.scale), STORE_LSE=lse is not None, **constants, **options,
@@ -624,7 +625,7 @@ class RStep:
         options = self._options("r_backward_keys")
         keys = self.call.places.positions if pooled is None else self.call.places.cells
         tiles = triton.cdiv(keys, options["BLOCK_N"])
-        _r_backward_keys_kernel[(tiles * self.groups,)](
+        launcher(_r_backward_keys_kernel, (tiles * self.groups,))(
             z, key, self.value, bias, self.key_mask, *saved, d_key, dv, *strides, *dk_strides, *dv.stride()[:3],
             self.key.shape[2], self.call.places.unspecialised(), tiles, *numbers, **constants, **options,
         )  # fmt: skip
@@ -632,7 +633,7 @@ class RStep:
             self.unpool(d_key, bias, dk)
         options = self._options("r_backward_z")
         tiles = triton.cdiv(self.call.places.positions, options["BLOCK_M"])
-        _r_backward_z_kernel[(tiles * self.groups,)](
+        launcher(_r_backward_z_kernel, (tiles * self.groups,))(
             z, key, self.value, bias, self.key_mask, *saved, cR, daR, dcR, dq, *strides, *dq.stride()[:3],
             self.key.shape[2], self.call.places.unspecialised(), tiles, *numbers, self.call.min_mass,
             **constants, **options,

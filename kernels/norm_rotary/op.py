@@ -11,6 +11,7 @@ import torch
 import triton
 
 from vmonarch.kernels.common.launch import unit_stride
+from vmonarch.kernels.common.replay import launcher
 from vmonarch.kernels.norm_rotary.kernels import norm_rotary_backward_kernel, norm_rotary_kernel
 
 # Programs of the backward kernel, whose parts of dw are added afterwards: enough to fill every chip several times.
@@ -37,7 +38,7 @@ def norm_rotary_forward(
     x, cosines, sines = unit_stride(x), unit_stride(cosines), unit_stride(sines)
     out = x.new_empty(B, S, heads, C // heads)
     with torch.cuda.device_of(x):
-        norm_rotary_kernel[(B * S,)](
+        launcher(norm_rotary_kernel, (B * S,))(
             x, weight.contiguous(), cosines, sines, out, x.stride(0), x.stride(1), cosines.stride(1), sines.stride(1),
             S, eps, **_constants(x, cosines),
         )  # fmt: skip
@@ -64,7 +65,7 @@ def norm_rotary_backward(*inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
     programs = min(B * S, PROGRAMS)
     parts = x.new_empty(programs if with_weight else 0, C, dtype=torch.float32)
     with torch.cuda.device_of(x):
-        norm_rotary_backward_kernel[(programs,)](
+        launcher(norm_rotary_backward_kernel, (programs,))(
             grad, x, weight.contiguous(), cosines, sines, dx, parts, grad.stride(0), grad.stride(1), x.stride(0),
             x.stride(1), cosines.stride(1), sines.stride(1), S, B * S, eps, WITH_WEIGHT=with_weight,
             **_constants(x, cosines),

@@ -13,8 +13,16 @@ from typing import Any, NamedTuple
 import torch
 import triton
 
-from vmonarch.kernels.common.launch import block_dim, dot_precision, hopper_fits, launch_options, unit_stride
+from vmonarch.kernels.common.launch import (
+    block_dim,
+    dot_precision,
+    hopper_fits,
+    launch_options,
+    needs_operator,
+    unit_stride,
+)
 from vmonarch.kernels.common.operators import differentiable
+from vmonarch.kernels.common.replay import launcher, replayed
 from vmonarch.kernels.common.softmax import log2_scale_of
 from vmonarch.kernels.flash_entropy.segments import processors
 from vmonarch.kernels.two_resolution.kernels import (
@@ -84,7 +92,7 @@ def pool(key: torch.Tensor, value: torch.Tensor | None, n: Tiling, key_mask: tor
     value_strides = (0, 0, 0) if value is None else value.stride()[:3]
     constants = _box(n.cell_box, _MEANS_BLOCK)
     with torch.cuda.device_of(key):
-        means_kernel[(B * cells * H,)](
+        launcher(means_kernel, (B * cells * H,))(
             key, value, key_mask, k, v, log2_number, *key.stride()[:3], *value_strides, H, N, unspecialised(n),
             D=D, E=E, BLOCK_D=block_dim(D), BLOCK_E=block_dim(E), **constants,
             num_warps=max(1, constants["BLOCK"] // _MEANS_WARP),
@@ -122,7 +130,9 @@ def best(scores: torch.Tensor, count: int) -> torch.Tensor:
     exact = torch.empty_like(scores, dtype=torch.bool)
     with torch.cuda.device_of(scores):
         block = block_dim(m)
-        best_kernel[(math.prod(lead),)](scores, exact, m, count, BLOCK=block, num_warps=8 if block > 1024 else 4)
+        launcher(best_kernel, (math.prod(lead),))(
+            scores, exact, m, count, BLOCK=block, num_warps=8 if block > 1024 else 4
+        )
     return exact
 
 
@@ -149,7 +159,7 @@ def _lists(
     gain = None if log2_number is None else exact.new_empty(B, H, n, padded, dtype=torch.float32)
     with torch.cuda.device_of(exact):
         block = min(1024, block_dim(m))
-        lists_kernel[(B * H * n,)](
+        launcher(lists_kernel, (B * H * n,))(
             exact, log2_number, lists, number, gain, *exact.stride(), n, m, width, padded, H, c, BLOCK=block,
             BLOCK_PAD=GAINS.value, num_warps=4,
         )  # fmt: skip
@@ -173,16 +183,31 @@ def _full(n: Tiling) -> bool:
 )
 def two_resolution_forward(*inputs: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(out [B, S, H, E], lse [B, H, S], the exact tiles [B, H, n, m], empty if they are given); see `attend`."""
-    query, key, value, exact, key_mask, numbers, choice, rest, scale = inputs
-    n, options = Tiling(*numbers), _options(choice)
+    *tensors, numbers, choice, rest, scale = inputs
+    out, lse, exact = _forward(*tensors, Tiling(*numbers), _options(choice), rest, scale)
+    return out, lse, exact if tensors[3] is None else exact.new_empty(0)
+
+
+@replayed
+def _forward(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    exact: torch.Tensor | None,
+    key_mask: torch.Tensor | None,
+    n: Tiling,
+    options: TwoResolutionOptions,
+    rest: bool,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     pooled = pool(key, value, n, key_mask) if rest else None
     given = exact is not None
-    if not given:
+    if exact is None:
         exact = choose(query, key, n, options, key_mask, pooled)
     B, S, H, _ = query.shape
     out, lse = query.new_empty(B, S, H, value.shape[3]), query.new_empty(B, H, S, dtype=torch.float32)
     attend(query, key, value, exact, _width(n, options, given), key_mask, n, pooled, scale, out, lse)
-    return out, lse, exact.new_empty(0) if given else exact
+    return out, lse, exact
 
 
 def _options(choice: Sequence[float | None]) -> TwoResolutionOptions:
@@ -232,7 +257,7 @@ def attend(
                 return
         constants = _constants("two_resolution", query, value, n)
         out_rows = (stride // out.shape[3] for stride in out.stride()[:3])
-        two_resolution_kernel[(n.of_queries.tiles * constants["PARTS_M"] * B * H,)](
+        launcher(two_resolution_kernel, (n.of_queries.tiles * constants["PARTS_M"] * B * H,))(
             query, key, value, k_mean, v_mean, gain, lists, number, key_mask, out, lse,
             *query.stride()[:3], *key.stride()[:3], *value.stride()[:3],
             *out_rows, *lse.stride()[:2], H, width, unspecialised(n), n.cells, log2_scale_of(scale),
@@ -301,7 +326,7 @@ def backward(
         else:
             dq = query.new_empty(query.shape)
             constants = _constants("two_resolution_rows", query, value, n)
-            two_resolution_rows_kernel[(queries * constants["PARTS_M"] * B * H,)](
+            launcher(two_resolution_rows_kernel, (queries * constants["PARTS_M"] * B * H,))(
                 query, key, value, k_mean, v_mean, gain, lists, number, key_mask, grad_out, out, lse, grad_lse,
                 delta, dq, *q_strides, *kv_strides, *g_strides, *out.stride()[:3], H, S, width, tiling, n.cells, scale,
                 log2_scale, REST=rest, FULL=_full(n) and key_mask is None, **constants,
@@ -313,7 +338,7 @@ def backward(
             # Few cells see many queries: those are split, until there is work for the whole chip.
             splits = max(1, min(queries, 4 * processors(query.device) // blocks))
             dk_mean, dv_mean = (query.new_empty(splits, B * H, cells, dim, dtype=torch.float32) for dim in (D, E))
-            two_resolution_cells_kernel[(blocks * splits,)](
+            launcher(two_resolution_cells_kernel, (blocks * splits,))(
                 query, k_mean, v_mean, gain, grad_out, lse, delta, dk_mean, dv_mean,
                 *q_strides, *g_strides, H, S, splits, triton.cdiv(queries, splits), tiling, n.cells, scale, log2_scale,
                 **constants,
@@ -327,7 +352,7 @@ def backward(
             )  # fmt: skip
         else:
             constants = _constants("two_resolution_keys", query, value, n)
-            two_resolution_keys_kernel[(n.tiles * constants["PARTS"] * B * H,)](
+            launcher(two_resolution_keys_kernel, (n.tiles * constants["PARTS"] * B * H,))(
                 query, key, value, log2_number, lists, number, key_mask, grad_out, lse, delta, dk_mean, dv_mean,
                 dk, dv, *q_strides, *kv_strides, *g_strides, H, S, tiling, n.cells, scale, log2_scale, REST=rest,
                 ADD=added is not None, **constants,
@@ -357,6 +382,9 @@ def two_resolution_attention_triton(
     if exact is not None:
         exact = exact.expand(B, H, -1, -1).contiguous()
     mask = None if key_mask is None else key_mask.contiguous()
-    numbers = list(tiling), _choice(options), options.rest, scale
-    out, lse, _ = two_resolution_forward(query, key, value, exact, mask, *numbers)
+    if needs_operator(query, key, value):
+        numbers = list(tiling), _choice(options), options.rest, scale
+        out, lse, _ = two_resolution_forward(query, key, value, exact, mask, *numbers)
+    else:
+        out, lse, _ = _forward(query, key, value, exact, mask, tiling, options, options.rest, scale)
     return out, lse

@@ -9,6 +9,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
 from vmonarch.kernels.common.launch import block_dim
+from vmonarch.kernels.common.replay import launcher
 from vmonarch.kernels.common.softmax import log2_scale_of
 from vmonarch.kernels.flash_entropy.segments import Work, processors
 from vmonarch.kernels.hopper.attend import (
@@ -399,7 +400,7 @@ def launch_rows(
     k_desc, z_desc = rows_descriptor(key, block), rows_descriptor(z, HALF)
     factor_descs, shares, inverse_scale, chained = bias_arguments(factors, (HALF, block), z.dtype, scale)
     order = even_order(*tiles, half_tiles, processors(key.device), key.device)
-    _hopper_rows_kernel[(min(tiles[0] * tiles[1], processors(key.device)),)](
+    launcher(_hopper_rows_kernel, (min(tiles[0] * tiles[1], processors(key.device)),))(
         z_desc, k_desc, None if dy is None else rows_descriptor(value, block),
         None if daL is None else rows_descriptor(daL, HALF), None if dy is None else rows_descriptor(dy, HALF),
         *factor_descs, None if work is None else work.items, None if work is None else work.ranges,

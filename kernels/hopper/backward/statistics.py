@@ -10,6 +10,7 @@ import triton.language as tl
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from vmonarch.kernels.common.replay import launcher
 from vmonarch.kernels.hopper.backward.common import TILE
 
 
@@ -49,7 +50,7 @@ def fold(
     """[2 or 3, groups, padded rows] statistics of the rows in the form the kernels take."""
     groups, padded = lse.numel() // rows, triton.cdiv(rows, TILE) * TILE
     folded = lse.new_empty(2 if dH is None else 3, groups, padded)
-    _fold_kernel[(triton.cdiv(groups * padded, 1024),)](
+    launcher(_fold_kernel, (triton.cdiv(groups * padded, 1024),))(
         lse,
         delta,
         dH,

@@ -18,6 +18,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
 from vmonarch.kernels.common.launch import block_dim
+from vmonarch.kernels.common.replay import launcher
 from vmonarch.kernels.common.softmax import log2_scale_of
 from vmonarch.kernels.flash_entropy.segments import processors
 from vmonarch.kernels.hopper.attend import (
@@ -394,7 +395,7 @@ def launch_queries(
     items = parts * number.numel()
     dq = query.new_empty(parts, B, S, H, D, dtype=query.dtype if parts == 1 else torch.float32)
     folded = lse.new_empty(2, number.numel() * BLOCK_M)
-    _hopper_two_resolution_queries_kernel[(min(items, processors(query.device)),)](
+    launcher(_hopper_two_resolution_queries_kernel, (min(items, processors(query.device)),))(
         *(video_descriptor(x, tiling.of_queries, launch.half, block_dim(D)) for x in (query, grad_out)),
         *launch.of_keys(key, value, k_mean, v_mean, BLOCK_N), gain, lists, number,
         launch.there(query.device), tile_boxes(tiling.of_queries, query.device), out, lse, grad_lse, delta, folded, dq,
@@ -436,7 +437,7 @@ def launch_keys(
     if tiling.tiles % 2:
         order = torch.nn.functional.pad(order, (0, 1), value=-1)
     items, pairs = order.numel() // 2, order.shape[1] // 2
-    _hopper_two_resolution_keys_kernel[(min(items, processors(key.device)),)](
+    launcher(_hopper_two_resolution_keys_kernel, (min(items, processors(key.device)),))(
         *(video_descriptor(x, tiling.of_queries, launch.half, block_dim(D)) for x in (query, grad_out)),
         *launch.of_keys(key, value)[:2], folded_descriptor(folded, HALF),
         lists, number, order, *(tile_boxes(cut, key.device) for cut in (tiling.of_queries, tiling)),
