@@ -1,9 +1,9 @@
 """Calls that are recorded once and replayed: what an op allocates and launches follows from sizes and options alone.
 
 The first call with a key runs its Python while a recorder notes, in order, what is allocated, operators of torch, and
-launches. Later calls with the key repeat these steps with their own tensors, without the Python in between: checks,
-options, descriptors, Triton's search for the compiled kernel. A record knows places in memory, never addresses: every
-call allocates its own buffers, and gives each back after its last use.
+launches, as lines of a function that does nothing else. Later calls with the key run that function on their own
+tensors: no checks, options, views, descriptors, nor Triton's search for the compiled kernel. It knows places in memory,
+never addresses: every call allocates its own buffers, and gives each back after its last use.
 """
 
 from __future__ import annotations
@@ -14,116 +14,39 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable
 from contextvars import ContextVar
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from dataclasses import replace
+from typing import Any
 
 import torch
+import triton
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from triton.compiler import CompiledKernel
 
 from vmonarch.kernels.common.launch import has_overrides
 from vmonarch.kernels.common.trust import is_checking, triton_is_tested
 
-# By number: the tensors of a call, then its buffers, None before and after their use.
-Memory = list[Any]
 # Of one function.
 MAX_RECORDS = 128
-_ALLOCATIONS = {
-    getattr(getattr(torch.ops.aten, name), overload)
-    for name, overload in (
-        ("empty", "memory_format"), ("empty_like", "default"), ("empty_strided", "default"), ("new_empty", "default"),
-        ("new_empty_strided", "default"),
-    )
-}  # fmt: skip
+_ALLOCATIONS = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
 _DEPENDS_ON_DATA = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 _recorder: ContextVar[_Recorder | None] = ContextVar("recorder", default=None)
 _lock = threading.Lock()
 
 
-class _Place(NamedTuple):
-    """A tensor `offset` numbers after the first of a buffer; `size` and `stride` are None where it is the buffer."""
-
-    buffer: int
-    offset: int
-    itemsize: int
-    size: torch.Size | None
-    stride: tuple[int, ...] | None
-
-    def found(self, memory: Memory) -> torch.Tensor:
-        buffer = memory[self.buffer]
-        if self.size is None:
-            return buffer
-        return buffer.as_strided(self.size, self.stride, buffer.storage_offset() + self.offset)
-
-
-class _Descriptor(NamedTuple):
-    """A tensor descriptor of Triton's with its base at a place."""
-
-    descriptor: Any
-    base: _Place
-
-    def found(self, memory: Memory) -> Any:
-        return replace(self.descriptor, base=self.base.found(memory))
-
-
 class _Address(int):
-    """The base of a descriptor, as far as a launch asks."""
+    """The base of a tensor descriptor, as far as the launch of a compiled kernel asks."""
 
     def data_ptr(self) -> int:
         return self
 
 
-def _filled(given: Any, memory: Memory) -> Any:
-    """Arguments with what is at their places."""
-    if isinstance(given, (_Place, _Descriptor)):
-        return given.found(memory)
-    return [_filled(x, memory) for x in given] if type(given) is list else given
-
-
-@dataclass(frozen=True)
-class _Allocate:
-    buffer: int
-    like: dict[str, Any]
-
-    def __call__(self, memory: Memory) -> None:
-        memory[self.buffer] = torch.empty_strided(**self.like)
-
-
-@dataclass(frozen=True)
-class _Run:
-    """An operator of torch, or a launch; `made` are the buffers that its results are, None for old ones."""
-
-    function: Callable[..., Any]
-    args: list[Any]
-    options: dict[str, Any]
-    made: tuple[int | None, ...] = ()
-
-    def __call__(self, memory: Memory) -> None:
-        results = self.function(*_filled(self.args, memory), **self.options)
-        for i, buffer in enumerate(self.made):
-            if buffer is not None:
-                memory[buffer] = results[i] if isinstance(results, (tuple, list)) else results
-
-
-@dataclass(frozen=True)
-class _Start:
-    """The launch of a compiled kernel, which takes addresses for tensors and asks for the device and the stream."""
-
-    start: Callable[..., Any]
-    args: list[Any]
-    # Argument, buffer, bytes from its start, and the descriptor if it is one.
-    places: list[tuple[int, int, int, Any]]
-
-    def __call__(self, memory: Memory) -> None:
-        args = self.args.copy()
-        for i, buffer, offset, descriptor in self.places:
-            args[i] = memory[buffer].data_ptr() + offset
-            if descriptor is not None:
-                # Not by its class, which checks again what has not changed.
-                twin = object.__new__(type(descriptor))
-                vars(twin).update(vars(descriptor), base=_Address(args[i]))
-                args[i] = twin
-        self.start(*args)
+def _moved(descriptor: Any, address: int) -> Any:
+    """The descriptor of the same tile elsewhere; not by its class, which checks again what has not changed."""
+    twin = object.__new__(type(descriptor))
+    vars(twin).update(vars(descriptor), base=_Address(address))
+    return twin
 
 
 def launcher(kernel: Any, grid: tuple[int, ...]) -> Callable[..., Any]:
@@ -132,15 +55,22 @@ def launcher(kernel: Any, grid: tuple[int, ...]) -> Callable[..., Any]:
     return kernel[grid] if recorder is None else functools.partial(recorder.launch, kernel, grid)
 
 
-def _starts(compiled: Any) -> bool:
-    """Whether what a launch returns starts the kernel again, in the way of the tested versions of Triton."""
-    from triton.compiler import CompiledKernel
-
+def _is_known(compiled: Any) -> bool:
+    """Whether what a launch returns can be launched again in the way of the tested versions of Triton."""
     return isinstance(compiled, CompiledKernel) and triton_is_tested() and torch.version.hip is None
 
 
+def _is_watched() -> bool:
+    """Whether somebody, say a profiler, wants to know of launches."""
+    hooks = (triton.knobs.runtime.launch_enter_hook, triton.knobs.runtime.launch_exit_hook)
+    return any(getattr(hook, "calls", hook) for hook in hooks)
+
+
 class _Recorder(TorchDispatchMode):
-    """Notes the steps of a call of these tensors.
+    """Notes what a call of these tensors does, as lines of Python.
+
+    In these, `b0`, `b1`, … are the tensors of the call and then its buffers, `a0`, … their addresses, and `c0`, …
+    constants.
 
     Attributes:
         why_not: what was not understood, so that there is no record; None if all was.
@@ -148,15 +78,17 @@ class _Recorder(TorchDispatchMode):
 
     def __init__(self, tensors: list[torch.Tensor]) -> None:
         super().__init__()
-        self.steps: list[Callable[[Memory], None]] = []
         self.why_not: str | None = None
+        self._names: dict[str, Any] = {"moved": _moved, "replace": replace, "empty": torch.empty_strided}
         self._tensors = len(tensors)
+        # (line, buffers that it makes, whether it only allocates)
+        self._steps: list[tuple[str, list[int], bool]] = []
         # (first number, dtype, size, stride) of every buffer; tensors themselves would stay in memory.
         self._buffers: list[tuple[int, torch.dtype, torch.Size, tuple[int, ...]]] = []
         # Numbers of buffers by their storage, whose address is no other's while there is a weak reference.
         self._numbers: dict[int, int] = {}
         self._storages: list[StorageWeakRef] = []
-        # The step of the last use.
+        # The step of the last use of a buffer.
         self._last: dict[int, int] = {}
         # The interpreter asks torch for much that is not the call's.
         self._in_launch = False
@@ -171,45 +103,56 @@ class _Recorder(TorchDispatchMode):
         self._numbers.setdefault(storage._cdata, number)
         return number
 
-    def _placed(self, given: Any) -> Any:
-        """An argument of the next step with places for tensors, but for constants, which stay."""
-        if isinstance(given, torch.Tensor):
-            number = self._numbers.get(given.untyped_storage()._cdata)
-            if number is None:
-                return given
-            self._last[number] = len(self.steps)
+    def _constant(self, x: Any) -> str:
+        if type(x) in (int, bool, type(None)):
+            return repr(x)
+        name = f"c{len(self._names)}"
+        self._names[name] = x
+        return name
+
+    def _written(self, x: Any, address: bool = False) -> str:
+        """An argument of the next step: of a tensor what it is a part of, or its address."""
+        number = self._numbers.get(x.untyped_storage()._cdata) if isinstance(x, torch.Tensor) else None
+        if number is not None:
+            self._last[number] = len(self._steps)
             first, dtype, size, stride = self._buffers[number]
-            if given.dtype != dtype:
-                self.why_not = f"memory of {dtype} is read as {given.dtype}"
-            offset = int(given.storage_offset()) - first
-            whole = offset == 0 and given.shape == size and given.stride() == stride
-            return _Place(number, offset, given.itemsize, *((None, None) if whole else (given.shape, given.stride())))
-        if hasattr(given, "block_shape"):
-            base = self._placed(given.base)
-            return _Descriptor(given, base) if isinstance(base, _Place) else given
-        if type(given) in (list, tuple):
-            placed = [self._placed(x) for x in given]
-            return placed if any(x is not y for x, y in zip(placed, given, strict=True)) else given
-        return given
+            if x.dtype != dtype:
+                self.why_not = f"memory of {dtype} is read as {x.dtype}"
+            offset = int(x.storage_offset()) - first
+            if address:
+                return f"a{number} + {offset * x.itemsize}"
+            if offset == 0 and x.shape == size and x.stride() == stride:
+                return f"b{number}"
+            start = f"b{number}.storage_offset() + {offset}"
+            return f"b{number}.as_strided({self._constant(x.shape)}, {self._constant(x.stride())}, {start})"
+        if hasattr(x, "block_shape"):
+            base = self._written(x.base, address)
+            return f"moved({self._constant(x)}, {base})" if address else f"replace({self._constant(x)}, base={base})"
+        if type(x) in (list, tuple) and any(isinstance(y, torch.Tensor) for y in x):
+            return f"[{', '.join(self._written(y) for y in x)}]"
+        return self._constant(x)
 
     def launch(self, kernel: Any, grid: tuple[int, ...], /, *args: Any, **options: Any) -> None:
         """Launch, and note it."""
         self._in_launch = True
         compiled = kernel[grid](*args, **options)
         self._in_launch = False
-        placed = [self._placed(x) for x in args]
-        if not _starts(compiled):
-            self.steps.append(_Run(kernel[grid], placed, options))
+        if not _is_known(compiled):
+            written = [*map(self._written, args), f"**{self._constant(options)}"]
+            self._steps.append((f"{self._constant(kernel[grid])}({', '.join(written)})", [], False))
             return
+        # In the order of the parameters; what is a constant to the kernel, too.
         signature = inspect.signature(kernel.fn)
-        bound = signature.bind(*placed, **{name: x for name, x in options.items() if name in signature.parameters})
+        bound = signature.bind(*args, **{name: x for name, x in options.items() if name in signature.parameters})
         bound.apply_defaults()
-        placed, places = list(bound.arguments.values()), []
-        for i, x in enumerate(placed):
-            if isinstance(x, (_Place, _Descriptor)):
-                place, descriptor = (x, None) if isinstance(x, _Place) else (x.base, x.descriptor)
-                places.append((i, place.buffer, place.offset * place.itemsize, descriptor))
-        self.steps.append(_Start(compiled[(*grid, 1, 1)[:3]], placed, places))
+        sizes = ", ".join(map(str, (*grid, 1, 1)[:3]))
+        # Named as well, because it would take its function along if it was collected.
+        function, metadata, run, _ = map(
+            self._constant, (compiled.function, compiled.packed_metadata, compiled.run, compiled)
+        )
+        written = [self._written(x, address=True) for x in bound.arguments.values()]
+        line = f"{run}({sizes}, stream, {function}, {metadata}, None, None, None, {', '.join(written)})"
+        self._steps.append((line, [], False))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         found = func(*args, **(kwargs or {}))
@@ -218,64 +161,57 @@ class _Recorder(TorchDispatchMode):
         return found
 
     def _note(self, operator: Any, args: tuple[Any, ...], options: dict[str, Any], results: list[Any]) -> None:
+        """Note an operator of torch that was called."""
         tensors = all(isinstance(x, torch.Tensor) for x in results)
         if not tensors or not _DEPENDS_ON_DATA.isdisjoint(operator.tags):
             self.why_not = f"{operator} may depend on what is in memory"
             return
-        if operator in _ALLOCATIONS:
+        if operator.namespace == "aten" and operator._opname in _ALLOCATIONS:
             x = results[0]
-            like = dict(size=x.shape, stride=x.stride(), dtype=x.dtype, device=x.device)
-            self.steps.append(_Allocate(self._add(x), like))
+            number = self._add(x)
+            size, stride, dtype, device = map(self._constant, (x.shape, x.stride(), x.dtype, x.device))
+            line = f"b{number} = empty({size}, {stride}, dtype={dtype}, device={device})"
+            self._steps.append((line, [number], True))
             return
-        given = [x for x in torch.utils._pytree.tree_leaves((args, options)) if isinstance(x, torch.Tensor)]
-        known = {x.untyped_storage()._cdata for x in given}
-        constants = known - set(self._numbers)
+        known = {x.untyped_storage()._cdata for x in tree_leaves((args, options)) if isinstance(x, torch.Tensor)}
         new = [x.untyped_storage()._cdata not in known for x in results]
-        if not any(new) and not operator._schema.is_mutable:
+        writes = operator._schema.is_mutable
+        if not any(new) and not writes:
             # A view.
             return
-        if operator._schema.is_mutable and constants:
+        if writes and not known <= set(self._numbers) or any(isinstance(x, torch.Tensor) for x in options.values()):
             self.why_not = f"{operator} may write to a constant"
-        step = len(self.steps)
-        placed, placed_options = self._placed(list(args)), {name: self._placed(x) for name, x in options.items()}
-        if any(x is not placed_options[name] for name, x in options.items()):
-            self.why_not = f"{operator} has a tensor by name"
-        made = tuple(self._add(x) if is_new else None for x, is_new in zip(results, new, strict=True))
-        self._last |= {buffer: step for buffer in made if buffer is not None}
-        self.steps.append(_Run(operator, placed, options, made))
+        written = [*map(self._written, args), f"**{self._constant(options)}"]
+        made = [self._add(x) if is_new else None for x, is_new in zip(results, new, strict=True)]
+        buffers = [number for number in made if number is not None]
+        self._last |= dict.fromkeys(buffers, len(self._steps))
+        names = ", ".join("_" if number is None else f"b{number}" for number in made)
+        line = f"{names} = {self._constant(operator)}({', '.join(written)})"
+        self._steps.append((line, buffers, False))
 
-    def record(self, results: tuple[Any, ...]) -> _Record | str:
-        """The record of a call that gave these results, or why there is none."""
-        placed = [self._placed(x) for x in results]
-        if not all(x is None or isinstance(x, _Place) for x in placed):
-            return self.why_not or "a result is a constant"
+    def record(self, results: tuple[Any, ...]) -> Callable[..., tuple[Any, ...]] | str:
+        """record(stream, *tensors), which does the same as the call that gave these results, or why there is none."""
+        written = [self._written(x) for x in results]
         if self.why_not is not None:
             return self.why_not
+        if any(name.startswith("c") for name in written):
+            return "a result is a constant"
+        tensors = [f"b{number}" for number in range(self._tensors)]
+        lines = [f"def record({', '.join(['stream', *tensors])}):"]
+        lines += [f"a{number} = b{number}.data_ptr()" for number in range(self._tensors)]
         freed = defaultdict(list)
-        for buffer, step in self._last.items():
-            if buffer >= self._tensors:
-                freed[step].append(buffer)
-        used = [
-            step for step in enumerate(self.steps) if not isinstance(step[1], _Allocate) or step[1].buffer in self._last
-        ]
-        steps = [(step, tuple(freed[number])) for number, step in used]
-        return _Record(steps, len(self._buffers) - self._tensors, placed)
-
-
-class _Record(NamedTuple):
-    """Steps, each with the buffers that are free after it; how many buffers there are; and where the results are."""
-
-    steps: list[tuple[Callable[[Memory], None], tuple[int, ...]]]
-    buffers: int
-    results: list[Any]
-
-    def replay(self, tensors: list[torch.Tensor]) -> tuple[Any, ...]:
-        memory: Memory = [*tensors, *[None] * self.buffers]
-        for step, freed in self.steps:
-            step(memory)
-            for buffer in freed:
-                memory[buffer] = None
-        return tuple(_filled(self.results, memory))
+        for number, step in self._last.items():
+            if number >= self._tensors:
+                freed[step].append(f"b{number}")
+        for i, (line, made, only_allocates) in enumerate(self._steps):
+            if only_allocates and made[0] not in self._last:
+                continue
+            lines += [line, *(f"a{number} = b{number}.data_ptr()" for number in made)]
+            if i in freed:
+                lines.append(f"del {', '.join(freed[i])}")
+        lines.append(f"return ({', '.join(written)},)")
+        exec("\n    ".join(lines), self._names)
+        return self._names["record"]
 
 
 def _key(args: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -292,6 +228,11 @@ def _key(args: tuple[Any, ...]) -> tuple[Any, ...]:
     return tuple(found)
 
 
+def _stream(device: torch.device) -> int:
+    """Of the GPU that is current; 0 on the CPU."""
+    return torch._C._cuda_getCurrentRawStream(device.index) if device.type == "cuda" else 0
+
+
 def replayed(function: Callable[..., tuple[Any, ...]]) -> Callable[..., tuple[Any, ...]]:
     """Record the calls of a function, and replay those that are like one before. It runs on its tensors' device.
 
@@ -301,20 +242,20 @@ def replayed(function: Callable[..., tuple[Any, ...]]) -> Callable[..., tuple[An
 
     Args:
         function: takes positional arguments alone, and returns a tuple of tensors and None. All its launches are by
-            `launch`; tensors that it neither takes nor allocates are made once (`constants.kept`).
+            `launcher`; tensors that it neither takes nor allocates are made once (`constants.kept`).
     """
-    records: dict[tuple[Any, ...], _Record | str] = {}
+    records: dict[tuple[Any, ...], Callable[..., tuple[Any, ...]] | str] = {}
 
     @functools.wraps(function)
     def call(*args: Any) -> tuple[Any, ...]:
         with torch.cuda.device_of(args[0]):
-            if _recorder.get() is not None or has_overrides() or is_checking():
+            if _recorder.get() is not None or has_overrides() or is_checking() or _is_watched():
                 return function(*args)
             key = _key(args)
             record = records.get(key)
             tensors = [x for x in args if isinstance(x, torch.Tensor)]
-            if isinstance(record, _Record):
-                return record.replay(tensors)
+            if callable(record):
+                return record(_stream(args[0].device), *tensors)
             if record is not None:
                 return function(*args)
             recorder = _Recorder(tensors)
