@@ -3,7 +3,8 @@
 The first call with a key runs its Python while a recorder notes, in order, what is allocated, operators of torch, and
 launches, as lines of a function that does nothing else. Later calls with the key run that function on their own
 tensors: no checks, options, views, descriptors, nor Triton's search for the compiled kernel. It knows places in memory,
-never addresses: every call allocates its own buffers, and gives each back after its last use.
+never addresses: every call allocates its own buffers. Those that only kernels use lie in one, the workspace, where a
+place is another's after the last use.
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ from vmonarch.kernels.common.trust import is_checking, triton_is_tested
 MAX_RECORDS = 128
 _ALLOCATIONS = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
 _DEPENDS_ON_DATA = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+# Bytes between places in the workspace, as torch's allocator has them.
+_ALIGNMENT = 512
 _recorder: ContextVar[_Recorder | None] = ContextVar("recorder", default=None)
 _lock = threading.Lock()
 
@@ -66,11 +69,25 @@ def _is_watched() -> bool:
     return any(getattr(hook, "calls", hook) for hook in hooks)
 
 
+def _packed(buffers: dict[int, tuple[int, int, int]]) -> tuple[dict[int, int], int]:
+    """Offsets of buffers (bytes, first and last step) in one, and the bytes of that: none is two at the same time."""
+    offsets: dict[int, int] = {}
+    taken: list[tuple[int, int, int, int]] = []
+    for number, (size, first, last) in sorted(buffers.items(), key=lambda item: -item[1][0]):
+        offset, size = 0, -(-size // _ALIGNMENT) * _ALIGNMENT
+        for start, stop, since, until in sorted(taken):
+            if first <= until and since <= last and start < offset + size and offset < stop:
+                offset = stop
+        taken.append((offset, offset + size, first, last))
+        offsets[number] = offset
+    return offsets, max((stop for _, stop, _, _ in taken), default=0)
+
+
 class _Recorder(TorchDispatchMode):
     """Notes what a call of these tensors does, as lines of Python.
 
-    In these, `b0`, `b1`, … are the tensors of the call and then its buffers, `a0`, … their addresses, and `c0`, …
-    constants.
+    In these, `b0`, `b1`, … are the tensors of the call and then its buffers, `a0`, … their addresses, `c0`, …
+    constants, and `w` is the workspace.
 
     Attributes:
         why_not: what was not understood, so that there is no record; None if all was.
@@ -80,16 +97,21 @@ class _Recorder(TorchDispatchMode):
         super().__init__()
         self.why_not: str | None = None
         self._names: dict[str, Any] = {"moved": _moved, "replace": replace, "empty": torch.empty_strided}
+        self._names["bytes"] = torch.uint8
         self._tensors = len(tensors)
-        # (line, buffers that it makes, whether it only allocates)
-        self._steps: list[tuple[str, list[int], bool]] = []
+        # (line, buffers that it makes)
+        self._steps: list[tuple[str, list[int]]] = []
         # (first number, dtype, size, stride) of every buffer; tensors themselves would stay in memory.
         self._buffers: list[tuple[int, torch.dtype, torch.Size, tuple[int, ...]]] = []
         # Numbers of buffers by their storage, whose address is no other's while there is a weak reference.
         self._numbers: dict[int, int] = {}
         self._storages: list[StorageWeakRef] = []
-        # The step of the last use of a buffer.
+        # Of buffers that are not results of operators, their bytes and the step that allocates them.
+        self._allocated: dict[int, tuple[int, int]] = {}
+        # The step of the last use of a buffer, and those that are used by operators, or as tensors at all.
         self._last: dict[int, int] = {}
+        self._operands: set[int] = set()
+        self._seen: set[int] = set()
         # The interpreter asks torch for much that is not the call's.
         self._in_launch = False
         for tensor in tensors:
@@ -121,6 +143,7 @@ class _Recorder(TorchDispatchMode):
             offset = int(x.storage_offset()) - first
             if address:
                 return f"a{number} + {offset * x.itemsize}"
+            self._seen.add(number)
             if offset == 0 and x.shape == size and x.stride() == stride:
                 return f"b{number}"
             start = f"b{number}.storage_offset() + {offset}"
@@ -139,7 +162,7 @@ class _Recorder(TorchDispatchMode):
         self._in_launch = False
         if not _is_known(compiled):
             written = [*map(self._written, args), f"**{self._constant(options)}"]
-            self._steps.append((f"{self._constant(kernel[grid])}({', '.join(written)})", [], False))
+            self._steps.append((f"{self._constant(kernel[grid])}({', '.join(written)})", []))
             return
         # In the order of the parameters; what is a constant to the kernel, too.
         signature = inspect.signature(kernel.fn)
@@ -152,7 +175,7 @@ class _Recorder(TorchDispatchMode):
         )
         written = [self._written(x, address=True) for x in bound.arguments.values()]
         line = f"{run}({sizes}, stream, {function}, {metadata}, None, None, None, {', '.join(written)})"
-        self._steps.append((line, [], False))
+        self._steps.append((line, []))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         found = func(*args, **(kwargs or {}))
@@ -169,9 +192,10 @@ class _Recorder(TorchDispatchMode):
         if operator.namespace == "aten" and operator._opname in _ALLOCATIONS:
             x = results[0]
             number = self._add(x)
+            self._allocated[number] = x.untyped_storage().nbytes(), len(self._steps)
             size, stride, dtype, device = map(self._constant, (x.shape, x.stride(), x.dtype, x.device))
             line = f"b{number} = empty({size}, {stride}, dtype={dtype}, device={device})"
-            self._steps.append((line, [number], True))
+            self._steps.append((line, [number]))
             return
         known = {x.untyped_storage()._cdata for x in tree_leaves((args, options)) if isinstance(x, torch.Tensor)}
         new = [x.untyped_storage()._cdata not in known for x in results]
@@ -182,12 +206,13 @@ class _Recorder(TorchDispatchMode):
         if writes and not known <= set(self._numbers) or any(isinstance(x, torch.Tensor) for x in options.values()):
             self.why_not = f"{operator} may write to a constant"
         written = [*map(self._written, args), f"**{self._constant(options)}"]
+        self._operands |= {self._numbers[storage] for storage in known if storage in self._numbers}
         made = [self._add(x) if is_new else None for x, is_new in zip(results, new, strict=True)]
         buffers = [number for number in made if number is not None]
         self._last |= dict.fromkeys(buffers, len(self._steps))
         names = ", ".join("_" if number is None else f"b{number}" for number in made)
         line = f"{names} = {self._constant(operator)}({', '.join(written)})"
-        self._steps.append((line, buffers, False))
+        self._steps.append((line, buffers))
 
     def record(self, results: tuple[Any, ...]) -> Callable[..., tuple[Any, ...]] | str:
         """record(stream, *tensors), which does the same as the call that gave these results, or why there is none."""
@@ -196,17 +221,26 @@ class _Recorder(TorchDispatchMode):
             return self.why_not
         if any(name.startswith("c") for name in written):
             return "a result is a constant"
+        own = self._operands | {self._numbers[x.untyped_storage()._cdata] for x in results if x is not None}
+        used = {number: (*x, self._last[number]) for number, x in self._allocated.items() if number in self._last}
+        offsets, size = _packed({number: x for number, x in used.items() if number not in own})
         tensors = [f"b{number}" for number in range(self._tensors)]
         lines = [f"def record({', '.join(['stream', *tensors])}):"]
         lines += [f"a{number} = b{number}.data_ptr()" for number in range(self._tensors)]
+        lines += [f"w = empty(({size},), (1,), dtype=bytes, device=b0.device)", "start = w.data_ptr()"]
+        for number, offset in offsets.items():
+            lines.append(f"a{number} = start + {offset}")
+            if number in self._seen:
+                _, dtype, shape, stride = map(self._constant, self._buffers[number])
+                place = f"w[{offset}:{offset + used[number][0]}].view({dtype})"
+                lines.append(f"b{number} = {place}.as_strided({shape}, {stride})")
         freed = defaultdict(list)
         for number, step in self._last.items():
-            if number >= self._tensors:
+            if number >= self._tensors and number not in offsets:
                 freed[step].append(f"b{number}")
-        for i, (line, made, only_allocates) in enumerate(self._steps):
-            if only_allocates and made[0] not in self._last:
-                continue
-            lines += [line, *(f"a{number} = b{number}.data_ptr()" for number in made)]
+        for i, (line, made) in enumerate(self._steps):
+            if not made or made[0] not in self._allocated or (made[0] in used and made[0] not in offsets):
+                lines += [line, *(f"a{number} = b{number}.data_ptr()" for number in made)]
             if i in freed:
                 lines.append(f"del {', '.join(freed[i])}")
         lines.append(f"return ({', '.join(written)},)")
