@@ -258,7 +258,7 @@ def _key(args: tuple[Any, ...]) -> tuple[Any, ...]:
             first, of_first = shared.setdefault(x.untyped_storage()._cdata, (len(found), offset))
             found += (x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % 16, first, offset - of_first)
         else:
-            found.append(x)
+            found.append(tuple(x) if type(x) is list else x)
     return tuple(found)
 
 
@@ -271,8 +271,8 @@ def replayed(function: Callable[..., tuple[Any, ...]]) -> Callable[..., tuple[An
     """Record the calls of a function, and replay those that are like one before. It runs on its tensors' device.
 
     What the function does must follow from its arguments: sizes, strides, dtypes, the device and the alignment of
-    tensors, of which the first argument is one, and hashable values. Calls with `launch_overrides` are not recorded,
-    nor those whose operators give other than tensors, or tensors of sizes that depend on data.
+    tensors, of which the first argument is one, numbers, lists of these, and what is hashable. Calls with
+    `launch_overrides` are not recorded, nor those whose operators give other than tensors, or sizes that depend on data.
 
     Args:
         function: takes positional arguments alone, and returns a tuple of tensors and None. All its launches are by

@@ -52,6 +52,7 @@ def _(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any) -> A
     schema="(Tensor grad_out, Tensor? grad_lse, Tensor? grad_entropy, Tensor query, Tensor key, Tensor value,"
     " Tensor out, Tensor lse, Tensor entropy, float scale, bool entropy_grad) -> (Tensor, Tensor, Tensor)",
 )
+@replayed
 def flash_entropy_backward(*inputs: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(dq, dk, dv), each in the shape and dtype of its input."""
     grad_out, grad_lse, grad_entropy, query, key, value, out, lse, entropy, scale, entropy_grad = inputs

@@ -46,6 +46,7 @@ def _(out_1: torch.Tensor, lse_1: torch.Tensor, *_: Any) -> Pair:
     schema="(Tensor grad_out, Tensor? grad_lse, Tensor out_1, Tensor lse_1, Tensor out_2, Tensor lse_2, Tensor lse)"
     " -> (Tensor, Tensor, Tensor, Tensor)",
 )
+@replayed
 def merge_backward(*inputs: Any) -> tuple[torch.Tensor, ...]:
     """(dout₁, dlse₁, dout₂, dlse₂)."""
     grad_out, grad_lse, *parts, lse = inputs

@@ -174,7 +174,6 @@ def forward(
     return out, lse, *saved
 
 
-@replayed
 def backward(
     grad_out: torch.Tensor,
     grad_lse: torch.Tensor | None,
@@ -184,15 +183,11 @@ def backward(
     key_mask: torch.Tensor | None,
     out: torch.Tensor,
     lse: torch.Tensor,
-    blocks: torch.Tensor,
-    y: torch.Tensor,
-    stats: torch.Tensor,
-    row_stats: torch.Tensor,
-    saved_out: torch.Tensor,
-    saved_lse: torch.Tensor,
+    saved: tuple[torch.Tensor, ...],
     call: MonarchCall,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of query, key and value; R and L are recomputed from z, aL and the log-partitions."""
+    blocks, y, stats, row_stats = saved[:4]
     t = call.options.num_iterations
     buffers = _slices(call, blocks, stats, row_stats)
     exact = call.exact
@@ -210,7 +205,7 @@ def backward(
     delta_r, dcR = (torch.empty_like(stats[0]) for _ in range(2))
     out_exact = lse_exact = dlse_exact = do_exact = None
     if exact is not None:
-        out_exact, lse_exact = out if exact.whole_rows else saved_out, saved_lse
+        out_exact, lse_exact = out if exact.whole_rows else saved[4], saved[5]
         dlse_exact, do_exact = torch.empty_like(lse), None if exact.whole_rows else torch.empty_like(out_exact)
     aware: dict[str, Any] = {}
     if exact is not None and exact.aware:

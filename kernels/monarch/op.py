@@ -13,6 +13,7 @@ import torch
 
 from vmonarch.kernels.common.launch import learns, needs_operator
 from vmonarch.kernels.common.operators import differentiable
+from vmonarch.kernels.common.replay import replayed
 from vmonarch.kernels.monarch.call import MonarchCall
 from vmonarch.kernels.monarch.fused import backward, forward, saved_shapes
 from vmonarch.kernels.monarch.places import Places
@@ -57,6 +58,7 @@ _INPUTS = "Tensor query, Tensor key, Tensor value, Tensor? key_mask"
     schema=f"({_INPUTS}, int[] numbers, float[] reals, bool save)"
     " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
+@replayed
 def monarch_forward(*inputs: Any) -> tuple[torch.Tensor, ...]:
     """(out [B, S, H, E], lse [B, H, S]) and what the backward pass needs, empty unless `save`; see `fused.forward`."""
     *tensors, numbers, reals, save = inputs
@@ -81,10 +83,12 @@ def _(query: torch.Tensor, key: Any, value: torch.Tensor, key_mask: Any, numbers
     " Tensor stats, Tensor row_stats, Tensor out_exact, Tensor lse_exact, int[] numbers, float[] reals, bool save)"
     " -> (Tensor, Tensor, Tensor)",
 )
+@replayed
 def monarch_backward(*inputs: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(dq, dk, dv), each in the shape and dtype of its input."""
     *tensors, numbers, reals, _ = inputs
-    return backward(*tensors, _decode(numbers, reals))
+    arguments: dict[str, Any] = dict(saved=tuple(tensors[8:]), call=_decode(numbers, reals))
+    return backward(*tensors[:8], **arguments)
 
 
 differentiable(monarch_forward, monarch_backward, tensors=4, gradients=3)

@@ -181,6 +181,7 @@ def _full(n: Tiling) -> bool:
     schema="(Tensor query, Tensor key, Tensor value, Tensor? exact, Tensor? key_mask, int[] numbers, float?[] choice,"
     " bool rest, float scale) -> (Tensor, Tensor, Tensor)",
 )
+@replayed
 def two_resolution_forward(*inputs: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(out [B, S, H, E], lse [B, H, S], the exact tiles [B, H, n, m], empty if they are given); see `attend`."""
     *tensors, numbers, choice, rest, scale = inputs
@@ -280,6 +281,7 @@ def _(query: torch.Tensor, _key: Any, value: torch.Tensor, exact: Any, _mask: An
     " Tensor? key_mask, Tensor out, Tensor lse, Tensor chosen, int[] numbers, float?[] choice, bool rest, float scale)"
     " -> (Tensor, Tensor, Tensor)",
 )
+@replayed
 def two_resolution_backward(*inputs: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(dq, dk, dv), contiguous, each in the shape and dtype of its input."""
     *gradients, query, key, value, exact, key_mask, out, lse, chosen, numbers, choice, rest, scale = inputs
