@@ -272,7 +272,7 @@ def replayed(function: Callable[..., tuple[Any, ...]]) -> Callable[..., tuple[An
 
     What the function does must follow from its arguments: sizes, strides, dtypes, the device and the alignment of
     tensors, of which the first argument is one, numbers, lists of these, and what is hashable. Calls with
-    `launch_overrides` are not recorded, nor those whose operators give other than tensors, or sizes that depend on data.
+    `launch_overrides` are not recorded, nor those whose operators give other than tensors or sizes that data decide.
 
     Args:
         function: takes positional arguments alone, and returns a tuple of tensors and None. All its launches are by
