@@ -10,13 +10,11 @@ place is another's after the last use.
 from __future__ import annotations
 
 import functools
-import inspect
 import threading
-from collections import defaultdict
 from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -30,7 +28,7 @@ from vmonarch.kernels.common.trust import is_checking, triton_is_tested
 
 # Of one function.
 MAX_RECORDS = 128
-_ALLOCATIONS = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
+_ALLOCATIONS = {f"aten::{name}" for name in ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")}
 _DEPENDS_ON_DATA = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 # Bytes between places in the workspace, as torch's allocator has them.
 _ALIGNMENT = 512
@@ -83,11 +81,23 @@ def _packed(buffers: dict[int, tuple[int, int, int]]) -> tuple[dict[int, int], i
     return offsets, max((stop for _, stop, _, _ in taken), default=0)
 
 
+class _Buffer(NamedTuple):
+    """A tensor of the call, or what a step makes: without the tensor, which would stay in memory."""
+
+    offset: int
+    dtype: torch.dtype
+    size: torch.Size
+    stride: tuple[int, ...]
+    bytes: int
+    # The address of a storage is no other's while there is a weak reference.
+    storage: StorageWeakRef
+
+
 class _Recorder(TorchDispatchMode):
     """Notes what a call of these tensors does, as lines of Python.
 
-    In these, `b0`, `b1`, … are the tensors of the call and then its buffers, `a0`, … their addresses, `c0`, …
-    constants, and `w` is the workspace.
+    In these, `b0`, `b1`, … are the tensors of the call and then its buffers, `a0`, … their addresses, and `c0`, …
+    constants.
 
     Attributes:
         why_not: what was not understood, so that there is no record; None if all was.
@@ -97,30 +107,24 @@ class _Recorder(TorchDispatchMode):
         super().__init__()
         self.why_not: str | None = None
         self._names: dict[str, Any] = {"moved": _moved, "replace": replace, "empty": torch.empty_strided}
-        self._names["bytes"] = torch.uint8
-        self._tensors = len(tensors)
-        # (line, buffers that it makes)
-        self._steps: list[tuple[str, list[int]]] = []
-        # (first number, dtype, size, stride) of every buffer; tensors themselves would stay in memory.
-        self._buffers: list[tuple[int, torch.dtype, torch.Size, tuple[int, ...]]] = []
-        # Numbers of buffers by their storage, whose address is no other's while there is a weak reference.
+        self._given = len(tensors)
+        self._buffers: list[_Buffer] = []
         self._numbers: dict[int, int] = {}
-        self._storages: list[StorageWeakRef] = []
-        # Of buffers that are not results of operators, their bytes and the step that allocates them.
-        self._allocated: dict[int, tuple[int, int]] = {}
-        # The step of the last use of a buffer, and those that are used by operators, or as tensors at all.
+        # (line, buffers that it makes, whether it does nothing else)
+        self._steps: list[tuple[str, list[int], bool]] = []
+        # The step of the last use of a buffer, and the buffers that are used as tensors, not by addresses alone.
         self._last: dict[int, int] = {}
-        self._operands: set[int] = set()
-        self._seen: set[int] = set()
+        self._tensors: set[int] = set()
         # The interpreter asks torch for much that is not the call's.
         self._in_launch = False
         for tensor in tensors:
             self._add(tensor)
 
-    def _add(self, tensor: torch.Tensor) -> int:
-        storage, number = tensor.untyped_storage(), len(self._buffers)
-        self._storages.append(StorageWeakRef(storage))
-        self._buffers.append((int(tensor.storage_offset()), tensor.dtype, tensor.shape, tensor.stride()))
+    def _add(self, x: torch.Tensor) -> int:
+        """The number of a new buffer."""
+        storage, number = x.untyped_storage(), len(self._buffers)
+        about = int(x.storage_offset()), x.dtype, x.shape, x.stride(), storage.nbytes()
+        self._buffers.append(_Buffer(*about, StorageWeakRef(storage)))
         # Tensors of a call may share memory.
         self._numbers.setdefault(storage._cdata, number)
         return number
@@ -133,26 +137,25 @@ class _Recorder(TorchDispatchMode):
         return name
 
     def _written(self, x: Any, address: bool = False) -> str:
-        """An argument of the next step: of a tensor what it is a part of, or its address."""
+        """An argument of the next step; for a tensor what it is a part of, or its address."""
         number = self._numbers.get(x.untyped_storage()._cdata) if isinstance(x, torch.Tensor) else None
         if number is not None:
-            self._last[number] = len(self._steps)
-            first, dtype, size, stride = self._buffers[number]
-            if x.dtype != dtype:
-                self.why_not = f"memory of {dtype} is read as {x.dtype}"
-            offset = int(x.storage_offset()) - first
+            buffer, self._last[number] = self._buffers[number], len(self._steps)
+            offset = int(x.storage_offset()) - buffer.offset
+            if x.dtype != buffer.dtype:
+                self.why_not = f"memory of {buffer.dtype} is read as {x.dtype}"
             if address:
                 return f"a{number} + {offset * x.itemsize}"
-            self._seen.add(number)
-            if offset == 0 and x.shape == size and x.stride() == stride:
+            self._tensors.add(number)
+            if offset == 0 and x.shape == buffer.size and x.stride() == buffer.stride:
                 return f"b{number}"
-            start = f"b{number}.storage_offset() + {offset}"
-            return f"b{number}.as_strided({self._constant(x.shape)}, {self._constant(x.stride())}, {start})"
+            size, stride = self._constant(x.shape), self._constant(x.stride())
+            return f"b{number}.as_strided({size}, {stride}, b{number}.storage_offset() + {offset})"
         if hasattr(x, "block_shape"):
             base = self._written(x.base, address)
             return f"moved({self._constant(x)}, {base})" if address else f"replace({self._constant(x)}, base={base})"
         if type(x) in (list, tuple) and any(isinstance(y, torch.Tensor) for y in x):
-            return f"[{', '.join(self._written(y) for y in x)}]"
+            return f"[{', '.join(map(self._written, x))}]"
         return self._constant(x)
 
     def launch(self, kernel: Any, grid: tuple[int, ...], /, *args: Any, **options: Any) -> None:
@@ -160,22 +163,18 @@ class _Recorder(TorchDispatchMode):
         self._in_launch = True
         compiled = kernel[grid](*args, **options)
         self._in_launch = False
-        if not _is_known(compiled):
+        if _is_known(compiled):
+            # All parameters, constants too. The kernel is named because it takes its function along when it goes.
+            args = (*args, *(options.get(x.name, x.default) for x in kernel.params[len(args) :]))
+            names = map(self._constant, (compiled.run, compiled.function, compiled.packed_metadata, compiled))
+            run, function, metadata, _ = names
+            sizes = ", ".join(map(str, (*grid, 1, 1)[:3]))
+            written = [self._written(x, address=True) for x in args]
+            line = f"{run}({sizes}, stream, {function}, {metadata}, None, None, None, {', '.join(written)})"
+        else:
             written = [*map(self._written, args), f"**{self._constant(options)}"]
-            self._steps.append((f"{self._constant(kernel[grid])}({', '.join(written)})", []))
-            return
-        # In the order of the parameters; what is a constant to the kernel, too.
-        signature = inspect.signature(kernel.fn)
-        bound = signature.bind(*args, **{name: x for name, x in options.items() if name in signature.parameters})
-        bound.apply_defaults()
-        sizes = ", ".join(map(str, (*grid, 1, 1)[:3]))
-        # Named as well, because it would take its function along if it was collected.
-        function, metadata, run, _ = map(
-            self._constant, (compiled.function, compiled.packed_metadata, compiled.run, compiled)
-        )
-        written = [self._written(x, address=True) for x in bound.arguments.values()]
-        line = f"{run}({sizes}, stream, {function}, {metadata}, None, None, None, {', '.join(written)})"
-        self._steps.append((line, []))
+            line = f"{self._constant(kernel[grid])}({', '.join(written)})"
+        self._steps.append((line, [], False))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         found = func(*args, **(kwargs or {}))
@@ -189,13 +188,12 @@ class _Recorder(TorchDispatchMode):
         if not tensors or not _DEPENDS_ON_DATA.isdisjoint(operator.tags):
             self.why_not = f"{operator} may depend on what is in memory"
             return
-        if operator.namespace == "aten" and operator._opname in _ALLOCATIONS:
-            x = results[0]
+        if operator.name().partition(".")[0] in _ALLOCATIONS:
+            (x,) = results
             number = self._add(x)
-            self._allocated[number] = x.untyped_storage().nbytes(), len(self._steps)
             size, stride, dtype, device = map(self._constant, (x.shape, x.stride(), x.dtype, x.device))
             line = f"b{number} = empty({size}, {stride}, dtype={dtype}, device={device})"
-            self._steps.append((line, [number]))
+            self._steps.append((line, [number], True))
             return
         known = {x.untyped_storage()._cdata for x in tree_leaves((args, options)) if isinstance(x, torch.Tensor)}
         new = [x.untyped_storage()._cdata not in known for x in results]
@@ -206,43 +204,35 @@ class _Recorder(TorchDispatchMode):
         if writes and not known <= set(self._numbers) or any(isinstance(x, torch.Tensor) for x in options.values()):
             self.why_not = f"{operator} may write to a constant"
         written = [*map(self._written, args), f"**{self._constant(options)}"]
-        self._operands |= {self._numbers[storage] for storage in known if storage in self._numbers}
-        made = [self._add(x) if is_new else None for x, is_new in zip(results, new, strict=True)]
-        buffers = [number for number in made if number is not None]
-        self._last |= dict.fromkeys(buffers, len(self._steps))
-        names = ", ".join("_" if number is None else f"b{number}" for number in made)
-        line = f"{names} = {self._constant(operator)}({', '.join(written)})"
-        self._steps.append((line, buffers))
+        names = [f"b{self._add(x)}" if is_new else "_" for x, is_new in zip(results, new, strict=True)]
+        made = list(range(len(self._buffers) - sum(new), len(self._buffers)))
+        self._last |= dict.fromkeys(made, len(self._steps))
+        self._steps.append((f"{', '.join(names)} = {self._constant(operator)}({', '.join(written)})", made, False))
 
     def record(self, results: tuple[Any, ...]) -> Callable[..., tuple[Any, ...]] | str:
         """record(stream, *tensors), which does the same as the call that gave these results, or why there is none."""
         written = [self._written(x) for x in results]
-        if self.why_not is not None:
-            return self.why_not
-        if any(name.startswith("c") for name in written):
-            return "a result is a constant"
-        own = self._operands | {self._numbers[x.untyped_storage()._cdata] for x in results if x is not None}
-        used = {number: (*x, self._last[number]) for number, x in self._allocated.items() if number in self._last}
-        offsets, size = _packed({number: x for number, x in used.items() if number not in own})
-        tensors = [f"b{number}" for number in range(self._tensors)]
-        lines = [f"def record({', '.join(['stream', *tensors])}):"]
-        lines += [f"a{number} = b{number}.data_ptr()" for number in range(self._tensors)]
-        lines += [f"w = empty(({size},), (1,), dtype=bytes, device=b0.device)", "start = w.data_ptr()"]
-        for number, offset in offsets.items():
-            lines.append(f"a{number} = start + {offset}")
-            if number in self._seen:
-                _, dtype, shape, stride = map(self._constant, self._buffers[number])
-                place = f"w[{offset}:{offset + used[number][0]}].view({dtype})"
-                lines.append(f"b{number} = {place}.as_strided({shape}, {stride})")
-        freed = defaultdict(list)
-        for number, step in self._last.items():
-            if number >= self._tensors and number not in offsets:
-                freed[step].append(f"b{number}")
-        for i, (line, made) in enumerate(self._steps):
-            if not made or made[0] not in self._allocated or (made[0] in used and made[0] not in offsets):
+        if self.why_not is not None or any(name.startswith("c") for name in written):
+            return self.why_not or "a result is a constant"
+        spans = {
+            made[0]: (self._buffers[made[0]].bytes, step, self._last[made[0]])
+            for step, (_, made, allocates) in enumerate(self._steps)
+            if allocates and made[0] in self._last and made[0] not in self._tensors
+        }
+        offsets, size = _packed(spans)
+        given = range(self._given)
+        lines = [f"def record({', '.join(['stream', *(f'b{number}' for number in given)])}):"]
+        lines += [f"a{number} = b{number}.data_ptr()" for number in given]
+        if offsets:
+            self._names["bytes"] = torch.uint8
+            lines.append(f"workspace = empty(({size},), (1,), dtype=bytes, device=b0.device)")
+            lines.append("start = workspace.data_ptr()")
+            lines += [f"a{number} = start + {offset}" for number, offset in offsets.items()]
+        for step, (line, made, allocates) in enumerate(self._steps):
+            if not allocates or made[0] in self._tensors:
                 lines += [line, *(f"a{number} = b{number}.data_ptr()" for number in made)]
-            if i in freed:
-                lines.append(f"del {', '.join(freed[i])}")
+            freed = [number for number, last in self._last.items() if last == step and number not in (*given, *offsets)]
+            lines += [f"del b{number}" for number in freed]
         lines.append(f"return ({', '.join(written)},)")
         exec("\n    ".join(lines), self._names)
         return self._names["record"]
@@ -262,11 +252,6 @@ def _key(args: tuple[Any, ...]) -> tuple[Any, ...]:
     return tuple(found)
 
 
-def _stream(device: torch.device) -> int:
-    """Of the GPU that is current; 0 on the CPU."""
-    return torch._C._cuda_getCurrentRawStream(device.index) if device.type == "cuda" else 0
-
-
 def replayed(function: Callable[..., tuple[Any, ...]]) -> Callable[..., tuple[Any, ...]]:
     """Record the calls of a function, and replay those that are like one before. It runs on its tensors' device.
 
@@ -282,6 +267,7 @@ def replayed(function: Callable[..., tuple[Any, ...]]) -> Callable[..., tuple[An
 
     @functools.wraps(function)
     def call(*args: Any) -> tuple[Any, ...]:
+        device = args[0].device
         with torch.cuda.device_of(args[0]):
             if _recorder.get() is not None or has_overrides() or is_checking() or _is_watched():
                 return function(*args)
@@ -289,7 +275,8 @@ def replayed(function: Callable[..., tuple[Any, ...]]) -> Callable[..., tuple[An
             record = records.get(key)
             tensors = [x for x in args if isinstance(x, torch.Tensor)]
             if callable(record):
-                return record(_stream(args[0].device), *tensors)
+                stream = torch._C._cuda_getCurrentRawStream(device.index) if device.type == "cuda" else None
+                return record(stream, *tensors)
             if record is not None:
                 return function(*args)
             recorder = _Recorder(tensors)

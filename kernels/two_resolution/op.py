@@ -91,12 +91,11 @@ def pool(key: torch.Tensor, value: torch.Tensor | None, n: Tiling, key_mask: tor
     log2_number = key.new_empty(B, cells, dtype=torch.float32)
     value_strides = (0, 0, 0) if value is None else value.stride()[:3]
     constants = _box(n.cell_box, _MEANS_BLOCK)
-    with torch.cuda.device_of(key):
-        launcher(means_kernel, (B * cells * H,))(
-            key, value, key_mask, k, v, log2_number, *key.stride()[:3], *value_strides, H, N, unspecialised(n),
-            D=D, E=E, BLOCK_D=block_dim(D), BLOCK_E=block_dim(E), **constants,
-            num_warps=max(1, constants["BLOCK"] // _MEANS_WARP),
-        )  # fmt: skip
+    launcher(means_kernel, (B * cells * H,))(
+        key, value, key_mask, k, v, log2_number, *key.stride()[:3], *value_strides, H, N, unspecialised(n),
+        D=D, E=E, BLOCK_D=block_dim(D), BLOCK_E=block_dim(E), **constants,
+        num_warps=max(1, constants["BLOCK"] // _MEANS_WARP),
+    )  # fmt: skip
     return Pooled(k, v, log2_number)
 
 
@@ -128,11 +127,8 @@ def best(scores: torch.Tensor, count: int) -> torch.Tensor:
         return best_of(scores, count)
     scores = scores.contiguous()
     exact = torch.empty_like(scores, dtype=torch.bool)
-    with torch.cuda.device_of(scores):
-        block = block_dim(m)
-        launcher(best_kernel, (math.prod(lead),))(
-            scores, exact, m, count, BLOCK=block, num_warps=8 if block > 1024 else 4
-        )
+    block = block_dim(m)
+    launcher(best_kernel, (math.prod(lead),))(scores, exact, m, count, BLOCK=block, num_warps=8 if block > 1024 else 4)
     return exact
 
 
@@ -157,12 +153,11 @@ def _lists(
     c = 1 if log2_number is None else log2_number.shape[1] // m
     padded = triton.cdiv(m * c, GAINS.value) * GAINS.value
     gain = None if log2_number is None else exact.new_empty(B, H, n, padded, dtype=torch.float32)
-    with torch.cuda.device_of(exact):
-        block = min(1024, block_dim(m))
-        launcher(lists_kernel, (B * H * n,))(
-            exact, log2_number, lists, number, gain, *exact.stride(), n, m, width, padded, H, c, BLOCK=block,
-            BLOCK_PAD=GAINS.value, num_warps=4,
-        )  # fmt: skip
+    block = min(1024, block_dim(m))
+    launcher(lists_kernel, (B * H * n,))(
+        exact, log2_number, lists, number, gain, *exact.stride(), n, m, width, padded, H, c, BLOCK=block,
+        BLOCK_PAD=GAINS.value, num_warps=4,
+    )  # fmt: skip
     return lists, number, gain
 
 
@@ -175,40 +170,28 @@ def _full(n: Tiling) -> bool:
     )
 
 
-@torch.library.custom_op(
-    "vmonarch::two_resolution_forward",
-    mutates_args=(),
-    schema="(Tensor query, Tensor key, Tensor value, Tensor? exact, Tensor? key_mask, int[] numbers, float?[] choice,"
-    " bool rest, float scale) -> (Tensor, Tensor, Tensor)",
-)
 @replayed
-def two_resolution_forward(*inputs: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _forward(*inputs: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(out [B, S, H, E], lse [B, H, S], the exact tiles [B, H, n, m], empty if they are given); see `attend`."""
-    *tensors, numbers, choice, rest, scale = inputs
-    out, lse, exact = _forward(*tensors, Tiling(*numbers), _options(choice), rest, scale)
-    return out, lse, exact if tensors[3] is None else exact.new_empty(0)
-
-
-@replayed
-def _forward(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    exact: torch.Tensor | None,
-    key_mask: torch.Tensor | None,
-    n: Tiling,
-    options: TwoResolutionOptions,
-    rest: bool,
-    scale: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    query, key, value, exact, key_mask, numbers, choice, rest, scale = inputs
+    n, options = Tiling(*numbers), _options(choice)
     pooled = pool(key, value, n, key_mask) if rest else None
     given = exact is not None
-    if exact is None:
+    if not given:
         exact = choose(query, key, n, options, key_mask, pooled)
     B, S, H, _ = query.shape
     out, lse = query.new_empty(B, S, H, value.shape[3]), query.new_empty(B, H, S, dtype=torch.float32)
     attend(query, key, value, exact, _width(n, options, given), key_mask, n, pooled, scale, out, lse)
-    return out, lse, exact
+    return out, lse, exact.new_empty(0) if given else exact
+
+
+two_resolution_forward = torch.library.custom_op(
+    "vmonarch::two_resolution_forward",
+    _forward,
+    mutates_args=(),
+    schema="(Tensor query, Tensor key, Tensor value, Tensor? exact, Tensor? key_mask, int[] numbers, float?[] choice,"
+    " bool rest, float scale) -> (Tensor, Tensor, Tensor)",
+)
 
 
 def _options(choice: Sequence[float | None]) -> TwoResolutionOptions:
@@ -248,22 +231,21 @@ def attend(
     B, _, H, _ = query.shape
     k_mean, v_mean, log2_number = _rest(pooled, key)
     lists, number, gain = _lists(exact, width, log2_number)
-    with torch.cuda.device_of(query):
-        if key_mask is None and hopper_fits("two_resolution", query, key, value):
-            # Where there is no GPU for them, these kernels cannot even be imported.
-            from vmonarch.kernels.hopper.two_resolution import two_resolution, two_resolution_fits
+    if key_mask is None and hopper_fits("two_resolution", query, key, value):
+        # Where there is no GPU for them, these kernels cannot even be imported.
+        from vmonarch.kernels.hopper.two_resolution import two_resolution, two_resolution_fits
 
-            if two_resolution_fits(n, query, key, value):
-                two_resolution(query, key, value, k_mean, v_mean, gain, lists, number, out, lse, tiling=n, scale=scale)
-                return
-        constants = _constants("two_resolution", query, value, n)
-        out_rows = (stride // out.shape[3] for stride in out.stride()[:3])
-        launcher(two_resolution_kernel, (n.of_queries.tiles * constants["PARTS_M"] * B * H,))(
-            query, key, value, k_mean, v_mean, gain, lists, number, key_mask, out, lse,
-            *query.stride()[:3], *key.stride()[:3], *value.stride()[:3],
-            *out_rows, *lse.stride()[:2], H, width, unspecialised(n), n.cells, log2_scale_of(scale),
-            REST=pooled is not None, FULL=_full(n) and key_mask is None, **constants,
-        )  # fmt: skip
+        if two_resolution_fits(n, query, key, value):
+            two_resolution(query, key, value, k_mean, v_mean, gain, lists, number, out, lse, tiling=n, scale=scale)
+            return
+    constants = _constants("two_resolution", query, value, n)
+    out_rows = (stride // out.shape[3] for stride in out.stride()[:3])
+    launcher(two_resolution_kernel, (n.of_queries.tiles * constants["PARTS_M"] * B * H,))(
+        query, key, value, k_mean, v_mean, gain, lists, number, key_mask, out, lse,
+        *query.stride()[:3], *key.stride()[:3], *value.stride()[:3],
+        *out_rows, *lse.stride()[:2], H, width, unspecialised(n), n.cells, log2_scale_of(scale),
+        REST=pooled is not None, FULL=_full(n) and key_mask is None, **constants,
+    )  # fmt: skip
 
 
 @two_resolution_forward.register_fake
@@ -314,51 +296,50 @@ def backward(
     kv_strides = (*key.stride()[:3], *value.stride()[:3])
     tiling, log2_scale, queries = unspecialised(n), log2_scale_of(scale), n.of_queries.tiles
     lists, number, gain = _lists(exact, width, log2_number)
-    with torch.cuda.device_of(query):
-        on_hopper = key_mask is None and hopper_fits("two_resolution", query, key, value, grad_out)
-        if on_hopper:
-            from vmonarch.kernels.hopper.backward import two_resolution as hopper_kernels
+    on_hopper = key_mask is None and hopper_fits("two_resolution", query, key, value, grad_out)
+    if on_hopper:
+        from vmonarch.kernels.hopper.backward import two_resolution as hopper_kernels
 
-            on_hopper = hopper_kernels.backward_fits(n, query, key, value, grad_out)
-        if on_hopper:
-            dq, folded = hopper_kernels.launch_queries(
-                query, key, value, k_mean, v_mean, gain, lists, number, grad_out, out.contiguous(), lse, grad_lse,
-                delta, tiling=n, scale=scale,
-            )  # fmt: skip
-        else:
-            dq = query.new_empty(query.shape)
-            constants = _constants("two_resolution_rows", query, value, n)
-            launcher(two_resolution_rows_kernel, (queries * constants["PARTS_M"] * B * H,))(
-                query, key, value, k_mean, v_mean, gain, lists, number, key_mask, grad_out, out, lse, grad_lse,
-                delta, dq, *q_strides, *kv_strides, *g_strides, *out.stride()[:3], H, S, width, tiling, n.cells, scale,
-                log2_scale, REST=rest, FULL=_full(n) and key_mask is None, **constants,
-            )  # fmt: skip
-        if rest:
-            constants = _constants("two_resolution_cells", query, value, n)
-            cells = n.tiles * n.cells
-            blocks = triton.cdiv(cells, constants["BLOCK_N"]) * B * H
-            # Few cells see many queries: those are split, until there is work for the whole chip.
-            splits = max(1, min(queries, 4 * processors(query.device) // blocks))
-            dk_mean, dv_mean = (query.new_empty(splits, B * H, cells, dim, dtype=torch.float32) for dim in (D, E))
-            launcher(two_resolution_cells_kernel, (blocks * splits,))(
-                query, k_mean, v_mean, gain, grad_out, lse, delta, dk_mean, dv_mean,
-                *q_strides, *g_strides, H, S, splits, triton.cdiv(queries, splits), tiling, n.cells, scale, log2_scale,
-                **constants,
-            )  # fmt: skip
-            dk_mean, dv_mean = dk_mean.sum(0), dv_mean.sum(0)
-        lists, number, _ = _lists(exact.transpose(2, 3), queries)
-        if on_hopper:
-            hopper_kernels.launch_keys(
-                query, key, value, log2_number, lists, number, grad_out, folded, dk_mean, dv_mean, dk, dv,
-                tiling=n, scale=scale, add=added is not None,
-            )  # fmt: skip
-        else:
-            constants = _constants("two_resolution_keys", query, value, n)
-            launcher(two_resolution_keys_kernel, (n.tiles * constants["PARTS"] * B * H,))(
-                query, key, value, log2_number, lists, number, key_mask, grad_out, lse, delta, dk_mean, dv_mean,
-                dk, dv, *q_strides, *kv_strides, *g_strides, H, S, tiling, n.cells, scale, log2_scale, REST=rest,
-                ADD=added is not None, **constants,
-            )  # fmt: skip
+        on_hopper = hopper_kernels.backward_fits(n, query, key, value, grad_out)
+    if on_hopper:
+        dq, folded = hopper_kernels.launch_queries(
+            query, key, value, k_mean, v_mean, gain, lists, number, grad_out, out.contiguous(), lse, grad_lse,
+            delta, tiling=n, scale=scale,
+        )  # fmt: skip
+    else:
+        dq = query.new_empty(query.shape)
+        constants = _constants("two_resolution_rows", query, value, n)
+        launcher(two_resolution_rows_kernel, (queries * constants["PARTS_M"] * B * H,))(
+            query, key, value, k_mean, v_mean, gain, lists, number, key_mask, grad_out, out, lse, grad_lse,
+            delta, dq, *q_strides, *kv_strides, *g_strides, *out.stride()[:3], H, S, width, tiling, n.cells, scale,
+            log2_scale, REST=rest, FULL=_full(n) and key_mask is None, **constants,
+        )  # fmt: skip
+    if rest:
+        constants = _constants("two_resolution_cells", query, value, n)
+        cells = n.tiles * n.cells
+        blocks = triton.cdiv(cells, constants["BLOCK_N"]) * B * H
+        # Few cells see many queries: those are split, until there is work for the whole chip.
+        splits = max(1, min(queries, 4 * processors(query.device) // blocks))
+        dk_mean, dv_mean = (query.new_empty(splits, B * H, cells, dim, dtype=torch.float32) for dim in (D, E))
+        launcher(two_resolution_cells_kernel, (blocks * splits,))(
+            query, k_mean, v_mean, gain, grad_out, lse, delta, dk_mean, dv_mean,
+            *q_strides, *g_strides, H, S, splits, triton.cdiv(queries, splits), tiling, n.cells, scale, log2_scale,
+            **constants,
+        )  # fmt: skip
+        dk_mean, dv_mean = dk_mean.sum(0), dv_mean.sum(0)
+    lists, number, _ = _lists(exact.transpose(2, 3), queries)
+    if on_hopper:
+        hopper_kernels.launch_keys(
+            query, key, value, log2_number, lists, number, grad_out, folded, dk_mean, dv_mean, dk, dv,
+            tiling=n, scale=scale, add=added is not None,
+        )  # fmt: skip
+    else:
+        constants = _constants("two_resolution_keys", query, value, n)
+        launcher(two_resolution_keys_kernel, (n.tiles * constants["PARTS"] * B * H,))(
+            query, key, value, log2_number, lists, number, key_mask, grad_out, lse, delta, dk_mean, dv_mean,
+            dk, dv, *q_strides, *kv_strides, *g_strides, H, S, tiling, n.cells, scale, log2_scale, REST=rest,
+            ADD=added is not None, **constants,
+        )  # fmt: skip
     return dq, dk, dv
 
 
@@ -384,9 +365,7 @@ def two_resolution_attention_triton(
     if exact is not None:
         exact = exact.expand(B, H, -1, -1).contiguous()
     mask = None if key_mask is None else key_mask.contiguous()
-    if needs_operator(query, key, value):
-        numbers = list(tiling), _choice(options), options.rest, scale
-        out, lse, _ = two_resolution_forward(query, key, value, exact, mask, *numbers)
-    else:
-        out, lse, _ = _forward(query, key, value, exact, mask, tiling, options, options.rest, scale)
+    numbers = list(tiling), _choice(options), options.rest, scale
+    forward = two_resolution_forward if needs_operator(query, key, value) else _forward
+    out, lse, _ = forward(query, key, value, exact, mask, *numbers)
     return out, lse
