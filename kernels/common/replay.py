@@ -209,9 +209,9 @@ class _Recorder(TorchDispatchMode):
         self._last |= dict.fromkeys(made, len(self._steps))
         self._steps.append((f"{', '.join(names)} = {self._constant(operator)}({', '.join(written)})", made, False))
 
-    def record(self, results: tuple[Any, ...]) -> Callable[..., tuple[Any, ...]] | str:
+    def record(self, results: Any) -> Callable[..., Any] | str:
         """record(stream, *tensors), which does the same as the call that gave these results, or why there is none."""
-        written = [self._written(x) for x in results]
+        written = [self._written(x) for x in (results if isinstance(results, tuple) else [results])]
         if self.why_not is not None or any(name.startswith("c") for name in written):
             return self.why_not or "a result is a constant"
         spans = {
@@ -233,7 +233,7 @@ class _Recorder(TorchDispatchMode):
                 lines += [line, *(f"a{number} = b{number}.data_ptr()" for number in made)]
             freed = [number for number, last in self._last.items() if last == step and number not in (*given, *offsets)]
             lines += [f"del b{number}" for number in freed]
-        lines.append(f"return ({', '.join(written)},)")
+        lines.append(f"return {', '.join(written)}{',' if isinstance(results, tuple) else ''}")
         exec("\n    ".join(lines), self._names)
         return self._names["record"]
 
@@ -252,7 +252,7 @@ def _key(args: tuple[Any, ...]) -> tuple[Any, ...]:
     return tuple(found)
 
 
-def replayed(function: Callable[..., tuple[Any, ...]]) -> Callable[..., tuple[Any, ...]]:
+def replayed(function: Callable[..., Any]) -> Callable[..., Any]:
     """Record the calls of a function, and replay those that are like one before. It runs on its tensors' device.
 
     What the function does must follow from its arguments: sizes, strides, dtypes, the device and the alignment of
@@ -260,13 +260,13 @@ def replayed(function: Callable[..., tuple[Any, ...]]) -> Callable[..., tuple[An
     `launch_overrides` are not recorded, nor those whose operators give other than tensors or sizes that data decide.
 
     Args:
-        function: takes positional arguments alone, and returns a tuple of tensors and None. All its launches are by
-            `launcher`; tensors that it neither takes nor allocates are made once (`constants.kept`).
+        function: takes positional arguments alone, and returns a tensor or a tuple of such and None. All its launches
+            are by `launcher`; tensors that it neither takes nor allocates are made once (`constants.kept`).
     """
-    records: dict[tuple[Any, ...], Callable[..., tuple[Any, ...]] | str] = {}
+    records: dict[tuple[Any, ...], Callable[..., Any] | str] = {}
 
     @functools.wraps(function)
-    def call(*args: Any) -> tuple[Any, ...]:
+    def call(*args: Any) -> Any:
         device = args[0].device
         with torch.cuda.device_of(args[0]):
             if _recorder.get() is not None or has_overrides() or is_checking() or _is_watched():

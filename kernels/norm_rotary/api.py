@@ -60,9 +60,9 @@ def norm_rotary(
     tensors = (x, weight, cosines, sines)
     if use_triton("norm_rotary", implementation, *tensors, op="norm_rotary", why_not=why_not_triton):
         # Triton is imported when it is needed, not with the package.
-        from vmonarch.kernels.norm_rotary.op import norm_rotary_forward
+        from vmonarch.kernels.norm_rotary.op import norm_rotary_triton
 
-        return norm_rotary_forward(x, weight, cosines, sines, heads, eps)
+        return norm_rotary_triton(x, weight, cosines, sines, heads, eps)
     return norm_rotary_reference(x, weight, cosines, sines, heads=heads, eps=eps)
 
 

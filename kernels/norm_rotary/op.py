@@ -10,8 +10,8 @@ from typing import Any
 import torch
 import triton
 
-from vmonarch.kernels.common.launch import unit_stride
-from vmonarch.kernels.common.replay import launcher
+from vmonarch.kernels.common.launch import learns, needs_operator, unit_stride
+from vmonarch.kernels.common.replay import launcher, replayed
 from vmonarch.kernels.norm_rotary.kernels import norm_rotary_backward_kernel, norm_rotary_kernel
 
 # Programs of the backward kernel, whose parts of dw are added afterwards: enough to fill every chip several times.
@@ -25,24 +25,27 @@ def _constants(x: torch.Tensor, cosines: torch.Tensor) -> dict[str, int]:
     return {"C": C, "D": cosines.shape[-1], "P": P, "num_warps": min(max(P // 256, 1), 16)}
 
 
-@torch.library.custom_op(
-    "vmonarch::norm_rotary_forward",
-    mutates_args=(),
-    schema="(Tensor x, Tensor weight, Tensor cosines, Tensor sines, int heads, float eps) -> Tensor",
-)
-def norm_rotary_forward(
+@replayed
+def _forward(
     x: torch.Tensor, weight: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor, heads: int, eps: float
 ) -> torch.Tensor:
     """out [B, S, H, D]."""
     B, S, C = x.shape
     x, cosines, sines = unit_stride(x), unit_stride(cosines), unit_stride(sines)
     out = x.new_empty(B, S, heads, C // heads)
-    with torch.cuda.device_of(x):
-        launcher(norm_rotary_kernel, (B * S,))(
-            x, weight.contiguous(), cosines, sines, out, x.stride(0), x.stride(1), cosines.stride(1), sines.stride(1),
-            S, eps, **_constants(x, cosines),
-        )  # fmt: skip
+    launcher(norm_rotary_kernel, (B * S,))(
+        x, weight.contiguous(), cosines, sines, out, x.stride(0), x.stride(1), cosines.stride(1), sines.stride(1),
+        S, eps, **_constants(x, cosines),
+    )  # fmt: skip
     return out
+
+
+norm_rotary_forward = torch.library.custom_op(
+    "vmonarch::norm_rotary_forward",
+    _forward,
+    mutates_args=(),
+    schema="(Tensor x, Tensor weight, Tensor cosines, Tensor sines, int heads, float eps) -> Tensor",
+)
 
 
 @norm_rotary_forward.register_fake
@@ -56,6 +59,7 @@ def _(x: torch.Tensor, weight: Any, cosines: Any, sines: Any, heads: int, eps: f
     schema="(Tensor grad, Tensor x, Tensor weight, Tensor cosines, Tensor sines, float eps, bool with_weight)"
     " -> (Tensor, Tensor)",
 )
+@replayed
 def norm_rotary_backward(*inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """(dx [B, S, C], dw [C], or an empty dw without `with_weight`), in the dtypes of x and weight."""
     grad, x, weight, cosines, sines, eps, with_weight = inputs
@@ -64,12 +68,11 @@ def norm_rotary_backward(*inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
     dx = x.new_empty(B, S, C)
     programs = min(B * S, PROGRAMS)
     parts = x.new_empty(programs if with_weight else 0, C, dtype=torch.float32)
-    with torch.cuda.device_of(x):
-        launcher(norm_rotary_backward_kernel, (programs,))(
-            grad, x, weight.contiguous(), cosines, sines, dx, parts, grad.stride(0), grad.stride(1), x.stride(0),
-            x.stride(1), cosines.stride(1), sines.stride(1), S, B * S, eps, WITH_WEIGHT=with_weight,
-            **_constants(x, cosines),
-        )  # fmt: skip
+    launcher(norm_rotary_backward_kernel, (programs,))(
+        grad, x, weight.contiguous(), cosines, sines, dx, parts, grad.stride(0), grad.stride(1), x.stride(0),
+        x.stride(1), cosines.stride(1), sines.stride(1), S, B * S, eps, WITH_WEIGHT=with_weight,
+        **_constants(x, cosines),
+    )  # fmt: skip
     return dx, parts.sum(0).to(weight.dtype) if with_weight else weight.new_empty(0)
 
 
@@ -91,3 +94,14 @@ def _backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
 
 
 norm_rotary_forward.register_autograd(_backward, setup_context=_setup_context)
+
+
+def norm_rotary_triton(
+    x: torch.Tensor, weight: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor, heads: int, eps: float
+) -> torch.Tensor:
+    """out [B, S, H, D] by the kernels, arguments already checked."""
+    # A parameter is no plain tensor.
+    plain = (x, weight.detach(), cosines, sines)
+    if learns(weight) or needs_operator(*plain):
+        return norm_rotary_forward(x, weight, cosines, sines, heads, eps)
+    return _forward(*plain, heads, eps)

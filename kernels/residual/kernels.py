@@ -17,6 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
+from vmonarch.kernels.common.replay import replayed
 from vmonarch.kernels.common.tiles import launch_on_tokens, load_rows, store_rows, tokens_of_a_head
 from vmonarch.kernels.residual.reference import Residual
 
@@ -98,6 +99,11 @@ def _launch(
 
 def add_residual_triton(out: torch.Tensor, residual: Residual) -> torch.Tensor:
     """`out` with the residual added by the kernel; arguments as in `add_residual`, already checked."""
-    values, scale = residual.values.contiguous(), None if residual.scale is None else residual.scale.contiguous()
+    return _add(out, *residual)
+
+
+@replayed
+def _add(out: torch.Tensor, values: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
+    values, scale = values.contiguous(), None if scale is None else scale.contiguous()
     launch_on_tokens(add_residual_kernel, out, out, values, scale, *out.stride()[:3], enable_fp_fusion=False)
     return out

@@ -35,6 +35,9 @@ def untested(monkeypatch):
     monkeypatch.setattr(launch, "auto_takes_kernels", lambda device: True)
     monkeypatch.setattr(trust, "_verdicts", {})
     monkeypatch.setattr(trust, "_warned", set())
+    # No call is replayed with the kernel that an earlier test had planted.
+    with launch_overrides({}):
+        yield
 
 
 @pytest.fixture
