@@ -13,7 +13,6 @@ import functools
 import threading
 from collections.abc import Callable
 from contextvars import ContextVar
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -36,18 +35,13 @@ _recorder: ContextVar[_Recorder | None] = ContextVar("recorder", default=None)
 _lock = threading.Lock()
 
 
-class _Address(int):
-    """The base of a tensor descriptor, as far as the launch of a compiled kernel asks."""
+class _Descriptor(int):
+    """The address of a tensor descriptor, as the launch of a compiled kernel takes it; its class has the rest."""
+
+    base = property(lambda self: self)
 
     def data_ptr(self) -> int:
         return self
-
-
-def _moved(descriptor: Any, address: int) -> Any:
-    """The descriptor of the same tile elsewhere; not by its class, which checks again what has not changed."""
-    twin = object.__new__(type(descriptor))
-    vars(twin).update(vars(descriptor), base=_Address(address))
-    return twin
 
 
 def launcher(kernel: Any, grid: tuple[int, ...]) -> Callable[..., Any]:
@@ -106,7 +100,7 @@ class _Recorder(TorchDispatchMode):
     def __init__(self, tensors: list[torch.Tensor]) -> None:
         super().__init__()
         self.why_not: str | None = None
-        self._names: dict[str, Any] = {"moved": _moved, "replace": replace, "empty": torch.empty_strided}
+        self._names: dict[str, Any] = {"empty": torch.empty_strided}
         self._given = len(tensors)
         self._buffers: list[_Buffer] = []
         self._numbers: dict[int, int] = {}
@@ -145,15 +139,17 @@ class _Recorder(TorchDispatchMode):
             if x.dtype != buffer.dtype:
                 self.why_not = f"memory of {buffer.dtype} is read as {x.dtype}"
             if address:
-                return f"a{number} + {offset * x.itemsize}"
+                return f"a{number} + {offset * x.itemsize}" if offset else f"a{number}"
             self._tensors.add(number)
             if offset == 0 and x.shape == buffer.size and x.stride() == buffer.stride:
                 return f"b{number}"
             size, stride = self._constant(x.shape), self._constant(x.stride())
             return f"b{number}.as_strided({size}, {stride}, b{number}.storage_offset() + {offset})"
         if hasattr(x, "block_shape"):
-            base = self._written(x.base, address)
-            return f"moved({self._constant(x)}, {base})" if address else f"replace({self._constant(x)}, base={base})"
+            # Without its tensor, which would stay in memory.
+            rest = {name: value for name, value in vars(x).items() if name != "base"}
+            made = type("Descriptor", (_Descriptor,), rest) if address else functools.partial(type(x), **rest)
+            return f"{self._constant(made)}({'' if address else 'base='}{self._written(x.base, address)})"
         if type(x) in (list, tuple) and any(isinstance(y, torch.Tensor) for y in x):
             return f"[{', '.join(map(self._written, x))}]"
         return self._constant(x)

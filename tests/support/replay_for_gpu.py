@@ -7,11 +7,13 @@ forward and backward. Buffers may lie elsewhere then, but always where they were
 in use at the same time apart. Prints the number of launches.
 """
 
+import gc
 import json
 import os
 import sys
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 from triton.compiler import CompiledKernel
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
@@ -50,7 +52,7 @@ def parts(arg):
     """(what has an address, all else) of an argument."""
     if hasattr(arg, "block_shape"):
         return arg.base, (arg.shape, arg.strides, arg.block_shape, getattr(arg, "layout", None))
-    return (arg, None) if isinstance(arg, torch.Tensor) or type(arg) is int and arg > 2**32 else (None, arg)
+    return (arg, None) if isinstance(arg, torch.Tensor) or isinstance(arg, int) and arg > 2**32 else (None, arg)
 
 
 def check(ordinary, replayed, inputs):
@@ -65,7 +67,7 @@ def check(ordinary, replayed, inputs):
             if tensor is None:
                 continue
             storage = tensor.untyped_storage()
-            address = again if type(again) is int else again.data_ptr()
+            address = again if isinstance(again, int) else again.data_ptr()
             start = address - (tensor.data_ptr() - storage.data_ptr())
             assert moved.setdefault(storage._cdata, start) == start, f"{one[1]} reads another place"
             used.setdefault(storage._cdata, (start, start + storage.nbytes(), []))[2].append(step)
@@ -108,6 +110,11 @@ def main():
     JITFunction.run = run
     check(ordinary, replayed, [*inputs, cotangent])
     print(len(replayed))
+    storages = [StorageWeakRef(x.untyped_storage()) for x in inputs]
+    for kept in (launches, ordinary, replayed, inputs):
+        kept.clear()
+    gc.collect()
+    assert all(storage.expired() for storage in storages), "a record keeps a tensor"
 
 
 if __name__ == "__main__":
