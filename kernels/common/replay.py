@@ -148,7 +148,7 @@ class _Recorder(TorchDispatchMode):
         if hasattr(x, "block_shape"):
             # Without its tensor, which would stay in memory.
             rest = {name: value for name, value in vars(x).items() if name != "base"}
-            made = type("Descriptor", (_Descriptor,), rest) if address else functools.partial(type(x), **rest)
+            made: Any = type("Descriptor", (_Descriptor,), rest) if address else functools.partial(x.__class__, **rest)
             return f"{self._constant(made)}({'' if address else 'base='}{self._written(x.base, address)})"
         if type(x) in (list, tuple) and any(isinstance(y, torch.Tensor) for y in x):
             return f"[{', '.join(map(self._written, x))}]"
