@@ -232,12 +232,16 @@ def test_gpu_float32(shared_gpu, dim, name):
 
 
 def check_bfloat16(tensors, **options):
-    """Close to the float64 reference by the measure of one bfloat16 rounding."""
-    truth = with_gradients(run("torch", **options), tensors)
-    ours = with_gradients(run("triton", **options), [x.bfloat16() for x in tensors])
+    """Close to the float64 reference by the measure of one bfloat16 rounding, on inputs that are rounded already.
+
+    Rounding them can change which tiles are fine, and so gradients by 4 %.
+    """
+    tensors = [x.bfloat16() for x in tensors]
+    truth = with_gradients(run("torch", **options), [x.double() for x in tensors])
+    ours = with_gradients(run("triton", **options), tensors)
     for name, a, b in zip(("out", "lse", "dq", "dk", "dv"), ours, truth, strict=True):
         error, size = (a.double() - b).norm(), b.norm()
-        assert error <= 0.02 * size, (name, error, size)
+        assert error <= 0.01 * size, (name, error, size)
 
 
 # Every kernel is compiled for every option and head dimension, so that few head dimensions see all options.
