@@ -29,6 +29,7 @@ _OFFERED = {
     "kernels.merge.api": ("merge_partials",),
     "kernels.flash_bias.api": ("flash_bias_attention",),
     "kernels.flash_entropy.api": ("flash_entropy_attention",),
+    "kernels.int8.api": ("int8_attention",),
     "kernels.taylor.api": ("taylor_attention",),
     "kernels.window.api": ("window_attention",),
     "kernels.two_resolution.api": ("two_resolution_attention",),
@@ -61,6 +62,7 @@ if TYPE_CHECKING:
     from vmonarch.kernels.first_order.api import first_order_attention as first_order_attention
     from vmonarch.kernels.flash_bias.api import flash_bias_attention as flash_bias_attention
     from vmonarch.kernels.flash_entropy.api import flash_entropy_attention as flash_entropy_attention
+    from vmonarch.kernels.int8.api import int8_attention as int8_attention
     from vmonarch.kernels.merge.api import merge_partials as merge_partials
     from vmonarch.kernels.monarch.api import monarch_attention as monarch_attention
     from vmonarch.kernels.monarch.api import vmonarch_attention as vmonarch_attention

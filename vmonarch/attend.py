@@ -33,6 +33,7 @@ from vmonarch.engines import FA3
 from vmonarch.kernels.common.launch import auto_takes_kernels, carry_tangents, learns
 from vmonarch.kernels.flash_bias.api import flash_bias_attention
 from vmonarch.kernels.flash_entropy.api import flash_entropy_attention
+from vmonarch.kernels.int8.api import int8_attention
 from vmonarch.kernels.merge.api import merge_partials
 from vmonarch.kernels.residual.api import add_residual
 from vmonarch.options import Options
@@ -75,12 +76,17 @@ class Exact:
     """Softmax over any tokens: by the backend that the user has chosen, or else by the fastest there is for a mask.
 
     Of a sample without any key, the log-partition is far below all others.
+
+    If `call.precision` is "int8", that is `int8_attention`.
     """
 
     implementation: str = "auto"
 
     def __call__(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Call) -> Result:
         mask, by = call.key_mask, self.implementation
+        if call.precision == "int8":
+            found = int8_attention(query, key, value, key_mask=mask, return_lse=call.lse, implementation=by)
+            return found if call.lse else (found, None)
         ours = call.backend is None and by != "torch" and auto_takes_kernels(query.device)
         if mask is not None and (call.lse or ours):
             # As a bias of rank 1, which the kernels for Hopper take; they take no mask.
@@ -195,7 +201,7 @@ class Residual:
         residual = branch.residual_of(layer)
         if residual is not None:
             return add_residual(approximate(), residual, implementation=self.implementation), None
-        exact, _ = self.exact(query, key, value, call)
+        exact, _ = self.exact(query, key, value, call._replace(precision=branch.schedule.precision))
         branch.group = None if call.split is None else call.split.group
         branch.renew(layer, exact, approximate, self.implementation)
         return exact, None

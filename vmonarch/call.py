@@ -38,6 +38,7 @@ class Call(NamedTuple):
         heads: which of the module's heads these are; None for all.
         lse: whether the log-partition is wanted, too.
         backend: the exact attention that the user has chosen in diffusers; None for the default.
+        precision: of exact attention: "int8", or None for that of the model.
     """
 
     grid: LatentGrid
@@ -52,6 +53,7 @@ class Call(NamedTuple):
     heads: Part | None = None
     lse: bool = False
     backend: Any = None
+    precision: str | None = None
 
     @property
     def others(self) -> int:

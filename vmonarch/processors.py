@@ -51,6 +51,8 @@ class VMonarchProcessor(VideoAttentionProcessor):
     def __init__(self, *, bias: object = None, plan: object = None, **options: Any) -> None:
         super().__init__(**options)
         self._bias = None if bias is None else BiasOption(bias)
+        if self._bias is not None and self.refresh is not None and self.refresh.precision is not None:
+            raise ValueError(f"refresh.precision must be None with a bias, got {self.refresh.precision!r}")
         self.plan = None if plan is None else AttentionPlan.parse(plan)
         for name, default in ({} if self.plan is None else {**vars(VMonarchOptions()), "bias": None}).items():
             if (value := getattr(self, name)) != default:

@@ -25,7 +25,7 @@ import torch
 from vmonarch.kernels.residual.api import check_residual_dtype
 from vmonarch.validation import DenseSet, check_flag, check_number, plain
 
-# With a tolerance, this share of the steps at the start, in which the video's layout is decided, is exact throughout.
+# This share of the steps at the start decides the video's layout. With a tolerance it is exact throughout.
 START = 0.12
 # How much longer than the last interval between two exact steps the next may be.
 GROWTH = 2
@@ -55,6 +55,8 @@ class Refresh:
         cache: how large the error of the transformer's predicted output may become before it is computed again, of the
             size of that output: 0.1 for 10 %. None: every step is computed. A step that a tolerance makes exact is
             computed in any case, and one of `steps` that is predicted leaves it to the next.
+        precision: of exact attention: None, that of the model; or "int8", products of eight bits (`int8_attention`) in
+            all steps but the first 12 %.
 
     A step in which a layer has no residual is exact in any case: the first, the first of the second transformer in a
     pipeline of two, and the first after one that a cache has skipped.
@@ -69,10 +71,13 @@ class Refresh:
     tolerance: float | None = None
     at_most: Any = 0.5
     cache: float | None = None
+    precision: str | None = None
 
     def __post_init__(self) -> None:
         check_residual_dtype(self.dtype, "refresh.dtype")
         check_flag("refresh.offload", self.offload)
+        if self.precision not in (None, "int8"):
+            raise ValueError(f'refresh.precision must be "int8", or None for that of the model, got {self.precision!r}')
         at_most = plain(self.at_most)
         if not isinstance(at_most, (int, float)) or isinstance(at_most, bool) or at_most == 0:
             raise ValueError(f"refresh.at_most must be a count or a fraction above 0, got {self.at_most!r}")
@@ -226,6 +231,11 @@ class Schedule:
     def measured_forward(self, error: torch.Tensor) -> None:
         """A forward call in this step has found this error of predicting its output; a number on any device."""
         self._forward_errors.append(_Error(error))
+
+    @property
+    def precision(self) -> str | None:
+        """Of exact attention in this step: None for that of the model."""
+        return self.refresh.precision if self.step >= self._start else None
 
     @property
     def _start(self) -> int:

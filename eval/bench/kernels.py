@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Mapping, Sequence
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
 from typing import Any
 
@@ -17,9 +19,11 @@ from vmonarch import flops
 from vmonarch.configs import InputError
 from vmonarch.engines import FA3
 from vmonarch.eval.bench.attention import ATTENTION, attention_way, case_of, exact, randn, sdpa
+from vmonarch.eval.bench.machine import Clock
 from vmonarch.eval.bench.runner import Bench, Case, Way, Ways, choose, profiled
 from vmonarch.flops import attention_work, vmonarch_work
 from vmonarch.grid import LatentGrid
+from vmonarch.kernels.int8.api import int8_attention
 from vmonarch.kernels.monarch.api import vmonarch_attention
 from vmonarch.kernels.two_resolution.api import two_resolution_attention
 from vmonarch.options import TwoResolutionOptions
@@ -32,6 +36,9 @@ PROFILED = ("vmonarch", "vmonarch-lite")
 SHAPES = ("43x28x52", "16x28x52", "16x45x80", "81x28x52", "24x44x80:40", "36x28x52", "24x28x52", FIGURE_8)
 # Exact attention by a backend of `sdpa`.
 EXACT = ("cudnn", FA3, "fa2")
+INT8 = "int8"
+# In eight bits, normal inputs, of which the output is near zero, are the worst.
+INT8_BOUNDS = {"out": 0.045}
 # Options of `vmonarch_attention`.
 VMONARCH: Mapping[str, Mapping[str, Any]] = {
     "vmonarch": {},
@@ -42,7 +49,7 @@ VMONARCH: Mapping[str, Mapping[str, Any]] = {
     "vmonarch-t3": {"num_iterations": 3},
 }
 OURS = (*VMONARCH, "two-resolution")
-METHODS = ("cudnn", FA3, *OURS, "fa2", "vmonarch-torch")
+METHODS = ("cudnn", FA3, INT8, *OURS, "fa2", "vmonarch-torch")
 
 
 def parse_shape(text: str) -> tuple[LatentGrid, int]:
@@ -70,7 +77,7 @@ def measures(case: Case, method: str) -> bool:
     """Whether a method is measured on a case."""
     if method == "vmonarch-torch":
         return (case.shape, case.head_dim) == (FIGURE_8, 64)
-    if method == FA3:
+    if method in (FA3, INT8):
         return not case.training
     return case.head_dim == 128 or method not in ("vmonarch-t1", "vmonarch-t3")
 
@@ -78,13 +85,26 @@ def measures(case: Case, method: str) -> bool:
 def work(case: Case, method: str, itemsize: int) -> dict[str, float]:
     """FLOPs and bytes of a method on a case; see `vmonarch.flops`."""
     sizes: dict[str, Any] = {"itemsize": itemsize, "training": case.training}
-    if method in EXACT:
+    if method in (*EXACT, INT8):
         stages = [attention_work(case.grid, case.heads, case.head_dim, **sizes)]
     elif method == "two-resolution":
         stages = [attention_work(case.grid, case.heads, case.head_dim, TwoResolutionOptions(), **sizes)]
     else:
         stages = vmonarch_work(case.grid, case.heads, case.head_dim, **sizes, **VMONARCH.get(method, {}))
     return {"flops": sum(stage.flops for stage in stages), "bytes": sum(stage.bytes for stage in stages)}
+
+
+def more(method: str, run: Callable[[], Any], clock: Clock, row: dict[str, Any]) -> None:
+    """Add the host's milliseconds until a call returns that finds the GPU idle, and some methods' time by kernel."""
+    times = []
+    for _ in range(21):
+        clock.wait()
+        began = time.perf_counter()
+        run()
+        times.append(1e3 * (time.perf_counter() - began))
+    row["host_ms"] = statistics.median(times)
+    if method in PROFILED:
+        row["kernels"] = profiled(run, clock)
 
 
 def ways(case: Case, device: torch.device, dtype: torch.dtype) -> Ways:
@@ -97,17 +117,19 @@ def ways(case: Case, device: torch.device, dtype: torch.dtype) -> Ways:
 
     def way(method: str) -> Way:
         done: dict[str, Any] = work(case, method, dtype.itemsize)
-        if method in EXACT:
-            made = attention_way(partial(sdpa, method), exact, tensors, grad, **done)
-            return dataclasses.replace(made, expected=shared.setdefault("exact", cache(made.expected)))
+        if method in (*EXACT, INT8):
+            eight = method == INT8
+            attend = partial(int8_attention, implementation="triton") if eight else partial(sdpa, method)
+            made = attention_way(attend, exact, tensors, grad, **done)
+            expected = shared.setdefault("exact", cache(made.expected))
+            bounds = INT8_BOUNDS if eight else None
+            return dataclasses.replace(made, expected=expected, bounds=bounds, more=partial(more, method, made.run))
         op = two_resolution_attention if method == "two-resolution" else vmonarch_attention
         attend = partial(op, grid=case.grid, **VMONARCH.get(method, {}))
         by = "torch" if method == "vmonarch-torch" else "triton"
         ours, reference = (partial(attend, implementation=implementation) for implementation in (by, "torch"))
         made = attention_way(ours, reference, tensors, grad, **done)
-        if method not in PROFILED:
-            return made
-        return dataclasses.replace(made, more=lambda clock, row: row.update(kernels=profiled(made.run, clock)))
+        return dataclasses.replace(made, more=partial(more, method, made.run))
 
     return {method: partial(way, method) for method in METHODS if measures(case, method)}
 

@@ -45,7 +45,7 @@ class _Descriptor(int):
 
 
 def launcher(kernel: Any, grid: tuple[int, ...]) -> Callable[..., Any]:
-    """`kernel[grid]`, whose launch is noted where a call is recorded. No tensors are inside of its tuples."""
+    """`kernel[grid]`, whose launch is noted where a call is recorded."""
     recorder = _recorder.get()
     return kernel[grid] if recorder is None else functools.partial(recorder.launch, kernel, grid)
 
@@ -159,6 +159,8 @@ class _Recorder(TorchDispatchMode):
         self._in_launch = True
         compiled = kernel[grid](*args, **options)
         self._in_launch = False
+        if any(isinstance(x, tuple) and any(isinstance(y, torch.Tensor) for y in x) for x in args):
+            self.why_not = "a kernel takes tensors inside of a tuple"
         if _is_known(compiled):
             # All parameters, constants too. The kernel is named because it takes its function along when it goes.
             args = (*args, *(options.get(x.name, x.default) for x in kernel.params[len(args) :]))

@@ -11,6 +11,7 @@ import torch
 
 from vmonarch.kernels.flash_bias.api import flash_bias_attention
 from vmonarch.kernels.flash_entropy.api import flash_entropy_attention
+from vmonarch.kernels.int8.api import int8_attention
 from vmonarch.kernels.merge.api import merge_partials
 from vmonarch.kernels.monarch.api import vmonarch_attention
 from vmonarch.kernels.norm_rotary.api import norm_rotary
@@ -61,6 +62,13 @@ def _flash_bias(gpu: bool) -> Case:
     factors = {"query_factor": (1, queries, 2, 8), "key_factor": (1, keys, 2, 8)}
     outputs = _results(queries, head_dim, "the log-partition")
     return Case({**_qkv(queries, keys, head_dim), **factors}, outputs, partial(flash_bias_attention, return_lse=True))
+
+
+def _int8(gpu: bool) -> Case:
+    queries, keys, head_dim = (200, 300, 128) if gpu else (4, 20, 16)
+    outputs = _results(queries, head_dim, "the log-partition")
+    call = partial(int8_attention, return_lse=True)
+    return Case(_qkv(queries, keys, head_dim), outputs, call, gradients=False)
 
 
 def _taylor(gpu: bool) -> Case:
@@ -147,6 +155,7 @@ _CASES: dict[str, Callable[[bool], Case]] = {
     "monarch": _monarch,
     "flash_entropy": _flash_entropy,
     "flash_bias": _flash_bias,
+    "int8": _int8,
     "taylor": _taylor,
     "window": _window,
     "two_resolution": _two_resolution,

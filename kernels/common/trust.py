@@ -28,7 +28,7 @@ import torch
 TESTED_TRITON = ("3.6.0", "3.7.1", "3.8.0", "3.9.0")
 # Largest error of a tensor by the largest entry of it.
 TOLERANCES = {torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.05}
-HOPPER_OPS = ("monarch", "flash_entropy", "flash_bias", "taylor", "two_resolution")
+HOPPER_OPS = ("monarch", "flash_entropy", "flash_bias", "int8", "taylor", "two_resolution")
 # What runs the kernels of several ops: VMonarch's exact part is flash attention, and with `row_share` some
 # of it is in two resolutions.
 PARTS = {

@@ -4,6 +4,8 @@ A bias may be added to the logits (FlashBias, Eq. 3): two small products make it
 beyond that. Scores are kept without the softmax scale, so φq·φk is divided by it in float32; folded into a 16-bit φq,
 the quotient would be rounded.
 
+Queries and keys may be bytes with scales (`kernels/int8`); then these take the place of factors, and scores are whole.
+
 Shapes: B batch, Sq queries, Sk keys, H heads, D head dim, Dv value dim, R bias rank; M queries and N keys of one tile.
 Tensors are [B, S, H, D] with any strides but that of D, which is 1. Long key ranges are split among several programs,
 whose partial results the combine kernel merges (docs/attention.md, "Merging").
@@ -20,6 +22,7 @@ import triton.language as tl
 from vmonarch.kernels.common.launch import block_dim, dot_precision, hopper_fits, launch_options
 from vmonarch.kernels.common.replay import launcher
 from vmonarch.kernels.common.softmax import entropy_of, log2_partition, log2_scale_of, online_softmax
+from vmonarch.kernels.flash_entropy.reference import SCALE_BLOCK
 from vmonarch.kernels.flash_entropy.segments import Segment, Work, processors, row_work
 
 if TYPE_CHECKING:
@@ -29,6 +32,7 @@ if TYPE_CHECKING:
 COMBINE_ROWS = 16
 # Keys of a tile of the kernel for Hopper with a bias, of all programs that share a processor.
 HOPPER_KEYS = 128
+_SCALE_BLOCK = tl.constexpr(SCALE_BLOCK)
 
 
 class Strided(NamedTuple):
@@ -49,7 +53,7 @@ def _strided(tensor: torch.Tensor | None) -> Strided | None:
 
 
 class Bias(NamedTuple):
-    """What a call adds to logits, and which pairs count.
+    """What a call adds to logits or multiplies scores by, and which pairs count.
 
     Attributes:
         factors: φq [B or 1, Sq, H or 1, R] and φk [B or 1, Sk, H or 1, R] of the dtype of the query; R is a power of
@@ -57,20 +61,23 @@ class Bias(NamedTuple):
         key_mask: bool [B, Sk], True where a key counts; or None.
         causal: whether query i attends to the keys up to i + Sk - Sq only, of one segment of all pairs.
         programs: of the kernel for Hopper that share a processor; 0 for the portable kernels.
+        scales: of int8 queries [B, Sq, H] and of blocks of int8 keys [B, Sk / SCALE_BLOCK, H], whose product makes
+            scores logits in units of log 2; or None.
     """
 
     factors: tuple[torch.Tensor, torch.Tensor] | None = None
     key_mask: torch.Tensor | None = None
     causal: bool = False
     programs: int = 1
+    scales: tuple[torch.Tensor, torch.Tensor] | None = None
 
     @property
     def rank(self) -> int:
         return self.factors[0].shape[3] if self.factors else 0
 
     def arguments(self) -> tuple[Strided | None, ...]:
-        """φq, φk and the key mask of the portable kernels."""
-        query_factor, key_factor = self.factors or (None, None)
+        """φq, φk or the scales, and the key mask of the portable kernels."""
+        query_factor, key_factor = self.factors or self.scales or (None, None)
         key_mask = None if self.key_mask is None else self.key_mask[:, :, None]
         return _strided(query_factor), _strided(key_factor), _strided(key_mask)
 
@@ -112,8 +119,10 @@ def load_factor(factor, b, h, rows, stop, columns, RANK: tl.constexpr, ALL_ROWS:
 
 @triton.jit
 def biased(x, y_t, fx, fy_t, log2_scale, RANK: tl.constexpr, PRECISION: tl.constexpr):
-    """x·yᵀ + φx·φyᵀ / scale; without a bias (RANK = 0) the factors are not looked at."""
-    if RANK == 0:
+    """x·yᵀ + φx·φyᵀ / scale; without a bias (RANK = 0) the factors are not looked at, but for bytes are scales."""
+    if x.dtype == tl.int8:
+        scores = tl.dot(x, y_t).to(tl.float32) * (fx * fy_t)[:, None]
+    elif RANK == 0:
         scores = tl.dot(x, y_t, input_precision=PRECISION)
     else:
         bias = tl.dot(fx, fy_t, input_precision=PRECISION) * (1.4426950408889634 / log2_scale)
@@ -216,6 +225,10 @@ def _attend_tile(
     keys = first_key + tl.arange(0, BLOCK_N)
     value_dims = tl.arange(0, BLOCK_DV)
     k_t, fk_t = load_transposed(k_ptr, stride_ks, key_factor, b, h, keys, stop, HEAD_DIM, BLOCK_D, RANK, ALL_KEYS)
+    if q.dtype == tl.int8:
+        tl.static_assert(_SCALE_BLOCK % BLOCK_N == 0)
+        scale_ptr = key_factor.ptr + b * key_factor.stride_b + h * key_factor.stride_h
+        fk_t = tl.load(scale_ptr + first_key // _SCALE_BLOCK * key_factor.stride_s)
     scores = scores_of_keys(
         q, k_t, fq, fk_t, keys, stop, last_key, key_mask, b, log2_scale, RANK, CAUSAL, ALL_KEYS, PRECISION
     )
@@ -302,6 +315,9 @@ def _forward_kernel(
     if RANK > 0:
         ranks = tl.arange(0, RANK)
         fq = load_factor(query_factor, b, h, row_start + rows[:, None], row_stop, ranks[None, :], RANK, False)
+    elif q.dtype == tl.int8:
+        scale_ptr = query_factor.ptr + b * query_factor.stride_b + h * query_factor.stride_h
+        fq = tl.load(scale_ptr + (row_start + rows) * query_factor.stride_s, mask=rows < rows_left, other=0.0)
     last_key = row_start + Sk - Sq
     k_step = tl.full([], BLOCK_N, tl.int64) * stride_ks
     v_step = tl.full([], BLOCK_N, tl.int64) * stride_vs
@@ -309,7 +325,7 @@ def _forward_kernel(
     row_max = tl.full([BLOCK_M], -float("inf"), tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
     row_entropy = tl.zeros([BLOCK_M], tl.float32)
-    if RANK > 0 or CAUSAL or key_mask is not None:
+    if RANK > 0 or CAUSAL or key_mask is not None or q.dtype == tl.int8:
         # There is one range, of all keys, and tiles are found by their first key: pointers that move along, and loops
         # in a loop, would cost registers.
         whole, stop = key_bounds(last_key, Sk, key_mask, CAUSAL, BLOCK_M, BLOCK_N)
@@ -510,7 +526,7 @@ def flash_forward(
     else:
         on_hopper = bias.programs > 0
     portable = "flash_forward" if bias is NO_BIAS else "flash_bias_forward"
-    options = launch_options("hopper_flash" if on_hopper else portable, device, query.dtype, max(D, Dv, bias.rank))
+    options = launch_options("hopper_flash" if on_hopper else portable, device, value.dtype, max(D, Dv, bias.rank))
     if on_hopper:
         from vmonarch.kernels.hopper import flash as hopper_kernels
 
@@ -550,7 +566,7 @@ def flash_forward(
                 *query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *out_strides, num_items, work.slots,
                 H, Sq, key.shape[1], log2_scale_of(scale), HEAD_DIM=D, VALUE_DIM=Dv, BLOCK_D=block_dim(D),
                 BLOCK_DV=block_dim(Dv), ENTROPY=entropy, HAS_PARTS=work.merges is not None,
-                PRECISION=dot_precision(query.dtype), **bias.constants(), **options,
+                PRECISION=dot_precision(value.dtype), **bias.constants(), **options,
             )  # fmt: skip
         combine_parts(parts, work.merges, BLOCK_M, tables, out, lse, row_entropy)
     return out, lse, row_entropy

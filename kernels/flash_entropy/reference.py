@@ -12,6 +12,8 @@ from torch.utils.checkpoint import checkpoint
 
 # Scores that one chunk may hold: 2**25 elements are 128 MiB in float32.
 MAX_CHUNK_SCORES = 2**25
+# Keys that share a scale in eight bits.
+SCALE_BLOCK = 256
 
 
 def in_row_chunks(function, query: torch.Tensor, key: torch.Tensor, *others: torch.Tensor | None):

@@ -457,9 +457,12 @@ class OverrideAttention:
         # Rotary embeddings may leave them in another dtype.
         query, key = query.to(value.dtype), key.to(value.dtype)
 
-        def renewing(*_: Any) -> Result:
+        def renewing(*given: Any) -> Result:
+            asked: Call = given[-1]
             run.exact += 1
             run.refreshed.add(call.step)  # type: ignore[arg-type]
+            if asked.precision is not None:
+                return Exact()(query, key, value, asked)
             return _by_heads(exact(), heads, skip_output_reshape), None
 
         attend = Beside(attend, Exact())

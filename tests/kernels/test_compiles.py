@@ -136,6 +136,10 @@ MERGE_CASES = {
     f"{dim}-{dtype}": dict(tokens=4096, dim=dim, dtype=dtype, merge=True)
     for dim, dtype in ((128, "bfloat16"), (80, "float16"), (256, "float32"))
 }
+INT8_CASES = {
+    f"{dim}-{dtype}": dict(tokens=4096, dim=dim, dtype=dtype, eight=True, masked=masked)
+    for dim, dtype, masked in ((128, "bfloat16", False), (64, "float16", True), (256, "bfloat16", False))
+}
 # op -> (its cases, those of other architectures than Hopper, those of Hopper, kernels in the order of launches, of
 # which several of one name may follow each other; VMonarch has too many to name)
 OPS = {
@@ -162,6 +166,9 @@ OPS = {
         RESIDUAL_CASES, {80: "64-float16-bfloat16", 120: "128-bfloat16-bfloat16"},
         ["128-bfloat16-int8", "256-float32-bfloat16"],
         "attention_residual add_residual"),
+    "int8": (
+        INT8_CASES, {80: "128-bfloat16", 120: "64-float16"}, ["256-bfloat16"],
+        "statistics finish quantise forward"),
     "merge": (
         MERGE_CASES, {80: "80-float16"}, ["256-float32"],
         "merge merge_backward"),
@@ -176,6 +183,7 @@ OF_OPS = [
         (100, "5120-bfloat16", "norm"), (100, "rank-16", "bias"),
         (120, "taylor-wide", "linear"), (120, "taylor", "linear"), (89, "sequence", "window"),
         (80, "full", "two resolutions"), (100, "full", "two resolutions"), (89, "80-float16-int8", "residual"),
+        (86, "64-float16", "int8"), (89, "128-bfloat16", "int8"), (100, "128-bfloat16", "int8"),
         (100, "128-bfloat16", "merge"))),
 ]  # fmt: skip
 
@@ -189,7 +197,7 @@ def hashes_of(tokens, case, compile_kernels):
 def test_portable_kernels_of_an_op_compile(architecture, name, op, compile_kernels):
     cases, _, _, launches = OPS[op]
     case = cases[name]
-    hopper = op in ("vmonarch", "bias", "linear", "two resolutions")
+    hopper = op in ("vmonarch", "bias", "int8", "linear", "two resolutions")
     overrides = {"overrides": {"hopper": {"enabled": 0}}} if hopper else {}
     kernels = compile_kernels(architecture, {**case, **overrides})
     names = [kernel["kernel"].strip("_").removesuffix("_kernel") for kernel in kernels]
@@ -223,6 +231,8 @@ RANK_64, TAYLOR, TILES = BIAS_CASES["rank-64"], LINEAR_CASES["taylor"], TWO_RESO
         deep(RANK_64, ALL_OF_BIAS),
         deep({**RANK_64, "dim": 64, "scale": 0.125}, ALL_OF_BIAS),
         deep(BIAS_CASES["narrow-causal"], "flash"),
+        (INT8_CASES["128-bfloat16"], "int8"),
+        deep(INT8_CASES["64-float16"], "int8"),
         ({**TAYLOR, "dtype": "float16"}, ALL_OF_TAYLOR),
         deep({**TAYLOR, "width": 128}, ALL_OF_TAYLOR),
         # Backward they take tiles of 64 keys and one mean.
@@ -239,8 +249,8 @@ def test_hopper_kernels_of_an_op_compile(case, launches, compile_kernels):
     assert [kernel["kernel"] for kernel in kernels] == [f"_hopper_{name}_kernel" for name in launches.split()]
     for kernel in kernels:
         spilled = kernel["allowed"]
-        if kernel["kernel"] == "_hopper_keys_kernel":
-            # What it needs before and after its loop.
+        if kernel["kernel"] in ("_hopper_keys_kernel", "_hopper_int8_kernel"):
+            # What it needs before and after its loop; and in eight bits a few numbers of the loop itself.
             spilled = MAX_SPILLED
         elif "tile" in case:
             # The producer has few registers.

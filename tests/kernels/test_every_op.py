@@ -37,6 +37,12 @@ def drawn(op, dtype=torch.float64, device=CPU):
     return case, inputs, tangents
 
 
+def outcome(case, how, inputs):
+    """Results of an op and, if it has any, gradients."""
+    call = partial(case.call, implementation=how)
+    return with_gradients(call, inputs) if case.gradients else call(*inputs)
+
+
 def dual(function, inputs, tangents):
     """Tangents of the results; those of inputs may be None."""
     with forward_ad.dual_level():
@@ -116,7 +122,7 @@ def test_plain_torch_rounds_16_bit_only_once(op, dtype):
 @pytest.mark.parametrize("op", ATTENTION)
 def test_nan_in_a_head_shows_there_and_leaves_the_other_as_it_is(op, how, device):
     case, inputs, _ = drawn(op, torch.float32 if device == "cpu" else torch.float16, torch.device(device))
-    run = partial(with_gradients, partial(case.call, implementation=how))
+    run = partial(outcome, case, how)
     clean = run(inputs)
     for n in range(len(inputs)):
         spoilt = [x.clone() for x in inputs]
@@ -130,7 +136,7 @@ def test_nan_in_a_head_shows_there_and_leaves_the_other_as_it_is(op, how, device
 @pytest.mark.parametrize("op", ATTENTION)
 def test_on_a_gpu_bits_repeat(op):
     case, inputs, _ = drawn(op, torch.bfloat16, torch.device("cuda"))
-    run = lambda: with_gradients(partial(case.call, implementation="triton"), inputs)
+    run = lambda: outcome(case, "triton", inputs)
     first = run()
     for _ in range(250):
         assert_bits(run(), first)

@@ -28,7 +28,7 @@ from comfyui_stand_in import (
 from packaging.requirements import Requirement
 
 import vmonarch
-from vmonarch import VMonarchOptions, vmonarch_attention
+from vmonarch import VMonarchOptions, int8_attention, vmonarch_attention
 from vmonarch.attend import Beside, Exact, Op
 from vmonarch.call import Call
 from vmonarch.configs import InputError
@@ -115,6 +115,19 @@ def test_a_tolerance_chooses_the_exact_steps(schedule):
     patcher, seam = patched(WanModel(blocks=1), refresh=", ".join(map(str, exact)))
     with sampling(patcher, schedule) as ask:
         assert all(torch.equal(ask(sigma)[0], out) for sigma, out in zip(schedule, found, strict=False))
+
+
+def test_exact_steps_after_the_first_are_in_eight_bits():
+    model = WanModel(blocks=1)
+    patcher, seam = patched(model, refresh='steps=0.5, precision="int8"')
+    with sampling(patcher, SCHEDULE) as ask:
+        for step, sigma in enumerate(SCHEDULE[:-1]):
+            out = ask(sigma)[0]
+            tensors = inputs(model, (*model.lists, 0, 0), sigma, ("cond", "uncond"))
+            if step in (0, 1, 2, 4):
+                # Of eight steps, 12 % are the first one.
+                close(out, exact(*tensors) if step < 1 else int8_attention(*tensors))
+    assert seam.report.refreshed == {0, 1, 2, 4}
 
 
 class Smooth(WanModel):

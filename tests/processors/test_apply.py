@@ -21,7 +21,7 @@ from vmonarch.configs.methods import resolve_method
 from vmonarch.own import Bound
 
 NEAR_LOSSLESS = VMonarchProcessor(num_iterations=1, exact=None, refresh=Refresh(tolerance=0.07, cache=0.1))
-FAST = VMonarchProcessor(num_iterations=1, exact=None, refresh=Refresh(tolerance=0.13, cache=0.1))
+FAST = VMonarchProcessor(num_iterations=1, exact=None, refresh=Refresh(tolerance=0.13, cache=0.1, precision="int8"))
 
 
 def snapshot(model):

@@ -187,6 +187,29 @@ def test_a_tolerance_chooses_the_exact_steps(tiny, errors_by_hand, kind, options
     assert torch.equal(tiny.generate(pipe, steps=steps, **options), found)
 
 
+def test_exact_steps_after_the_first_are_in_eight_bits(tiny, monkeypatch):
+    pipe, asked, found = tiny.pipeline("t2v"), [], []
+
+    def spy(self, query, key, value, call):
+        asked.append((call.branch.schedule.step, call.precision))
+        return right(self, query, key, value, call)
+
+    right = attend.Exact.__call__
+    monkeypatch.setattr(attend.Exact, "__call__", spy)
+    for precision in (None, "int8"):
+        asked.clear()
+        vmonarch.apply(pipe, VMonarchProcessor(refresh=Refresh([0, 1, 2, 5], precision=precision)))
+        found.append(tiny.generate(pipe, steps=10))
+        # Of ten steps, 12 % are the first two; two layers have two branches.
+        assert asked == [(step, precision if step > 1 else None) for step in (0, 1, 2, 5) for _ in range(4)]
+    assert 0 < (found[1] - found[0]).norm() < 0.05 * found[0].norm()
+
+
+def test_eight_bits_and_a_bias_are_refused():
+    with pytest.raises(ValueError, match="refresh.precision must be None with a bias, got 'int8'"):
+        VMonarchProcessor(refresh=Refresh(2, precision="int8"), bias={"reach": [1.0, 1.0, 1.0]})
+
+
 def test_the_report_says_what_ran(tiny):
     pipe = tiny.pipeline("t2v")
     with pytest.raises(ValueError, match="no processor is applied"):
@@ -227,6 +250,7 @@ def test_the_report_says_what_ran(tiny):
         ({"tolerance": 0.1, "at_most": 1.5}, ValueError, "refresh.at_most as a fraction must lie between"),
         ({"steps": 8, "at_most": 2}, ValueError, "refresh.at_most is for a tolerance, got 2 with steps=8"),
         ({"steps": 2, "cache": 0}, ValueError, "refresh.cache must be above 0"),
+        ({"steps": 2, "precision": "fp8"}, ValueError, 'refresh.precision must be "int8", or None'),
     ],
     ids=str,
 )

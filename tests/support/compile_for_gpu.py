@@ -8,6 +8,7 @@
     python compile_for_gpu.py ARCHITECTURE '{"tokens": 4096, "channels": 1536, "dim": 128, …}'   norm, rotary
     python compile_for_gpu.py ARCHITECTURE '{"tokens": 4096, "residual": "int8", "dim": 128, …}'   residuals
     python compile_for_gpu.py ARCHITECTURE '{"tokens": 4096, "merge": true, "dim": 128, …}'       merging
+    python compile_for_gpu.py ARCHITECTURE '{"tokens": 4096, "eight": true, "dim": 128, …}'       eight bits
 
 A kernel launch is replaced by a compilation with the same arguments: the tensors lie on the CPU and are never read.
 With "compile": false only the arguments are made, descriptors too, and the hash of what would be compiled. With "row":
@@ -54,7 +55,8 @@ tabled_options = launch._tabled_options
 launch._tabled_options = lambda kernel, chip, *others: tabled_options(kernel, "unknown", *others)
 segments.processors = lambda device: 132
 # What takes these from there is imported now, once for all forks of a process.
-for name in ("flash_bias", "flash_entropy", "merge", "monarch", "norm_rotary", "taylor", "two_resolution", "window"):
+OPS = ("flash_bias", "flash_entropy", "int8", "merge", "monarch", "norm_rotary", "taylor", "two_resolution", "window")
+for name in OPS:
     importlib.import_module(f"vmonarch.kernels.{name}.op")
 
 make_cubin = CUDABackend.make_cubin
@@ -191,6 +193,9 @@ def launch_all(case):
         op, lse = (lambda *x, **how: vmonarch.merge_partials(x[:2], x[2:], **how)), torch.zeros(1, 2, tokens)
         out_1, out_2, _ = qkv()
         tensors, options = [out_1, lse, out_2, lse.clone()], {}
+    elif "eight" in case:
+        vmonarch.int8_attention(*qkv(), **options, implementation="triton")
+        return
     elif "residual" in case:
         exact, out, _ = qkv()
         residual = residuals.attention_residual(exact, out, dtype=case["residual"], implementation="triton")

@@ -21,7 +21,7 @@ def reads_of_unwritten(listing):
         # Uniform instructions write their first argument, others none of these registers.
         writes = _registers(arguments.pop(0)) if name.startswith(("U", "R2UR", "S2UR", "REDUX")) else []
         reads = [register for argument in arguments for register in _registers(argument)]
-        if name.startswith("HGMMA"):
+        if name.startswith(("HGMMA", "IGMMA", "QGMMA")):
             # Four registers describe both factors in memory, the last two of them the second one.
             first_in_registers = bool(re.fullmatch(r"R\d+(\.reuse)?", arguments[1]))
             reads = [first + i for first in reads for i in range(2 * first_in_registers, 4)]

@@ -1,0 +1,306 @@
+"""Exact attention in eight bits by kernels: the passes that make bytes, and the loops that take them.
+
+Legend: B batch, Sq queries, Sk keys, H heads, D head dim, E value dim, N tokens of a tile; `padded` is Sk up to the
+next multiple of N.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from vmonarch.kernels.common.launch import block_dim, hopper_enabled, needs_operator
+from vmonarch.kernels.common.replay import launcher, replayed
+from vmonarch.kernels.common.softmax import LOG2_E
+from vmonarch.kernels.flash_entropy.forward import Bias, flash_forward
+from vmonarch.kernels.flash_entropy.reference import SCALE_BLOCK
+from vmonarch.kernels.flash_entropy.segments import all_pairs
+from vmonarch.kernels.int8.reference import ROTATED, attended_first
+
+HOPPER_DIMS = (64, 128)
+# Tokens that one program adds up, and those of a tile of it.
+_CHUNK, _ROWS = 256, 64
+
+
+@dataclass(frozen=True)
+class Quantised:
+    """Queries, keys and values in bytes, and what these lack.
+
+    Args:
+        query: int8 [B, H, Sq, D], rotated as the keys are, see `reference.rotated`. query_scale: [B, H, Sq], with the
+            softmax scale · log2 e in it.
+        query_mean: [B, H, Sq], q · (mean of the keys) · scale · log2 e, which scores lack.
+        key: int8 [B, H, padded, D], less its mean over tokens. key_scale: [B, H, padded / N].
+        value: e4m3 [B, H, D, padded] for Hopper, in another order inside of 16 tokens; None elsewhere.
+        value_scale: [B, H, D]. value_rest: [B, H, D], the mean over tokens of what rounding took from values.
+        counts: int32 [B], keys of each sample; None if there are `keys` of each.
+    """
+
+    query: torch.Tensor
+    query_scale: torch.Tensor
+    query_mean: torch.Tensor
+    key: torch.Tensor
+    key_scale: torch.Tensor
+    value: torch.Tensor | None
+    value_scale: torch.Tensor | None
+    value_rest: torch.Tensor | None
+    counts: torch.Tensor | None
+    keys: int
+
+
+@triton.jit
+def _rows(ptr, strides, bh, H, tokens, dims, D: tl.constexpr, stop):
+    """Tokens of a head [N, BLOCK_D], zero from `stop` on."""
+    ptr += (bh // H) * strides[0] + (bh % H) * strides[2]
+    at = tokens.to(tl.int64)[:, None] * strides[1] + dims[None, :]
+    return tl.load(ptr + at, mask=(tokens < stop)[:, None] & (dims < D)[None, :], other=0.0)
+
+
+@triton.jit
+def _hadamard(size: tl.constexpr, dtype: tl.constexpr):
+    """√size · `reference.hadamard(size)`."""
+    bits = tl.arange(0, size)[:, None] & tl.arange(0, size)[None, :]
+    bits ^= bits >> 4
+    bits ^= bits >> 2
+    bits ^= bits >> 1
+    return (1 - 2 * (bits & 1)).to(dtype)
+
+
+@triton.jit
+def _rotated(x, turn, PRECISION: tl.constexpr):
+    """Rows of x as `reference.rotated` turns them, in float32."""
+    size: tl.constexpr = turn.shape[0]
+    parts = x.reshape([x.shape[0] * (x.shape[1] // size), size])
+    return (tl.dot(parts, turn, input_precision=PRECISION) * (size**-0.5)).reshape(x.shape)
+
+
+@triton.jit
+def _keys_of(counts_ptr, b, Sk):
+    keys = Sk
+    if counts_ptr is not None:
+        keys = tl.load(counts_ptr + b)
+    return keys
+
+
+@triton.jit(do_not_specialize=["H", "Sk"])
+def _statistics_kernel(
+    k_ptr, v_ptr, counts_ptr, part_ptr, k_strides, v_strides, H, Sk,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """part [B·H, chunks, 2, BLOCK_D]: the sum of the keys of a chunk, and the largest |value| of each channel."""
+    bh = tl.program_id(1).to(tl.int64)
+    keys = _keys_of(counts_ptr, bh // H, Sk)
+    dims = tl.arange(0, BLOCK_D)
+    total = tl.zeros([BLOCK_D], tl.float32)
+    largest = tl.zeros([BLOCK_D], tl.float32)
+    for i in range(CHUNK // ROWS):
+        tokens = tl.program_id(0) * CHUNK + i * ROWS + tl.arange(0, ROWS)
+        total += tl.sum(_rows(k_ptr, k_strides, bh, H, tokens, dims, D, keys).to(tl.float32), 0)
+        if v_ptr is not None:
+            v = _rows(v_ptr, v_strides, bh, H, tokens, dims, D, keys)
+            largest = tl.maximum(largest, tl.max(tl.abs(v), 0).to(tl.float32))
+    part_ptr += (bh * tl.num_programs(0) + tl.program_id(0)) * 2 * BLOCK_D + dims
+    tl.store(part_ptr, total)
+    tl.store(part_ptr + BLOCK_D, largest)
+
+
+@triton.jit(do_not_specialize=["parts", "H", "Sk"])
+def _finish_kernel(
+    part_ptr, counts_ptr, mean_ptr, largest_ptr, parts, H, Sk, BLOCK_D: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """From part [B·H, parts, COLUMNS, BLOCK_D]: the mean over keys of the first column, the maximum of the second."""
+    bh = tl.program_id(0).to(tl.int64)
+    keys = _keys_of(counts_ptr, bh // H, Sk)
+    dims = tl.arange(0, BLOCK_D)
+    total = tl.zeros([BLOCK_D], tl.float32)
+    largest = tl.zeros([BLOCK_D], tl.float32)
+    part_ptr += bh * parts * COLUMNS * BLOCK_D
+    for first in range(0, parts, ROWS):
+        rows = first + tl.arange(0, ROWS)
+        at = rows[:, None] * (COLUMNS * BLOCK_D) + dims[None, :]
+        inside = (rows < parts)[:, None]
+        total += tl.sum(tl.load(part_ptr + at, mask=inside, other=0.0), 0)
+        if largest_ptr is not None:
+            found = tl.load(part_ptr + at + BLOCK_D, mask=inside, other=0.0)
+            largest = tl.maximum(largest, tl.max(found, 0))
+    tl.store(mean_ptr + bh * BLOCK_D + dims, total / tl.maximum(keys, 1))
+    if largest_ptr is not None:
+        tl.store(largest_ptr + bh * BLOCK_D + dims, largest)
+
+
+@triton.jit
+def _int8(x):
+    """The nearest whole number, in int8; halves go up."""
+    return tl.floor(x + 0.5).to(tl.int8)
+
+
+@triton.jit(do_not_specialize=["H", "Sq", "Sk", "padded"])
+def _quantise_kernel(
+    q_ptr, k_ptr, v_ptr, counts_ptr, mean_ptr, largest_ptr, q8_ptr, q_scale_ptr, q_mean_ptr, k8_ptr, k_scale_ptr,
+    v8_ptr, v_scale_ptr, rest_ptr, q_strides, k_strides, v_strides, H, Sq, Sk, padded, log2_scale,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, N: tl.constexpr, ROWS: tl.constexpr, ROTATED: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """A tile of N queries (program 0 of axis 2), of keys (1) or of values (2), which get other places inside of 16."""
+    tile = tl.program_id(0)
+    bh = tl.program_id(1).to(tl.int64)
+    what = tl.program_id(2)
+    dims = tl.arange(0, BLOCK_D)
+    keys = _keys_of(counts_ptr, bh // H, Sk)
+    mean = tl.load(mean_ptr + bh * BLOCK_D + dims)
+    turn = _hadamard(BLOCK_D if BLOCK_D < ROTATED else ROTATED, q_ptr.dtype.element_ty)
+    if what == 0:
+        for first in range(tile * N, min(tile * N + N, Sq), ROWS):
+            tokens = first + tl.arange(0, ROWS)
+            q = _rows(q_ptr, q_strides, bh, H, tokens, dims, D, Sq)
+            rows = bh * Sq + tokens
+            inside = tokens < Sq
+            tl.store(q_mean_ptr + rows, tl.sum(q.to(tl.float32) * mean[None, :], 1) * log2_scale, mask=inside)
+            q = _rotated(q, turn, PRECISION)
+            # A maximum leaves out NaN, which is to show.
+            q_scale = tl.maximum(tl.max(tl.abs(q), 1), 1e-20) / 127.0 + 0.0 * tl.sum(q, 1)
+            tl.store(q_scale_ptr + rows, q_scale * log2_scale, mask=inside)
+            q8 = _int8(q / q_scale[:, None])
+            tl.store(q8_ptr + rows[:, None] * BLOCK_D + dims[None, :], q8, mask=inside[:, None])
+    elif tile * N < padded:
+        if what == 1:
+            mean = tl.sum(mean.reshape([BLOCK_D // turn.shape[0], turn.shape[0], 1]) * turn[None, :, :], 1)
+            mean = mean.reshape([BLOCK_D]) * (turn.shape[0] ** -0.5)
+            largest = 0.0
+            for i in range(N // ROWS):
+                tokens = tile * N + i * ROWS + tl.arange(0, ROWS)
+                k = _rotated(_rows(k_ptr, k_strides, bh, H, tokens, dims, D, keys), turn, PRECISION) - mean[None, :]
+                # Not of every row first, which Triton 3.7 cannot compile for sm_100.
+                largest = tl.maximum(largest, tl.max(tl.where((tokens < keys)[:, None], tl.abs(k), 0.0)))
+            k_scale = tl.maximum(largest, 1e-20) / 127.0 + 0.0 * tl.sum(mean, 0)
+            tl.store(k_scale_ptr + bh * (padded // N) + tile, k_scale)
+            for i in range(N // ROWS):
+                tokens = tile * N + i * ROWS + tl.arange(0, ROWS)
+                k = _rotated(_rows(k_ptr, k_strides, bh, H, tokens, dims, D, keys), turn, PRECISION) - mean[None, :]
+                k8 = tl.where((tokens < keys)[:, None], _int8(k / k_scale), 0)
+                tl.store(k8_ptr + (bh * padded + tokens)[:, None] * BLOCK_D + dims[None, :], k8)
+        elif v_ptr is not None:
+            v_scale = tl.maximum(tl.load(largest_ptr + bh * BLOCK_D + dims), 1e-20) / 448.0
+            rest = tl.zeros([BLOCK_D], tl.float32)
+            for i in range(N // ROWS):
+                # In this order a thread of the attention kernel has its weights; place p of 16 is for key
+                # 2·(p // 4) + 8·(p // 2 % 2) + p % 2.
+                place = tile * N + i * ROWS + tl.arange(0, ROWS)
+                tokens = place // 16 * 16 + place % 16 // 4 * 2 + place // 2 % 2 * 8 + place % 2
+                v = _rows(v_ptr, v_strides, bh, H, tokens, dims, D, keys).to(tl.float32) / v_scale[None, :]
+                v8 = v.to(tl.float8e4nv)
+                rest += tl.sum(v - v8.to(tl.float32), 0)
+                tl.store(v8_ptr + (bh * BLOCK_D + dims)[None, :] * padded + place[:, None], v8)
+            tl.store(rest_ptr + (bh * (padded // N) + tile) * BLOCK_D + dims, rest * v_scale)
+            if tile == 0:
+                tl.store(v_scale_ptr + bh * BLOCK_D + dims, v_scale)
+
+
+def quantise(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    counts: torch.Tensor | None,
+    *,
+    scale: float,
+    values: bool,
+) -> Quantised:
+    """Bytes of query [B, Sq, H, D], key [B, Sk, H, D] and, with `values`, of value [B, Sk, H, D]."""
+    B, Sq, H, D = query.shape
+    Sk, N, BLOCK_D = key.shape[1], SCALE_BLOCK, block_dim(D)
+    blocks, chunks = triton.cdiv(Sk, N), triton.cdiv(Sk, _CHUNK)
+    padded = blocks * N
+
+    def new(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return query.new_empty(B, H, *shape, dtype=dtype)
+
+    part, mean, largest = new(chunks, 2, BLOCK_D), new(BLOCK_D), new(BLOCK_D) if values else None
+    q8, k8 = new(Sq, BLOCK_D, dtype=torch.int8), new(padded, BLOCK_D, dtype=torch.int8)
+    q_scale, q_mean, k_scale = new(Sq), new(Sq), new(blocks)
+    v8 = v_scale = rests = rest = None
+    if values:
+        v8, v_scale = new(BLOCK_D, padded, dtype=torch.float8_e4m3fn), new(BLOCK_D)
+        rests, rest = new(blocks, BLOCK_D), new(BLOCK_D)
+    v = value if values else None
+    strides = [x.stride()[:3] for x in (query, key, value)]
+    sizes = {"D": D, "BLOCK_D": BLOCK_D}
+    # In half of the tokens at a time, the widest heads of 32 bit fit any chip.
+    rows = _ROWS if BLOCK_D * query.itemsize <= 512 else _ROWS // 2
+    with torch.cuda.device_of(query):
+        launcher(_statistics_kernel, (chunks, B * H))(
+            key, v, counts, part, *strides[1:], H, Sk, CHUNK=_CHUNK, ROWS=_ROWS, num_warps=4, **sizes
+        )
+        finish = {"BLOCK_D": BLOCK_D, "ROWS": _ROWS, "num_warps": 4}
+        launcher(_finish_kernel, (B * H,))(part, counts, mean, largest, chunks, H, Sk, COLUMNS=2, **finish)
+        launcher(_quantise_kernel, (max(blocks, triton.cdiv(Sq, N)), B * H, 2 + values))(
+            query, key, v, counts, mean, largest, q8, q_scale, q_mean, k8, k_scale, v8, v_scale, rests, *strides,
+            H, Sq, Sk, padded, scale * LOG2_E, N=N, ROWS=rows, ROTATED=ROTATED, PRECISION="tf32x3",
+            num_warps=4, **sizes,
+        )  # fmt: skip
+        if values:
+            launcher(_finish_kernel, (B * H,))(rests, counts, rest, None, blocks, H, Sk, COLUMNS=1, **finish)
+    return Quantised(q8, q_scale, q_mean, k8, k_scale, v8, v_scale, rest, counts, Sk)
+
+
+@torch.library.custom_op(
+    "vmonarch::int8_attention",
+    mutates_args=(),
+    schema="(Tensor query, Tensor key, Tensor value, Tensor? key_mask, float scale) -> (Tensor, Tensor)",
+)
+def int8_forward(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, key_mask: torch.Tensor | None, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out [B, Sq, H, E], lse [B, H, Sq])."""
+    return _forward(query, key, value, key_mask, scale)
+
+
+@int8_forward.register_fake
+def _(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    B, Sq, H, _D = query.shape
+    return query.new_empty(B, Sq, H, value.shape[3]), query.new_empty(B, H, Sq, dtype=torch.float32)
+
+
+@replayed
+def _forward(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, key_mask: torch.Tensor | None, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    key, value, counts = attended_first(key, value, key_mask)
+    on_hopper = hopper_enabled("int8", query.device, query.dtype) and value.shape[3] == query.shape[3] in HOPPER_DIMS
+    bytes_of = quantise(query, key, value, counts, scale=scale, values=on_hopper)
+    B, Sq, H, _ = query.shape
+    out = query.new_empty(B, Sq, H, value.shape[3])
+    if on_hopper:
+        from vmonarch.kernels.hopper.int8 import attend
+
+        lse = query.new_empty(B, H, Sq, dtype=torch.float32)
+        with torch.cuda.device_of(query):
+            attend(bytes_of, out, lse)
+        return out, lse
+    q8, k8, *scales = (
+        x.transpose(1, 2) for x in (bytes_of.query, bytes_of.key, bytes_of.query_scale, bytes_of.key_scale)
+    )
+    there = None if counts is None else torch.arange(key.shape[1], device=key.device) < counts[:, None]
+    bias = Bias(key_mask=there, programs=0, scales=(scales[0], scales[1]))
+    # The scales make logits in units of log 2.
+    _, lse, _ = flash_forward(
+        q8, k8[:, : key.shape[1]], value, all_pairs(Sq, key.shape[1]), scale=1 / LOG2_E, entropy=False, out=out,
+        splits=1, bias=bias,
+    )  # fmt: skip
+    return out, lse.add_(bytes_of.query_mean, alpha=1 / LOG2_E)
+
+
+def int8_attention_triton(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, scale: float, key_mask: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out, lse) by the kernels; arguments as in `int8_attention`, already checked."""
+    if scale < 0:
+        # The kernels take the maximum of raw scores, which only a scale that is not negative keeps in order.
+        query, scale = -query, -scale
+    if needs_operator(query, key, value):
+        return int8_forward(query, key, value, key_mask, scale)
+    return _forward(query, key, value, key_mask, scale)

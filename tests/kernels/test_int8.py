@@ -1,0 +1,199 @@
+"""Exact attention in eight bits: its error against float64, its bytes, and on a GPU the form for Hopper."""
+
+import math
+
+import pytest
+import torch
+from op_checks import by_implementation, call_of, in_interpreter, qkv, quiet, refuses, softmax_attention
+
+from vmonarch import int8_attention
+from vmonarch.kernels.flash_entropy.reference import SCALE_BLOCK
+from vmonarch.kernels.int8.reference import attended_first, rotated
+
+pytestmark = quiet
+
+
+def tensors(kind, Sq, Sk, D, E=None, *, B=1, H=2, dtype=torch.float32, device="cpu"):
+    """Queries, keys and values: normal, or keys with a mean of five deviations, or with a few that dominate."""
+    q, k, v = qkv(Sq, Sk, D, E or D, B=B, H=H)
+    if kind == "mean":
+        k = k + 5 * torch.randn(1, 1, H, D, dtype=k.dtype, generator=torch.Generator().manual_seed(1))
+    elif kind == "dominant":
+        k[:, ::97] *= 8
+    return [x.to(device, dtype) for x in (q, k, v)]
+
+
+def mask_of(Sk, B=1, device="cpu"):
+    return torch.rand(B, Sk, generator=torch.Generator().manual_seed(2)).to(device) < 0.6
+
+
+def error_of(found, expected):
+    """‖found - expected‖ / ‖expected‖ of each head of [B, S, H, D]."""
+    of_heads = [x.transpose(0, 2).flatten(1).norm(dim=1) for x in (found.double() - expected, expected)]
+    return of_heads[0] / of_heads[1]
+
+
+@by_implementation
+@pytest.mark.parametrize("masked", [False, True], ids=["all keys", "some keys"])
+@pytest.mark.parametrize("kind", ["normal", "mean", "dominant"])
+def test_the_error_is_that_of_rounded_scores(kind, masked, implementation):
+    q, k, v = tensors(kind, 70, SCALE_BLOCK + 90, 24, 20, B=2)
+    mask = mask_of(k.shape[1], 2) if masked else None
+    out, lse = int8_attention(q, k, v, key_mask=mask, return_lse=True, implementation=implementation)
+    attended = None if mask is None else mask[:, None, None]
+    expected, of_rows = softmax_attention(*(x.double() for x in (q, k, v)), attended=attended)
+    assert error_of(out, expected).max() < 0.02
+    # A logit of size s is off by about 0.6 % of s.
+    assert (lse.double() - of_rows).abs().max() < (0.4 if kind == "dominant" else 0.02)
+
+
+@in_interpreter
+@pytest.mark.parametrize("scale", [None, 0.0, -0.3], ids=str)
+@pytest.mark.parametrize("D, dtype", [(16, torch.float32), (160, torch.float32), (24, torch.float16)], ids=str)
+def test_kernels_are_plain_torch_of_the_same_bytes(D, dtype, scale):
+    q, k, v = tensors("mean", 33, 2 * SCALE_BLOCK + 1, D, 24, dtype=dtype, B=2)
+    given = {"scale": scale, "key_mask": mask_of(k.shape[1], 2), "return_lse": True}
+    ours, plain = (int8_attention(q, k, v, implementation=how, **given) for how in ("triton", "torch"))
+    # A number amid two bytes may become either.
+    assert ours[0].dtype == dtype and error_of(ours[0], plain[0].double()).max() < 3e-3
+    torch.testing.assert_close(ours[1], plain[1], rtol=1e-3, atol=2e-3)
+
+
+@by_implementation
+def test_keys_that_do_not_count_are_as_if_they_were_not_there(implementation):
+    q, k, v = tensors("normal", 5, SCALE_BLOCK + 40, 16, B=2)
+    mask = mask_of(k.shape[1], 2)
+    mask[1] = False
+    out, lse = int8_attention(q, k, v, key_mask=mask, return_lse=True, implementation=implementation)
+    there = mask[0].nonzero().squeeze(1)
+    fewer = int8_attention(q[:1], k[:1, there], v[:1, there], return_lse=True, implementation=implementation)
+    torch.testing.assert_close((out[:1], lse[:1]), fewer, rtol=1e-5, atol=1e-6)
+    assert not out[1].any() and lse[1].isneginf().all()
+
+
+@in_interpreter
+@pytest.mark.parametrize("masked", [False, True], ids=["all keys", "some keys"])
+def test_bytes_stand_for_the_tensors(masked):
+    """Of queries and keys to half a unit, of values the nearest in fp8; all in their places."""
+    from vmonarch.kernels.int8.op import quantise
+
+    q, k, v = tensors("mean", 300, 2 * SCALE_BLOCK + 18, 24, B=2)
+    mask = mask_of(k.shape[1], 2) if masked else None
+    k, v, counts = attended_first(k, v, mask)
+    found = quantise(q, k, v, counts, scale=0.3, values=True)
+    padded = found.key.shape[2]
+    place = torch.arange(padded)
+    order = place // 16 * 16 + place % 16 // 4 * 2 + place // 2 % 2 * 8 + place % 2
+    values = torch.empty(2, 2, padded, 32)
+    values[:, :, order] = (found.value.float() * found.value_scale[..., None]).transpose(2, 3)
+    keys = found.key.float() * found.key_scale.repeat_interleave(SCALE_BLOCK, 2)[..., None]
+    queries = found.query.float() * found.query_scale[..., None] * math.log(2)
+    for b, n in enumerate([k.shape[1]] * 2 if counts is None else counts.tolist()):
+        expected = q[b].transpose(0, 1) * 0.3
+        assert (queries[b] - rotated(expected)).abs().max() <= 0.501 * rotated(expected).abs().max() / 127
+        own, of_values = (x[b, :n].transpose(0, 1) for x in (k, v))
+        mean = own.mean(1, keepdim=True)
+        centred = rotated(own - mean)
+        for first in range(0, n, SCALE_BLOCK):
+            block, ours = (x[:, first : min(first + SCALE_BLOCK, n)] for x in (centred, keys[b]))
+            unit = block.abs().amax((1, 2), keepdim=True) / 127
+            assert ((ours - block).abs() <= 0.51 * unit).all() and ours.abs().amax() > 126 * unit.amin()
+        of_mean = (expected @ mean.transpose(1, 2)).squeeze(2) / math.log(2)
+        torch.testing.assert_close(found.query_mean[b], of_mean, rtol=1e-4, atol=1e-4)
+        largest = of_values.abs().amax(1, keepdim=True)
+        nearest = (of_values / largest * 448).to(torch.float8_e4m3fn).float() * largest / 448
+        right = torch.isclose(values[b, :, :n, :24], nearest, rtol=1e-5, atol=0)
+        assert right.float().mean() > 0.95, "the interpreter itself is wrong just below powers of two"
+        rest = (of_values - values[b, :, :n, :24]).mean(1)
+        torch.testing.assert_close(found.value_rest[b, :, :24], rest, rtol=1e-3, atol=1e-6)
+        assert not keys[b, :, n:].any() and not values[b, :, n:].any() and not values[..., 24:].any()
+
+
+def test_gradients_are_refused():
+    q, k, v = tensors("normal", 3, 4, 8)
+    with pytest.raises(NotImplementedError, match="int8_attention has no gradient"):
+        int8_attention(q.requires_grad_(), k, v)
+    with torch.no_grad():
+        int8_attention(q, k, v)
+
+
+_bad = call_of(int8_attention, *tensors("normal", 3, 4, 8))
+test_bad_input = refuses({
+    "keys of another width": (_bad(*tensors("normal", 3, 4, 8)[:1], *tensors("normal", 3, 4, 6)[1:]),
+                              ValueError, "key must have the head dimension"),
+    "mask of another shape": (_bad(key_mask=torch.ones(1, 3, dtype=torch.bool)), ValueError, "key_mask must be"),
+    "scale": (_bad(scale="1"), TypeError, "scale"),
+    "implementation": (_bad(implementation="cuda"), ValueError, "implementation must be"),
+})  # fmt: skip
+
+
+def by_bytes(q, k, v, mask=None):
+    """What the kernel for Hopper computes, in float64: pairs of blocks, the last first, and e4m3 bytes."""
+    from vmonarch.kernels.int8.op import quantise
+
+    k, v, counts = attended_first(k, v, mask)
+    made = quantise(q, k, v, counts, scale=q.shape[3] ** -0.5, values=True)
+    n = k.shape[1] if counts is None else int(counts[0])
+    place = torch.arange(made.key.shape[2], device=q.device)
+    order = place // 16 * 16 + place % 16 // 4 * 2 + place // 2 % 2 * 8 + place % 2
+    values = torch.empty_like(made.key[..., : v.shape[3]], dtype=torch.float64)
+    values[:, :, order] = made.value.double().transpose(2, 3)
+    scores = made.query.double() @ made.key.double().transpose(2, 3)
+    scores = scores * made.query_scale.double()[..., None] * made.key_scale.repeat_interleave(256, 2)[:, :, None]
+    top = torch.full_like(scores[..., 0], -math.inf)
+    acc = total = 0.0
+    reference = top
+    pairs = max(-(-n // 256), 1)
+    for pair in (pairs - 1, *range(pairs - 1)):
+        own = slice(256 * pair, 256 * pair + 256)
+        best = scores[..., own].amax(-1)
+        top = torch.maximum(top, best)
+        new = torch.maximum(best, top - 40)
+        codes = torch.round(8 * (scores[..., own] - new[..., None] + 8.75 + 7)).clamp(0, 255).to(torch.uint8)
+        weights = codes.view(torch.float8_e4m3fn).double() * (place[own] < n)
+        alpha = torch.exp2(reference - new)[..., None]
+        acc, total = acc * alpha + weights @ values[:, :, own], total * alpha + weights.sum(-1, keepdim=True)
+        reference = new
+    out = acc / total * made.value_scale.double()[:, :, None] + made.value_rest.double()[:, :, None]
+    lse = reference + torch.log2(total.squeeze(-1)) - 8.75 - math.log2(1.0407) + made.query_mean
+    return out.transpose(1, 2), lse * math.log(2)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("masked", [False, True], ids=["all keys", "some keys"])
+@pytest.mark.parametrize("D", [64, 128])
+@pytest.mark.parametrize(("Sq", "Sk"), [(1, 1), (64, 256), (130, 77), (300, 513), (129, 1500)], ids=str)
+def test_gpu_every_byte_of_the_form_for_hopper(Sq, Sk, D, masked):
+    """Up to what tensor cores cut, about 2⁻¹³ of the largest weight, and a byte where a score lies between two."""
+    q, k, v = tensors("mean", Sq, Sk, D, H=3, dtype=torch.bfloat16, device="cuda")
+    mask = mask_of(Sk, device="cuda") if masked and Sk > 1 else None
+    out, lse = int8_attention(q, k, v, key_mask=mask, return_lse=True, implementation="triton")
+    expected, of_rows = by_bytes(q, k, v, mask)
+    assert error_of(out, expected).max() < 5e-3
+    assert (lse - of_rows).abs().max() < 2e-3
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("D", [64, 128])
+def test_gpu_random_cases_for_hopper(D):
+    """510 for each head dimension: the error of each is within its budget, and the same bits come each time."""
+    random = torch.Generator().manual_seed(D)
+    # Of the median head and of the worst, which may have a single query.
+    kinds, median, largest = ("normal", "mean", "dominant"), 0.04, 0.1
+    worst, found = dict.fromkeys(kinds, 0.0), {kind: [] for kind in kinds}
+    for case in range(510):
+        kind = kinds[case % 3]
+        Sq, Sk = (int(torch.randint(1, 900, (), generator=random)) for _ in range(2))
+        q, k, v = tensors(kind, Sq, Sk, D, B=1 + case % 2, H=1 + case % 3, dtype=torch.bfloat16, device="cuda")
+        mask = mask_of(Sk, len(q), "cuda") if case % 4 == 3 and Sk > 40 else None
+        out, lse = int8_attention(q, k, v, key_mask=mask, return_lse=True, implementation="triton")
+        again = int8_attention(q, k, v, key_mask=mask, implementation="triton")
+        attended = None if mask is None else mask[:, None, None]
+        expected, of_rows = softmax_attention(q.double(), k.double(), v.double(), attended=attended)
+        errors = error_of(out, expected)
+        assert torch.equal(out, again) and lse.isfinite().all()
+        worst[kind] = max(worst[kind], errors.max().item())
+        found[kind].append(errors.median().item())
+    medians = {kind: sorted(found[kind])[len(found[kind]) // 2] for kind in kinds}
+    print(medians, worst)
+    assert max(medians.values()) < median and max(worst.values()) < largest, (medians, worst)
