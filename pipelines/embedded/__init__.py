@@ -1,7 +1,7 @@
 """The model shipped inside the package: a tiny Wan text-to-video model of coloured shapes that move.
 
-Any diffusers can load it: `diffusers.WanPipeline.from_pretrained(embedded_model_path())`. It is trained from scratch by
-`python -m vmonarch.finetune.embedded`; data, training and scores are in `vmonarch/finetune/embedded/README.md`.
+Any diffusers can load it: `diffusers.WanPipeline.from_pretrained(embedded_model_path())`. Data, training and scores are
+in `vmonarch/finetune/embedded/README.md`.
 """
 
 from __future__ import annotations
@@ -23,8 +23,7 @@ def embedded_model_path() -> Path:
     """
     folder = Path(__file__).resolve().parent
     if not (folder / "model_index.json").is_file():
-        instead = "reinstall vmonarch, or train them with `python -m vmonarch.finetune.embedded`"
-        raise FileNotFoundError(f"the embedded model's weights are missing from {folder}; {instead}")
+        raise FileNotFoundError(f"the embedded model's weights are missing from {folder}; reinstall vmonarch")
     return folder
 
 
