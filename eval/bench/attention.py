@@ -1,4 +1,4 @@
-"""The parts that all benchmarks of attention share: random inputs, and a way that is checked on a few heads.
+"""The parts that benchmarks of attention share: random inputs, and a way that is checked on a few heads.
 
 Shapes: tensors are [B, S, H, D]; B batch, S tokens, H heads, D head dim.
 """
@@ -6,7 +6,7 @@ Shapes: tensors are [B, S, H, D]; B batch, S tokens, H heads, D head dim.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -16,13 +16,11 @@ from vmonarch.eval.bench.runner import NAMES, Case, Way
 from vmonarch.kernels.flash_bias.reference import flash_bias_attention_reference
 
 PASSES = {False: "forward", True: "forward+backward"}
-BOTH = (False, True)
 # Settings of the benchmarks of attention.
 ATTENTION = {
-    "layout": "[B, S, H, D]; SDPA and FlexAttention get transposed views of it",
+    "layout": "[B, S, H, D]; SDPA gets transposed views of it",
     "inputs": "standard normal",
-    "reference": "float32 plain torch, all rows of the first and the last head; gradients of the first head, or of all"
-    " where they share factors",
+    "reference": "float32 plain torch, all rows of the first and the last head; gradients of the first head",
 }
 
 
@@ -40,10 +38,10 @@ def randn(
     return [x.to(dtype).requires_grad_(learn) for x in made]
 
 
-def exact(*tensors: torch.Tensor, causal: bool = False) -> torch.Tensor:
+def exact(*tensors: torch.Tensor) -> torch.Tensor:
     """Exact attention in plain torch, with every score computed: that with a bias of rank 0."""
     scale, none = tensors[0].shape[-1] ** -0.5, [x.new_empty(1, x.shape[1], 1, 0) for x in tensors[:2]]
-    return flash_bias_attention_reference(*tensors, *none, scale=scale, causal=causal, key_mask=None)[0]
+    return flash_bias_attention_reference(*tensors, *none, scale=scale, causal=False, key_mask=None)[0]
 
 
 def attention_way(
@@ -51,39 +49,28 @@ def attention_way(
     reference: Callable[..., torch.Tensor],
     tensors: Sequence[torch.Tensor],
     grad: torch.Tensor | None,
-    *,
-    leaves: Sequence[torch.Tensor] | None = None,
-    names: Sequence[str] = NAMES,
     **work: Any,
 ) -> Way:
     """`attend` of the tensors, compared with `reference` of float32 copies of some of their heads, all rows.
 
-    These are the first and the last head, in training the first; or all, where heads share one of the tensors.
+    These are the first and the last head, in training the first.
 
     Args:
-        grad: gradient of the output, of which it may be a part; None if nothing is trained.
-        leaves: what must exist before the call, and whose gradients are computed, of which those without a name are not
-            compared; None for the tensors.
+        grad: gradient of the output; None if nothing is trained.
         work: of the way.
     """
-    heads, leaves = tensors[0].shape[2], tensors if leaves is None else leaves
-    checked = [0] if grad is not None else sorted({0, heads - 1})
-    if any(x.shape[2] != heads for x in tensors):
-        checked = list(range(heads))
-
-    def of_checked(x: torch.Tensor) -> torch.Tensor:
-        return x if x.shape[2] == 1 else x[:, :, checked]
+    checked = [0] if grad is not None else sorted({0, tensors[0].shape[2] - 1})
 
     def expected() -> dict[str, torch.Tensor]:
-        copies = [of_checked(x).detach().float().requires_grad_(grad is not None) for x in tensors]
-        of_output = None if grad is None else of_checked(grad).float()
-        return dict(zip(names, with_gradients(lambda: reference(*copies), copies, of_output)(), strict=False))
+        copies = [x[:, :, checked].detach().float().requires_grad_(grad is not None) for x in tensors]
+        of_output = None if grad is None else grad[:, :, checked].float()
+        return dict(zip(NAMES, with_gradients(lambda: reference(*copies), copies, of_output)(), strict=False))
 
     return Way(
-        run=with_gradients(lambda: attend(*tensors), leaves, grad),
-        found=lambda results: {name: of_checked(x) for name, x in zip(names, results, strict=False)},
+        run=with_gradients(lambda: attend(*tensors), tensors, grad),
+        found=lambda results: {name: x[:, :, checked] for name, x in zip(NAMES, results, strict=False)},
         expected=expected,
-        input_bytes=bytes_of([*leaves, grad]),
+        input_bytes=sum(x.nbytes for x in (*tensors, grad) if x is not None),
         **work,
     )
 
@@ -103,9 +90,7 @@ def with_gradients(
     return run
 
 
-def sdpa(
-    backend: str, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, causal: bool = False
-) -> torch.Tensor:
+def sdpa(backend: str, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     """Exact attention of [B, S, H, D] by torch, on transposed views as diffusers has them, or by FlashAttention-3.
 
     Args:
@@ -116,13 +101,8 @@ def sdpa(
     if backend == FA3:
         from diffusers.models.attention_dispatch import dispatch_attention_fn
 
-        return dispatch_attention_fn(query, key, value, is_causal=causal, backend=fa3_backend(query.device))
+        return dispatch_attention_fn(query, key, value, backend=fa3_backend(query.device))
     backends = {"cudnn": [SDPBackend.CUDNN_ATTENTION], "fa2": [SDPBackend.FLASH_ATTENTION]}
     with sdpa_kernel(backends[backend]) if backend in backends else contextlib.nullcontext():
         q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-        return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal).transpose(1, 2)
-
-
-def bytes_of(tensors: Iterable[torch.Tensor | None]) -> int:
-    """Of all that are there."""
-    return sum(x.nbytes for x in tensors if x is not None)
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2)

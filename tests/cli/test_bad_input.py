@@ -104,7 +104,7 @@ CALIBRATE = {
 }
 
 ON_CPU = ["--device", "cpu", "--output", "x.json"]
-KERNELS, E2E, BIAS, PARALLEL = ([name, *ON_CPU] for name in ("kernels", "e2e", "bias", "parallel"))
+KERNELS, E2E, FAMILIES, PARALLEL = ([name, *ON_CPU] for name in ("kernels", "e2e", "families", "parallel"))
 TRAIN = ["train", *ON_CPU, "--model", "TINY", "--size", "32", "64"]
 BENCH = {
     "unknown shape": ([*KERNELS, "--shapes", "43x28"], ["--shapes", "43x28x52", "'43x28'"]),
@@ -115,8 +115,7 @@ BENCH = {
     "unknown method": ([*E2E, "--methods", "vmonach"], ["--methods", "did you mean vmonarch"]),
     "too many dense steps": ([*E2E, "--methods", "vmonarch:dense_steps=51"], ["--methods", "there are only 50 steps"]),
     "unknown mode": ([*E2E, "--modes", "fast"], ["--modes", "eager, compiled", "fast"]),
-    "bias pattern": ([*BIAS, "--cases", "("], ["--cases must be a regular expression, got '('"]),
-    "bias methods": ([*BIAS, "--methods", "flash-bais"], ["--methods must be of flash-bias, "]),
+    "pattern of cases": ([*FAMILIES, "--cases", "("], ["--cases must be a regular expression, got '('"]),
     "train frames": ([*TRAIN, "--frames", "60"], ["--frames must have frames 1 more than a multiple of 4, got 60"]),
     "train without full": ([*TRAIN, "--methods", "vmonarch"], ["--methods must hold full"]),
     "parallel without 1": ([*PARALLEL, "--ranks", "2", "4"], ["--ranks must be different numbers, 1 among them"]),

@@ -19,8 +19,6 @@ BENCHES: dict[str, tuple[str, int, float]] = {
     "e2e": ("denoising steps, and seconds per video", 5, 540.0),
     "train": ("training steps, and their memory", 5, 300.0),
     "parallel": ("models on several GPUs, by heads", 5, 540.0),
-    "bias": ("attention with a low-rank bias", 9, 450.0),
-    "based": ("linear and window attention", 9, 280.0),
     "families": ("transformers beyond Wan", 5, 540.0),
 }
 
@@ -87,7 +85,7 @@ _OPTIONS: dict[str, list[tuple[str, dict[str, Any]]]] = {
         ("--modes", {**_SEVERAL, "help": "eager, compiled (default: both)"}),
     ],
 }  # fmt: skip
-# Those of a single operator.
+# Those of the others.
 _OPERATOR: list[tuple[str, dict[str, Any]]] = [
     ("--methods", {**_SEVERAL, "help": "default: all; an unknown one lists them"}),
     ("--cases", {"metavar": "REGEX", "help": "only cases whose label it is found in"}),
@@ -132,7 +130,7 @@ def run_bench(arguments: argparse.Namespace) -> None:
       vmonarch bench kernels --shapes 43x28x52 24x44x80:40 --methods cudnn,vmonarch --passes forward
       vmonarch bench e2e --settings 1.3b-61x448x832           seconds per video with a model of random weights
       vmonarch bench e2e --model Wan-AI/Wan2.1-T2V-1.3B-Diffusers --settings 81x480x832 --methods full vmonarch-t3
-      vmonarch bench bias --cases forward                     attention with a low-rank bias, without gradients
+      vmonarch bench families --cases LTX                     one of the transformers beyond Wan
 
     All ways to compute a case take turns. Results are compared with a reference before anything is timed: a wrong one
     gets no speed, and the command ends with exit code 1. What does not fit the budget is left out and named.
@@ -149,7 +147,7 @@ def run_bench(arguments: argparse.Namespace) -> None:
         print(output)
         return
     given = given_options(arguments, *arguments.options)
-    # Methods and cases of a single operator are chosen by the runner.
+    # Those of the others are chosen by the runner.
     bench = module.bench(**given) if name in _OPTIONS else module.bench()
     results = getattr(module, "measure", run_bench)(
         bench,
