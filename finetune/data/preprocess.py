@@ -78,7 +78,6 @@ class PreprocessConfig(Settings):
         fps: frames per second of the clips; None leaves those of each file.
         start: where clips begin: `begin` or `middle`.
         clips_per_video: at most, one after the other.
-        max_sequence_length: text tokens that the transformer sees, at most TEXT_LENGTH.
         image_to_video: also store the first frame's latents, and its image features if the model has an image encoder;
             None stores them for models that need them.
         dtype: auto, float32, bfloat16 or float16, of the text and image encoders; the VAE runs in float32.
@@ -106,7 +105,6 @@ class PreprocessConfig(Settings):
     fps: float | None = number(None, "[0.001, 1000]")
     start: str = choice("begin", "begin", "middle")
     clips_per_video: int = number(1, "[1, 10000]")
-    max_sequence_length: int | None = number(None, f"[1, {TEXT_LENGTH}]")
     image_to_video: bool | None = None
     dtype: str = choice("auto", *DTYPES)
     store_dtype: str = choice("float32", "float32", "float16")
@@ -147,7 +145,7 @@ def complete(config: PreprocessConfig, model: ModelFolder) -> PreprocessConfig:
     from vmonarch.pipelines.config import check_sizes, recommended_settings
 
     recommended = recommended_settings(model) | {"image_to_video": model.image_conditioned}
-    names = ["max_sequence_length", "image_to_video", *(() if config.buckets else ("height", "width", "num_frames"))]
+    names = ["image_to_video", *(() if config.buckets else ("height", "width", "num_frames"))]
     changes = {name: recommended[name] for name in names if getattr(config, name) is None}
     if config.videos is not None:
         changes["videos"] = str(Path(config.videos).expanduser().resolve())
@@ -165,12 +163,12 @@ def complete(config: PreprocessConfig, model: ModelFolder) -> PreprocessConfig:
 class PipelineEncoders:
     """Text encoder, VAE and image encoder of a stock diffusers pipeline, called as its own code calls them."""
 
-    def __init__(self, pipe: Any, device: torch.device, max_sequence_length: int) -> None:
-        self.pipe, self._device, self._length = pipe, device, max_sequence_length
+    def __init__(self, pipe: Any, device: torch.device) -> None:
+        self.pipe, self._device = pipe, device
 
     def cut(self, caption: str) -> bool:
-        """Whether it has more tokens than `max_sequence_length`."""
-        return len(self._tokens(caption, verbose=False).input_ids) > self._length
+        """Whether it has more tokens than TEXT_LENGTH, which is what the transformer sees."""
+        return len(self._tokens(caption, verbose=False).input_ids) > TEXT_LENGTH
 
     def _tokens(self, caption: str, **options: Any) -> Any:
         from diffusers.pipelines.wan.pipeline_wan import prompt_clean
@@ -181,9 +179,9 @@ class PipelineEncoders:
     def text(self, caption: str) -> torch.Tensor:
         """Float32 [L, D]: the tokens that the attention mask marks; zeros after them give the pipeline's own rows."""
         embeds, _ = self.pipe.encode_prompt(
-            caption, do_classifier_free_guidance=False, max_sequence_length=self._length, device=self._device
+            caption, do_classifier_free_guidance=False, max_sequence_length=TEXT_LENGTH, device=self._device
         )
-        tokens = self._tokens(caption, max_length=self._length, truncation=True, return_attention_mask=True)
+        tokens = self._tokens(caption, max_length=TEXT_LENGTH, truncation=True, return_attention_mask=True)
         return embeds[0, : sum(tokens.attention_mask)].float().cpu()
 
     @torch.no_grad()
@@ -232,8 +230,7 @@ def load_encoders(config: PreprocessConfig, folder: ModelFolder) -> PipelineEnco
         left_out += ["image_encoder", "image_processor"]
     pipe = read_pipeline(cls, folder, choose_dtype(config.dtype, device), **dict.fromkeys(left_out))
     pipe.to(device)
-    assert config.max_sequence_length is not None
-    return PipelineEncoders(pipe, device, config.max_sequence_length)
+    return PipelineEncoders(pipe, device)
 
 
 def procedural_clip(seed: int, number: int) -> tuple[str, Clip]:

@@ -198,7 +198,7 @@ def test_image_to_video_stores_what_diffusers_gives_the_transformer(expand, embe
             1, 16, 32, 48, 5, torch.float32, torch.device("cpu"), torch.Generator().manual_seed(0),
         )  # fmt: skip
         feature = pipe.encode_image(picture, torch.device("cpu"))[0]
-    extras = PipelineEncoders(pipe, torch.device("cpu"), 512).image(video)
+    extras = PipelineEncoders(pipe, torch.device("cpu")).image(video)
     expected = prepared[1][0] if expand else prepared[1][0, 4:]
     assert extras["first_frame_latent"].shape == (16, 1 if expand else 2, 4, 6)
     torch.testing.assert_close(extras["first_frame_latent"], expected, rtol=1e-5, atol=1e-5)
@@ -292,7 +292,7 @@ BAD_WORDS = {
     "bucket's form": ([*VIDEOS, "buckets=[32x48]"], "buckets must be written as 480x832x81 (height, width, frames)"),
     "bucket and size": ([*VIDEOS, "buckets=[32x48x5]", "height=32"], "buckets is for videos, and in place of height"),
     "key": ([*VIDEOS, "heigth=96"], "heigth is no known key (did you mean height?)"),
-    "range": (["--procedural", "2", "max_sequence_length=513"], "max_sequence_length must be in [1, 512], got 513"),
+    "range": (["--procedural", "2", "rows_per_shard=0"], "rows_per_shard must be in [1, inf), got 0"),
     "procedural size": (["--procedural", "2", "height=48"], "height must be 96 for procedural clips, got 48"),
     "device": (["--procedural", "2", "device=tpu"], "device must be auto, cpu, cuda or cuda:N, got 'tpu'"),
     "model": (["--procedural", "2", "--model", "nowhere"], "--model must be 'embedded', a folder"),
