@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from vmonarch.kernels.common.launch import needs_operator, unit_stride
-from vmonarch.kernels.common.operators import differentiable
+from vmonarch.kernels.common.operators import differentiable, new_results
 from vmonarch.kernels.flash_bias import launch
 from vmonarch.kernels.flash_bias.factors import gradients_of_cut
 from vmonarch.kernels.flash_entropy.backward import flash_backward
@@ -26,12 +26,6 @@ _NUMBERS = "float scale, bool causal"
 def flash_bias_forward(*inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """(out [B, Sq, H, E], lse [B, H, Sq])."""
     return launch.flash_bias_forward(*inputs)
-
-
-@flash_bias_forward.register_fake
-def _(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    B, Sq, H, _D = query.shape
-    return query.new_empty(B, Sq, H, value.shape[3]), query.new_empty(B, H, Sq, dtype=torch.float32)
 
 
 @torch.library.custom_op(
@@ -68,6 +62,7 @@ def flash_bias_backward(*inputs: Any) -> tuple[torch.Tensor, ...]:
     )
 
 
+flash_bias_forward.register_fake(new_results)
 differentiable(flash_bias_forward, flash_bias_backward, tensors=6, gradients=5)
 
 

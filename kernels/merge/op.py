@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from vmonarch.kernels.common.launch import needs_operator, unit_stride
+from vmonarch.kernels.common.operators import differentiable
 from vmonarch.kernels.common.replay import replayed
 from vmonarch.kernels.common.tiles import launch_on_tokens
 from vmonarch.kernels.merge.kernels import merge_backward_kernel, merge_kernel
@@ -61,24 +62,7 @@ def merge_backward(*inputs: Any) -> tuple[torch.Tensor, ...]:
     return tuple(found)
 
 
-@merge_backward.register_fake
-def _(*inputs: Any) -> tuple[torch.Tensor, ...]:
-    return tuple(x.new_empty(x.shape) for x in inputs[2:6])
-
-
-def _setup_context(ctx: Any, inputs: tuple[torch.Tensor, ...], output: Pair) -> None:
-    ctx.save_for_backward(*inputs, output[1])
-    ctx.set_materialize_grads(False)
-
-
-def _backward(ctx: Any, grad_out: torch.Tensor | None, grad_lse: torch.Tensor | None) -> tuple[Any, ...]:
-    if grad_out is None and grad_lse is None:
-        return (None,) * 4
-    *parts, lse = ctx.saved_tensors
-    return merge_backward(torch.zeros_like(parts[0]) if grad_out is None else grad_out, grad_lse, *parts, lse)
-
-
-merge_forward.register_autograd(_backward, setup_context=_setup_context)
+differentiable(merge_forward, merge_backward, tensors=4, gradients=4, kept=slice(1, 2))
 
 
 def merge_pair(out_1: torch.Tensor, lse_1: torch.Tensor, out_2: torch.Tensor, lse_2: torch.Tensor) -> Pair:

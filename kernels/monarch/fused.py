@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from vmonarch.kernels.common.launch import unit_stride
+from vmonarch.kernels.common.operators import new_results
 from vmonarch.kernels.common.replay import replayed
 from vmonarch.kernels.flash_entropy.backward import flash_backward
 from vmonarch.kernels.flash_entropy.forward import flash_forward
@@ -123,9 +124,7 @@ def forward(
     E = value.shape[3]
     places, t = call.places, call.options.num_iterations
     groups, b = B * H * places.blocks, places.positions
-    out = query.new_empty(B, S, H, E)
-    lse = query.new_empty(B, H, S, dtype=torch.float32)
-
+    out, lse = new_results(query, key, value)
     own = t if save else 1
     saved = []
     if save:

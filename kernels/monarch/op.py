@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from vmonarch.kernels.common.launch import learns, needs_operator
-from vmonarch.kernels.common.operators import differentiable
+from vmonarch.kernels.common.operators import differentiable, new_results
 from vmonarch.kernels.common.replay import replayed
 from vmonarch.kernels.monarch.call import MonarchCall
 from vmonarch.kernels.monarch.fused import backward, forward, saved_shapes
@@ -70,10 +70,8 @@ def monarch_forward(*inputs: Any) -> tuple[torch.Tensor, ...]:
 
 @monarch_forward.register_fake
 def _(query: torch.Tensor, key: Any, value: torch.Tensor, key_mask: Any, numbers: Any, reals: Any, save: bool) -> Any:
-    B, S, H, _ = query.shape
-    out, lse = query.new_empty(B, S, H, value.shape[3]), query.new_empty(B, H, S, dtype=torch.float32)
     shapes = saved_shapes(query, value, _decode(numbers, reals), save)
-    return out, lse, *(query.new_empty(shape, dtype=dtype) for shape, dtype in shapes)
+    return *new_results(query, key, value), *(query.new_empty(shape, dtype=dtype) for shape, dtype in shapes)
 
 
 @torch.library.custom_op(

@@ -333,28 +333,6 @@ def read_kernel(
         tl.store(pointers, acc.to(out_ptr.dtype.element_ty), mask=inside[:, None] & (columns < E)[None, :])
 
 
-@triton.jit(do_not_specialize=["H", "S", "tiles"])
-def prepare_kernel(
-    do_ptr, out_ptr, weight_ptr, dweight_ptr, h_ptr,
-    stride_gb, stride_gs, stride_gh, stride_ob, stride_os, stride_oh, H, S, tiles,
-    E: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_E: tl.constexpr,
-):  # fmt: skip
-    """h = den·dden - dO·out [B, H, S] of one tile of tokens."""
-    pid = tl.program_id(0)
-    bh = (pid // tiles).to(tl.int64)
-    b = bh // H
-    head = bh % H
-    i = pid % tiles * BLOCK_M + tl.arange(0, BLOCK_M)
-    inside = i < S
-    do = load_rows(do_ptr + b * stride_gb + head * stride_gh, stride_gs, i, inside, E, BLOCK_E, True).to(tl.float32)
-    out = load_rows(out_ptr + b * stride_ob + head * stride_oh, stride_os, i, inside, E, BLOCK_E, True).to(tl.float32)
-    h = -tl.sum(do * out, 1)
-    if dweight_ptr is not None:
-        weight = tl.load(weight_ptr + bh * S + i, mask=inside, other=0.0)
-        h += weight * tl.load(dweight_ptr + bh * S + i, mask=inside, other=0.0)
-    tl.store(h_ptr + bh * S + i, h, mask=inside)
-
-
 @triton.jit(do_not_specialize=["H", "S", "chunks", "chunk", "programs"])
 def gradient_kernel(
     x_ptr, g_ptr, h_ptr, y_ptr, v_ptr, c_ptr, weight_ptr, s_ptr, z_ptr, dx_ptr,

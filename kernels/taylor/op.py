@@ -19,13 +19,19 @@ from vmonarch.kernels.common.launch import (
     hopper_enabled,
     launch_options,
     tma_fits,
+    unit_stride,
 )
-from vmonarch.kernels.taylor.kernels import gradient_kernel, prepare_kernel, read_kernel, state_kernel
+from vmonarch.kernels.common.operators import differentiable, new_results
+from vmonarch.kernels.flash_entropy.backward import row_deltas
+from vmonarch.kernels.flash_entropy.segments import all_pairs, row_work
+from vmonarch.kernels.taylor.kernels import gradient_kernel, read_kernel, state_kernel
 from vmonarch.kernels.taylor.reference import LEAST_WEIGHT, log_partition
 
 # Programs that the tokens are spread over, at least: several times the processors of any chip. The fewer, the less is
 # written and read of sums; these are four for every processor of an H200.
 PROGRAMS = 528
+# Rows of which a program takes the products.
+_DELTA_BLOCK = 64
 # d' that the kernels for Hopper take.
 HOPPER_DIM = 16
 
@@ -188,18 +194,11 @@ def _weight_gradient(
     grad_out: torch.Tensor, grad_weight: torch.Tensor | None, out: torch.Tensor, weight: torch.Tensor
 ) -> torch.Tensor:
     """h = weight·grad_weight - grad_out·out [B, H, S]: the weight times all that comes to it."""
-    B, S, H, E = out.shape
-    if out.stride(-1) != 1:
-        out = out.contiguous()
-    grad_weight = None if grad_weight is None else grad_weight.contiguous()
-    h = torch.empty_like(weight)
-    BLOCK_M, BLOCK_E = 32, block_dim(E)
-    tiles = triton.cdiv(S, BLOCK_M)
-    prepare_kernel[(tiles * B * H,)](
-        grad_out, out, weight, grad_weight, h, *grad_out.stride()[:3], *out.stride()[:3], H, S, tiles,
-        E=E, BLOCK_M=BLOCK_M, BLOCK_E=BLOCK_E, num_warps=4,
-    )  # fmt: skip
-    return h
+    delta, tokens = torch.empty_like(weight), out.shape[1]
+    rows = row_work(all_pairs(tokens, tokens), _DELTA_BLOCK, _DELTA_BLOCK, 1, 1, 1, out.device)
+    of_weight = None if grad_weight is None else (weight * grad_weight).contiguous()
+    row_deltas(grad_out, unit_stride(out), of_weight, None, None, delta, rows, _DELTA_BLOCK)
+    return delta.neg_()
 
 
 def _before(sums: torch.Tensor) -> torch.Tensor:
@@ -243,12 +242,6 @@ def taylor_forward(
     return out, weight
 
 
-@taylor_forward.register_fake
-def _(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    B, Sq, H, _d = query.shape
-    return query.new_empty(B, Sq, H, value.shape[3]), query.new_empty(B, H, Sq, dtype=torch.float32)
-
-
 @torch.library.custom_op(
     "vmonarch::taylor_backward",
     mutates_args=(),
@@ -287,36 +280,8 @@ def taylor_backward(*inputs: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Ten
     return dq, dk, dv, d_frames
 
 
-@taylor_backward.register_fake
-def _(
-    grad_out: torch.Tensor, grad_weight: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
-    frame_weights: torch.Tensor | None, *_: Any,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    of_frames = query.new_empty(0) if frame_weights is None else frame_weights.new_empty(frame_weights.shape)
-    return query.new_empty(query.shape), key.new_empty(key.shape), value.new_empty(value.shape), of_frames
-
-
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
-    query, key, value, frame_weights, *ctx.numbers = inputs
-    out, weight = output
-    ctx.save_for_backward(query, key, value, frame_weights, out, weight)
-    ctx.set_materialize_grads(False)
-
-
-def _backward(
-    ctx: Any, grad_out: torch.Tensor | None, grad_weight: torch.Tensor | None
-) -> tuple[torch.Tensor | None, ...]:
-    if grad_out is None and grad_weight is None:
-        return (None,) * 6
-    query, key, value, frame_weights, out, weight = ctx.saved_tensors
-    grad_out = torch.zeros_like(out) if grad_out is None else grad_out
-    *gradients, d_frames = taylor_backward(
-        grad_out, grad_weight, query, key, value, frame_weights, out, weight, *ctx.numbers
-    )
-    return *gradients, None if frame_weights is None else d_frames, None, None
-
-
-taylor_forward.register_autograd(_backward, setup_context=_setup_context)
+taylor_forward.register_fake(new_results)
+differentiable(taylor_forward, taylor_backward, tensors=4, gradients=4)
 
 
 def taylor_attention_triton(

@@ -21,7 +21,7 @@ from vmonarch.kernels.common.launch import (
     needs_operator,
     unit_stride,
 )
-from vmonarch.kernels.common.operators import differentiable
+from vmonarch.kernels.common.operators import differentiable, new_results
 from vmonarch.kernels.common.replay import launcher, replayed
 from vmonarch.kernels.common.softmax import log2_scale_of
 from vmonarch.kernels.flash_entropy.segments import processors
@@ -179,8 +179,7 @@ def _forward(*inputs: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     given = exact is not None
     if not given:
         exact = choose(query, key, n, options, key_mask, pooled)
-    B, S, H, _ = query.shape
-    out, lse = query.new_empty(B, S, H, value.shape[3]), query.new_empty(B, H, S, dtype=torch.float32)
+    out, lse = new_results(query, key, value)
     attend(query, key, value, exact, _width(n, options, given), key_mask, n, pooled, scale, out, lse)
     return out, lse, exact.new_empty(0) if given else exact
 
@@ -249,11 +248,10 @@ def attend(
 
 
 @two_resolution_forward.register_fake
-def _(query: torch.Tensor, _key: Any, value: torch.Tensor, exact: Any, _mask: Any, numbers: Any, *_: Any) -> Any:
-    (B, S, H, _D), n = query.shape, Tiling(*numbers)
-    chosen = (0,) if exact is not None else (B, H, n.of_queries.tiles, n.tiles)
-    lse, exact = query.new_empty(B, H, S, dtype=torch.float32), query.new_empty(chosen, dtype=torch.bool)
-    return query.new_empty(B, S, H, value.shape[3]), lse, exact
+def _(query: torch.Tensor, key: Any, value: torch.Tensor, exact: Any, _mask: Any, numbers: Any, *_: Any) -> Any:
+    n = Tiling(*numbers)
+    chosen = (0,) if exact is not None else (query.shape[0], query.shape[2], n.of_queries.tiles, n.tiles)
+    return *new_results(query, key, value), query.new_empty(chosen, dtype=torch.bool)
 
 
 @torch.library.custom_op(

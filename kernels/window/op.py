@@ -14,7 +14,7 @@ import triton
 
 from vmonarch.grid import LatentGrid
 from vmonarch.kernels.common.launch import block_dim, dot_precision, launch_options, unit_stride
-from vmonarch.kernels.common.operators import differentiable
+from vmonarch.kernels.common.operators import differentiable, new_results
 from vmonarch.kernels.common.softmax import log2_scale_of
 from vmonarch.kernels.window.kernels import Neighbourhood, window_kernel, window_keys_kernel, window_rows_kernel
 from vmonarch.kernels.window.neighbours import Window, extents
@@ -57,8 +57,7 @@ def window_forward(
     """(out [B, Sq, H, E], lse [B, H, Sq])."""
     B, Sq, H, _ = query.shape
     n = Neighbourhood(*numbers)
-    out = query.new_empty(B, Sq, H, value.shape[3])
-    lse = query.new_empty(B, H, Sq, dtype=torch.float32)
+    out, lse = new_results(query, key, value)
     bricks, constants = _launch("window", query, value, n, n.skipped)
     with torch.cuda.device_of(query):
         window_kernel[(bricks * B * H,)](
@@ -66,12 +65,6 @@ def window_forward(
             *out.stride()[:3], H, Sq, bricks, n.unspecialised(), log2_scale_of(scale), **constants,
         )  # fmt: skip
     return out, lse
-
-
-@window_forward.register_fake
-def _(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    B, Sq, H, _D = query.shape
-    return query.new_empty(B, Sq, H, value.shape[3]), query.new_empty(B, H, Sq, dtype=torch.float32)
 
 
 @torch.library.custom_op(
@@ -106,6 +99,7 @@ def window_backward(*inputs: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Ten
     return dq, dk, dv
 
 
+window_forward.register_fake(new_results)
 differentiable(window_forward, window_backward, tensors=3, gradients=3)
 
 
