@@ -15,6 +15,7 @@ from __future__ import annotations
 import functools
 import threading
 import warnings
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -158,23 +159,19 @@ def check(kernels: Kernels) -> str | None:
     from vmonarch.kernels.common.tiny_cases import tiny_case
 
     case = tiny_case(kernels.op, kernels.device)
-    generator = torch.Generator().manual_seed(0)
 
-    def random(shape: tuple[int, ...]) -> torch.Tensor:
-        return torch.randn(shape, generator=generator, dtype=torch.float64).to(kernels.dtype)
+    def random(shapes: Iterable[tuple[int, ...]], seed: int) -> list[torch.Tensor]:
+        generator = torch.Generator().manual_seed(seed)
+        return [torch.randn(shape, generator=generator, dtype=torch.float64).to(kernels.dtype) for shape in shapes]
 
     def results(implementation: str, device: torch.device, dtype: torch.dtype) -> list[torch.Tensor]:
-        leaves = [x.to(device, dtype).requires_grad_(case.gradients) for x in inputs.values()]
-        outputs = case.call(*leaves, implementation=implementation)
-        gradients: tuple[torch.Tensor, ...] = ()
+        leaves = [x.to(device, dtype).requires_grad_(case.gradients) for x in random(case.inputs.values(), 0)]
+        found = case.call(*leaves, implementation=implementation)
         if case.gradients:
-            gradients = torch.autograd.grad(
-                outputs, leaves, [g.to(out) for g, out in zip(cotangents, outputs, strict=True)]
-            )
-        return [x.detach().to("cpu", torch.float64) for x in (*outputs, *gradients)]
+            cotangents = random((x.shape for x in found), 1)
+            found += torch.autograd.grad(found, leaves, [g.to(x) for g, x in zip(cotangents, found, strict=True)])
+        return [x.detach().to("cpu", torch.float64) for x in found]
 
-    inputs = {name: random(shape) for name, shape in case.inputs.items()}
-    cotangents = [random(shape) for shape in case.outputs.values()]
     expected = results("torch", torch.device("cpu"), torch.float64)
     try:
         actual = results("triton", kernels.device, kernels.dtype)
@@ -183,8 +180,9 @@ def check(kernels: Kernels) -> str | None:
         raise
     except Exception as error:
         return f"{type(error).__name__}: {str(error).strip()[:500]}"
-    names = [*case.outputs, *(f"the gradient of {name}" for name in inputs if case.gradients)]
-    for name, got, want in zip(names, actual, expected, strict=True):
+    of_gradients = [f"the gradient of {name}" for name in case.inputs if case.gradients]
+    of_results = [f"result {n}" for n in range(len(expected) - len(of_gradients))]
+    for name, got, want in zip(of_results + of_gradients, actual, expected, strict=True):
         off, largest = (got - want).abs().max().item(), want.abs().max().item()
         # Not `off > …`, which is false for NaN.
         if not off <= TOLERANCES[kernels.dtype] * largest:

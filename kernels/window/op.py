@@ -17,7 +17,7 @@ from vmonarch.kernels.common.launch import block_dim, dot_precision, launch_opti
 from vmonarch.kernels.common.operators import differentiable, new_results
 from vmonarch.kernels.common.softmax import log2_scale_of
 from vmonarch.kernels.window.kernels import Neighbourhood, window_kernel, window_keys_kernel, window_rows_kernel
-from vmonarch.kernels.window.neighbours import Window, extents
+from vmonarch.kernels.window.reference import Window, extents
 
 
 def brick_of(n: Neighbourhood, tokens: int) -> tuple[int, int, int]:
