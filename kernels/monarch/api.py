@@ -85,17 +85,9 @@ def vmonarch_attention(
 
         call = MonarchCall(grid_places(grid, coarse=options.coarse), options, scale)
         out, lse = monarch_attention_triton(query, key, value, None, call)
-        return (out, lse) if return_lse else out
-
-    out, lse = monarch_attention_reference(
-        query,
-        key,
-        value,
-        grid_layout(grid, coarse=options.coarse, device=query.device),
-        options,
-        scale=scale,
-        grid=grid,
-    )
+    else:
+        layout = grid_layout(grid, coarse=options.coarse, device=query.device)
+        out, lse = monarch_attention_reference(query, key, value, layout, options, scale=scale, grid=grid)
     return (out, lse) if return_lse else out
 
 
@@ -159,7 +151,7 @@ def monarch_attention(
     options = VMonarchOptions(num_iterations=num_iterations, exact=None, min_mass=min_mass)
     check_flag("return_lse", return_lse)
     check_implementation(implementation)
-    B, S = query.shape[:2]
+    S = query.shape[1]
     check_key_mask(key_mask, key)
     block_size = min(block_size, S)
     scale = resolve_scale(scale, query.shape[-1])
@@ -170,15 +162,7 @@ def monarch_attention(
 
         call = MonarchCall(sequence_places(S, block_size, padding), options, scale)
         out, lse = monarch_attention_triton(query, key, value, key_mask, call)
-        return (out, lse) if return_lse else out
-
-    out, lse = monarch_attention_reference(
-        query,
-        key,
-        value,
-        sequence_layout(S, block_size, padding, query.device),
-        options,
-        scale=scale,
-        key_mask=key_mask,
-    )
+    else:
+        layout = sequence_layout(S, block_size, padding, query.device)
+        out, lse = monarch_attention_reference(query, key, value, layout, options, scale=scale, key_mask=key_mask)
     return (out, lse) if return_lse else out

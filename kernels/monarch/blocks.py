@@ -37,13 +37,9 @@ class BlockLayout:
 
     def to_blocks(self, tokens: torch.Tensor) -> torch.Tensor:
         """[B, S, H, D] -> [B, H, m, b, D]; a view where blocks are consecutive tokens. Empty places hold zeros."""
-        if self.index is None:
-            return tokens.unflatten(1, (self.blocks, self.positions)).permute(0, 3, 1, 2, 4)
-        blocks = tokens.index_select(1, self.index.flatten())
-        blocks = blocks.unflatten(1, (self.blocks, self.positions)).permute(0, 3, 1, 2, 4)
-        if self.valid is not None:
-            blocks = blocks.masked_fill(~self.valid.unsqueeze(-1), 0.0)
-        return blocks
+        tokens = tokens if self.index is None else tokens.index_select(1, self.index.flatten())
+        blocks = tokens.unflatten(1, (self.blocks, self.positions)).permute(0, 3, 1, 2, 4)
+        return blocks if self.valid is None else blocks.masked_fill(~self.valid.unsqueeze(-1), 0.0)
 
     def to_tokens(self, blocks: torch.Tensor) -> torch.Tensor:
         """[B, H, m, b, …] -> [B, H, S, …], dropping the empty places."""

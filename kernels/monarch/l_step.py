@@ -280,7 +280,7 @@ def _l_backward_rows_kernel(
     stride_qb, stride_qs, stride_qh, stride_ob, stride_os, stride_oh, stride_gb, stride_gs, stride_gh,
     stride_eb, stride_es, stride_eh, stride_dqb, stride_dqs, stride_dqh,
     heads, places, row_tiles, scale, log2_scale, min_mass,
-    D: tl.constexpr, E: tl.constexpr, LAST: tl.constexpr, EXACT: tl.constexpr, HAS_DLSE: tl.constexpr,
+    D: tl.constexpr, E: tl.constexpr, LAST: tl.constexpr, EXACT: tl.constexpr,
     FULL: tl.constexpr, ONE_TILE: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
@@ -324,7 +324,7 @@ def _l_backward_rows_kernel(
             out_exact = load_rows(out_exact_ptr, stride_es, token, valid & (weight > 0), E, BLOCK_E, True)
             d_weight = tl.sum(do.to(tl.float32) * out_exact.to(tl.float32), 1)
             store_rows(do_exact_ptr, stride_es, token, valid, do.to(tl.float32) * weight[:, None], E, BLOCK_E)
-    if HAS_DLSE:
+    if dlse_ptr is not None:
         delta -= tl.load(dlse_ptr + first_token + token, mask=valid, other=0.0)
     dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     for sweep in tl.static_range(1 if LAST or ONE_TILE else 0, 2):
@@ -618,7 +618,6 @@ class LStep:
             ),
             (self.call.scale, log2_scale_of(self.call.scale), self.call.min_mass),
             (daL, dy),
-            HAS_DLSE=dlse is not None,
             **constants,
         )  # fmt: skip
         if not one_tile:

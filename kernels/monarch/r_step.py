@@ -120,7 +120,7 @@ def _r_step_kernel(
     stride_zb, stride_zs, stride_zh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
     stride_mb, stride_ms, heads, places, row_tiles, scale, log2_scale,
     D: tl.constexpr, E: tl.constexpr, LAST: tl.constexpr, Z_IS_QUERY: tl.constexpr, POOLED: tl.constexpr,
-    HAS_MASK: tl.constexpr, STORE_LSE: tl.constexpr, PRECISION: tl.constexpr,
+    HAS_MASK: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_TAIL: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_E: tl.constexpr,
 ):  # fmt: skip
@@ -174,7 +174,7 @@ def _r_step_kernel(
         cL = scale * tl.sum(z.to(tl.float32) * aL.to(tl.float32), 1) - lse
         store_rows(aL_ptr, D, row, inside, aL, D, BLOCK_D)
         tl.store(cL_ptr + row, cL, mask=inside)
-    if STORE_LSE:
+    if lse_ptr is not None:
         tl.store(lse_ptr + row, lse, mask=inside)
     if LAST:
         # y may take the memory of z: all warps must have read their rows of z before any writes y.
@@ -568,7 +568,7 @@ class RStep:
         launcher(_r_step_kernel, (row_tiles * self.groups,))(
             z, key, self.value, bias, self.key_mask, aL, y, cL, lse, *strides,
             self.key.shape[2], self.call.places.unspecialised(), row_tiles, self.call.scale,
-            log2_scale_of(self.call.scale), STORE_LSE=lse is not None, **constants, **options,
+            log2_scale_of(self.call.scale), **constants, **options,
         )  # fmt: skip
 
     def backward(

@@ -43,12 +43,8 @@ def attention_residual(
 
     Source: DiTFastAttn (Yuan et al., 2024), window attention with residual sharing.
     """
-    check_tensor("exact", exact)
-    check_tensor("approximate", approximate)
-    _check_like("approximate", approximate, "exact", exact, exact.dtype)
-    _check_inference(exact=exact, approximate=approximate)
+    _check_pair(exact, approximate, implementation)
     check_residual_dtype(dtype)
-    check_implementation(implementation)
     if use_triton("attention_residual", implementation, exact, approximate, op="residual"):
         # Triton is imported when it is needed, not with the package.
         from vmonarch.kernels.residual.kernels import attention_residual_triton
@@ -76,14 +72,10 @@ def renew_residual(
         RuntimeError: an input requires a gradient, and gradients are enabled; or forward-mode AD goes through it.
         NotImplementedError: implementation="triton", and the kernel cannot take this call; the message says why.
     """
-    check_tensor("exact", exact)
-    check_tensor("approximate", approximate)
-    _check_like("approximate", approximate, "exact", exact, exact.dtype)
+    _check_pair(exact, approximate, implementation)
     _check_residual(residual, "exact", exact)
     if not all(part is None or part.is_contiguous() for part in residual):
         raise ValueError("residual must be contiguous: it is overwritten")
-    _check_inference(exact=exact, approximate=approximate)
-    check_implementation(implementation)
     if use_triton("renew_residual", implementation, exact, approximate, op="residual"):
         from vmonarch.kernels.residual.kernels import renew_residual_triton
 
@@ -118,7 +110,7 @@ def add_residual(out: torch.Tensor, residual: Residual, *, implementation: str =
     if use_triton("add_residual", implementation, out, op="residual"):
         from vmonarch.kernels.residual.kernels import add_residual_triton
 
-        return add_residual_triton(out, residual)
+        return add_residual_triton(out, *residual)
     return add_residual_reference(out, residual)
 
 
@@ -132,6 +124,14 @@ def check_residual_dtype(dtype: object, argument: str = "dtype") -> None:
     """Raise ValueError unless `dtype`, given as that argument, is one of `DTYPES`."""
     if dtype not in DTYPES:
         raise ValueError(f"{argument} must be one of {', '.join(DTYPES)}, got {dtype!r}")
+
+
+def _check_pair(exact: torch.Tensor, approximate: torch.Tensor, implementation: object) -> None:
+    check_tensor("exact", exact)
+    check_tensor("approximate", approximate)
+    _check_like("approximate", approximate, "exact", exact, exact.dtype)
+    _check_inference(exact=exact, approximate=approximate)
+    check_implementation(implementation)
 
 
 def _check_residual(residual: object, model: str, like: torch.Tensor) -> None:

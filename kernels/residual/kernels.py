@@ -97,13 +97,9 @@ def _launch(
     launch_on_tokens(attention_residual_kernel, residual.values, *arguments, enable_fp_fusion=False)
 
 
-def add_residual_triton(out: torch.Tensor, residual: Residual) -> torch.Tensor:
-    """`out` with the residual added by the kernel; arguments as in `add_residual`, already checked."""
-    return _add(out, *residual)
-
-
 @replayed
-def _add(out: torch.Tensor, values: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
+def add_residual_triton(out: torch.Tensor, values: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
+    """`out` with the parts of a residual added by the kernel; arguments as in `add_residual`, already checked."""
     values, scale = values.contiguous(), None if scale is None else scale.contiguous()
     launch_on_tokens(add_residual_kernel, out, out, values, scale, *out.stride()[:3], enable_fp_fusion=False)
     return out

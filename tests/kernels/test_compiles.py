@@ -154,7 +154,7 @@ OPS = {
         "forward delta backward_q backward_kv"),
     "linear": (
         LINEAR_CASES, {80: "taylor-causal"}, LINEAR_CASES,
-        "state read prepare state gradient read"),
+        "state read delta state gradient read"),
     "window": (
         WINDOW_CASES, {100: "video"}, WINDOW_CASES,
         "window window_rows window_keys"),
