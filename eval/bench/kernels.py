@@ -21,7 +21,7 @@ from vmonarch.engines import FA3
 from vmonarch.eval.bench.attention import ATTENTION, attention_way, case_of, exact, randn, sdpa
 from vmonarch.eval.bench.machine import Clock
 from vmonarch.eval.bench.runner import Bench, Case, Way, Ways, choose, profiled
-from vmonarch.flops import attention_work, vmonarch_work
+from vmonarch.flops import full_flops, least_bytes, two_resolution_flops, vmonarch_work
 from vmonarch.grid import LatentGrid
 from vmonarch.kernels.int8.api import int8_attention
 from vmonarch.kernels.monarch.api import vmonarch_attention
@@ -84,14 +84,15 @@ def measures(case: Case, method: str) -> bool:
 
 def work(case: Case, method: str, itemsize: int) -> dict[str, float]:
     """FLOPs and bytes of a method on a case; see `vmonarch.flops`."""
-    sizes: dict[str, Any] = {"itemsize": itemsize, "training": case.training}
+    of, training = (case.grid, case.head_dim), case.training
     if method in (*EXACT, INT8):
-        stages = [attention_work(case.grid, case.heads, case.head_dim, **sizes)]
+        flops = full_flops(*of, training=training)
     elif method == "two-resolution":
-        stages = [attention_work(case.grid, case.heads, case.head_dim, TwoResolutionOptions(), **sizes)]
+        flops = two_resolution_flops(*of, TwoResolutionOptions(), training=training)
     else:
-        stages = vmonarch_work(case.grid, case.heads, case.head_dim, **sizes, **VMONARCH.get(method, {}))
-    return {"flops": sum(stage.flops for stage in stages), "bytes": sum(stage.bytes for stage in stages)}
+        flops = sum(vmonarch_work(*of, training=training, **VMONARCH.get(method, {})).values())
+    moved = least_bytes(*of, itemsize=itemsize, training=training)
+    return {"flops": case.heads * flops, "bytes": case.heads * moved}
 
 
 def more(method: str, run: Callable[[], Any], clock: Clock, row: dict[str, Any]) -> None:

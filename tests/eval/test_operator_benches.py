@@ -16,7 +16,7 @@ from vmonarch.eval.bench import attention, kernels
 from vmonarch.eval.bench.attention import sdpa
 from vmonarch.eval.bench.machine import Clock
 from vmonarch.eval.bench.runner import compare
-from vmonarch.flops import attention_work, vmonarch_work
+from vmonarch.flops import full_flops, vmonarch_work
 from vmonarch.grid import LatentGrid
 from vmonarch.kernels.common.launch import interpreted
 
@@ -69,8 +69,8 @@ OPTIONS = {"plain": {}, "three iterations": {"num_iterations": 3}, "coarse": {"c
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 @pytest.mark.parametrize("grid", [(2, 4, 4), (3, 5, 3)], ids=["even", "ragged"])
 def test_the_flops_are_those_that_one_counts_and_those_of_plain_torch(grid, options):
-    work = vmonarch_work(LatentGrid(*grid), 3, 8, itemsize=2, training=True, **options)
-    forward, backward = (sum(s.flops for s in work if ("backward" in s.stage) == b) for b in (False, True))
+    work = vmonarch_work(LatentGrid(*grid), 8, training=True, **options)
+    forward, backward = (3 * sum(n for name, n in work.items() if ("backward" in name) == b) for b in (False, True))
     flops, scores = products(grid, 8, **options)
     # Every product has two in its backward pass, which computes the scores once more.
     assert (forward, backward) == (3 * flops, 3 * (2 * flops + scores))
@@ -82,8 +82,8 @@ def test_the_flops_are_those_that_one_counts_and_those_of_plain_torch(grid, opti
 
 
 def test_a_multiply_add_counts_two():
-    of = functools.partial(attention_work, LatentGrid(1, 10, 10), 3, 8, itemsize=2)
-    assert [of(training=training).flops for training in (False, True)] == [f * 3 * 100**2 * 8 for f in (4, 14)]
+    of = functools.partial(full_flops, LatentGrid(1, 10, 10), 8)
+    assert [of(training=training) for training in (False, True)] == [f * 100**2 * 8 for f in (4, 14)]
 
 
 def test_the_cases_are_those_of_the_table():
