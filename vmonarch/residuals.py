@@ -19,14 +19,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from vmonarch.arguments import same_arguments, versions_of
 from vmonarch.host_memory import Arriving, HostMemory
 from vmonarch.kernels.residual.api import DTYPES, attention_residual, renew_residual, residual_bytes
 from vmonarch.kernels.residual.reference import Residual
 from vmonarch.pipeline_calls import at_end_of_call, watch_calls
-from vmonarch.prediction import Line
 from vmonarch.refresh import Refresh, Schedule
 from vmonarch.steps import DenoisingStep, denoising_step
+from vmonarch.values import Line, same_values, versions_of
 
 # What errors tell to use in its place, by the name of a preset too: "near-lossless" is the default.
 NO_REFRESH = 'use refresh=None, or the preset "vmonarch", which has none'
@@ -303,7 +302,7 @@ class PipelineBranch(Branch):
         """Whether a call is the next one of the branch."""
         follows = self.run.is_of(step, transformer) and self.evaluation < step.evaluation
         unchanged = self.versions == versions_of(self.conditioning)
-        return follows and unchanged and same_arguments(self.conditioning, conditioning)
+        return follows and unchanged and same_values(self.conditioning, conditioning)
 
     def free(self) -> None:
         super().free()

@@ -3,7 +3,6 @@
 import copy
 import math
 import pickle
-from types import MappingProxyType
 
 import diffusers
 import pytest
@@ -25,7 +24,6 @@ from vmonarch import (
     residuals,
     vmonarch_attention,
 )
-from vmonarch.arguments import same_value
 from vmonarch.attend import Exact
 from vmonarch.base import FullAttentionProcessor
 from vmonarch.bias import SpatioTemporalDecay
@@ -36,6 +34,7 @@ from vmonarch.families import known_family
 from vmonarch.grid import LatentGrid
 from vmonarch.installation import own_processors
 from vmonarch.kernels.residual.api import add_residual, attention_residual
+from vmonarch.values import same_values
 
 EVERYTHING = ExactBlocks(band=100)
 each_family = pytest.mark.parametrize("name", FAMILIES)
@@ -397,12 +396,9 @@ def test_tensor_parallelism_is_left_to_diffusers():
 
 def test_arguments_are_compared_by_value_in_lists_and_mappings_too():
     one, same, other = torch.ones(2), torch.ones(2), torch.zeros(2)
-    assert same_value([one, [3, one]], (same, [3, same]))
-    assert not same_value([one], [other])
-    assert not same_value([one], [same, same])
-    assert not same_value([one], one)
-    assert same_value({"a": one, "b": [3]}, MappingProxyType({"b": [3], "a": same}))
-    assert not same_value({"a": one}, {"a": other}) and not same_value({"a": one}, {"b": one})
+    assert same_values([one, (3, one)], [same, (3, same)]) and same_values({"a": one, "b": [3]}, {"a": same, "b": [3]})
+    assert not any(same_values([one], given) for given in ([other], [same, same], one, [3]))
+    assert not same_values({"a": one}, {"a": other}) and not same_values({"a": one}, {"b": one})
 
 
 def test_an_unknown_processor_is_refused():

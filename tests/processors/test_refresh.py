@@ -20,13 +20,13 @@ from op_checks import in_interpreter
 
 import vmonarch
 from vmonarch import LatentGrid, Refresh, VMonarchOptions, VMonarchProcessor, attend, own, pipeline_calls, residuals
-from vmonarch.arguments import versions_of
 from vmonarch.eval.attention_flops import transformers_by_step
 from vmonarch.flops import full_flops, vmonarch_flops
 from vmonarch.kernels.residual.api import add_residual, attention_residual, residual_bytes
 from vmonarch.refresh import Schedule, spaced_steps
 from vmonarch.residuals import PipelineBranch, Run
 from vmonarch.steps import DenoisingStep
+from vmonarch.values import versions_of
 
 
 @pytest.mark.parametrize(

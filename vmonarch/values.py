@@ -1,14 +1,40 @@
-"""A transformer's output in steps that are not computed: along the line through the latest two that were."""
+"""What a transformer is called with and what it returns, tensors alone or in nests of them (torch's "pytrees")."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
 
-from vmonarch.arguments import tensors_in
+
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    """The tensors that a value is, or that its tuples, lists and dictionaries hold."""
+    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+
+
+def versions_of(arguments: Mapping[str, Any]) -> list[int]:
+    """Of the tensors in there, which tell of changes in place."""
+    # What inference mode has made has no version.
+    return [0 if tensor.is_inference() else tensor._version for tensor in tensors_in(arguments)]
+
+
+def same_values(expected: Any, given: Any) -> bool:
+    """Whether two values have the same form and equal leaves; tensors that are not the same object are read."""
+    (leaves, form), (others, other_form) = pytree.tree_flatten(expected), pytree.tree_flatten(given)
+    return form == other_form and all(map(_same, leaves, others))
+
+
+def _same(expected: Any, given: Any) -> bool:
+    if expected is given:
+        return True
+    tensors = [isinstance(x, torch.Tensor) for x in (expected, given)]
+    if not any(tensors):
+        return bool(expected == given)
+    facts = lambda x: (x.shape, x.dtype, x.device)
+    return all(tensors) and facts(expected) == facts(given) and torch.equal(expected, given)
 
 
 @dataclasses.dataclass
