@@ -4,15 +4,3 @@ Imports `configs` and what lies beside the packages; `finetune`, `eval` and `cli
 `config.py` completes the settings with what `traits.py` knows of the pipeline, `loading.py` loads the model of a
 `model_folder.py`, `recipes.py` puts attention on it, `sampling.py` runs it, `outputs.py` and `video_io.py` write.
 """
-
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
-from vmonarch.lazy import lazy_names
-
-if TYPE_CHECKING:
-    from vmonarch.pipelines import embedded as embedded
-    from vmonarch.pipelines import generation as generation
-
-__getattr__, __dir__ = lazy_names(__name__, modules=("embedded", "generation"))

@@ -234,10 +234,7 @@ def _locate(name: str, revision: str | None) -> tuple[Path, str | None]:
             return path.resolve(), None
         from vmonarch.pipelines.embedded import embedded_model_path
 
-        try:
-            return embedded_model_path(), None
-        except FileNotFoundError as error:
-            raise ModelError(str(error)) from error
+        return embedded_model_path(), None
     if name.strip() and path.exists():
         raise InputError("model", f"{supported}; {name!r} is a file")
     if not _HUB_ID.fullmatch(name) or name.startswith("."):

@@ -162,7 +162,7 @@ def test_without_an_adapter_the_error_says_what_to_do(cli, monkeypatch: pytest.M
     monkeypatch.setattr(embedded, "__file__", str(tmp_path / "embedded" / "__init__.py"))
     advice = "give adapter=FILE of vmonarch.save_adapter, or adapter=null"
     code, _, err = cli("generate", "a red circle", "--attention", "based")
-    assert code == 2 and "vmonarch finetune --config embedded-based" in err and advice in err
+    assert code == 2 and "based.safetensors" in err and advice in err
     code, _, err = cli("generate", "a red circle", "--attention", "based:adapter=nowhere.safetensors")
     assert code == 2 and "'nowhere.safetensors' cannot be used: [Errno 2] No such file" in err and advice in err
 
