@@ -246,10 +246,6 @@ def resolve_method(
         raise InputError(argument, f"must be one of {', '.join(known)}, got {name!r}{suggest(name, known)}")
     if name in recipe_names():
         return _recipe(name, values, label, argument)
-    for key in ("attention", *vars(Additions())):
-        if key in values:
-            problem = f"is for recipes, which are {', '.join(recipe_names())}; {name!r} is a method"
-            raise InputError(f"{argument}.{key}", problem)
     shipped = dict(_shipped("attention")[name])
     processor = shipped.pop("processor")
     given = {key: value for key, value in values.items() if key != "processor"}
