@@ -47,7 +47,7 @@ def _softmax(
     """In place of `dispatch_attention_fn` while a borrowed processor runs: [B, S, H, D] -> [B, S, H, D]."""
     ours, last_mask = running.by["borrowed"]
     if dropout_p or attention_kwargs or scale not in (None, query.shape[-1] ** -0.5):
-        raise NotImplementedError(f"{ours.name} supports no dropout or scale in this model")
+        raise NotImplementedError(f"{type(ours.spec).__name__} supports no dropout or scale in this model")
     if is_causal:
         from diffusers.models.attention_dispatch import dispatch_attention_fn
 
@@ -67,8 +67,8 @@ def _softmax(
     elif attn_mask is not None:
         if attn_mask.dtype != torch.bool or attn_mask.shape[1:] != (1, 1, keys):
             raise NotImplementedError(
-                f"{ours.name} supports a mask of keys, boolean [B, 1, 1, S], in this model's self-attention, got"
-                f" {attn_mask.dtype} {tuple(attn_mask.shape)}"
+                f"{type(ours.spec).__name__} supports a mask of keys, boolean [B, 1, 1, S], in this model's"
+                f" self-attention, got {attn_mask.dtype} {tuple(attn_mask.shape)}"
             )
         key_mask = attn_mask[:, 0, 0]
     call = current_call()._replace(backend=backend, key_mask=key_mask)
@@ -137,10 +137,6 @@ class Borrowed(Bound):
     family: Family
     videos: int
     kept: bool
-
-    @property
-    def name(self) -> str:
-        return type(self.spec).__name__
 
     @property
     def original(self) -> Any:

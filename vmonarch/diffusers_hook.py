@@ -106,12 +106,7 @@ def set_attn_processor(self: Any, processor: Any) -> None:
     from vmonarch.families import transformers_in
     from vmonarch.installation import apply, restore
 
-    # A base after diffusers' pipeline may have the method.
-    owner = next(base for base in type(self).__mro__ if vars(base).get("set_attn_processor") is set_attn_processor)
-    own = getattr(super(owner, self), "set_attn_processor", None)
-    if own is not None:
-        own(processor)
-    elif is_ours(processor):
+    if is_ours(processor):
         apply(self, getattr(processor, "spec", processor))
     elif processor is None:
         restore(self)

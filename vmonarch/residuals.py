@@ -24,7 +24,7 @@ from vmonarch.kernels.residual.api import DTYPES, attention_residual, renew_resi
 from vmonarch.kernels.residual.reference import Residual
 from vmonarch.pipeline_calls import at_end_of_call, watch_calls
 from vmonarch.refresh import Refresh, Schedule
-from vmonarch.steps import DenoisingStep, denoising_step
+from vmonarch.steps import DenoisingStep, denoising_step, noise_changes
 from vmonarch.values import Line, same_values, versions_of
 
 # What errors tell to use in its place, by the name of a preset too: "near-lossless" is the default.
@@ -382,7 +382,8 @@ class ResidualSharing:
                 return branch.run
         over = lambda run: run.timesteps() is not step.timesteps and run.pipeline() in (None, step.pipeline)
         self.runs = [run for run in self.runs if not over(run)]
-        times = step.noise_changes() if self.refresh.decides else ()
+        # To read them is to wait for the GPU.
+        times = noise_changes(step.timesteps[step.first :: step.order].tolist()) if self.refresh.decides else ()
         spent = sum(len(run.schedule.exact) for run in self.runs if run.timesteps() is step.timesteps)
         schedule = Schedule(self.refresh, step.steps, times, spent)
         run = Run(schedule, weakref.ref(step.timesteps), weakref.ref(step.pipeline), weakref.ref(transformer))

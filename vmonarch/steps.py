@@ -71,10 +71,6 @@ class DenoisingStep(NamedTuple):
     order: int
     pipeline: Any
 
-    def noise_changes(self) -> list[float]:
-        """[steps]: how far the noise level has moved before each step; waits for the GPU."""
-        return noise_changes(self.timesteps[self.first :: self.order].tolist())
-
 
 def noise_changes(levels: Sequence[float]) -> list[float]:
     """How far the noise level has moved before each of these, up or down."""

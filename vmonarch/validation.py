@@ -72,9 +72,6 @@ def resolve_scale(scale: object, head_dim: int) -> float:
     return float(scale)  # type: ignore[arg-type]
 
 
-Dense = int | float | tuple[int, ...]
-
-
 class DenseSet:
     """Which of `total` steps or layers are computed with exact attention.
 
@@ -103,7 +100,7 @@ class DenseSet:
             for index in indices:
                 check_integer(f"an index in {argument}", index)
             dense = tuple(sorted(set(indices)))
-        self.dense: Dense = dense
+        self.dense: int | float | tuple[int, ...] = dense
         # Whether anything at all is dense. A plain attribute, because older torch.compile cannot trace `__bool__`.
         self.some = self.dense != () and self.dense != 0
 
