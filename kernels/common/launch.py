@@ -37,7 +37,7 @@ def why_not_triton(*tensors: torch.Tensor) -> str | None:
     """Why the Triton kernels cannot take these tensors [B, S, H, D], or None if they can."""
     first = tensors[0]
     if not TRITON_INSTALLED:
-        return "the package triton is not installed"
+        return "the package triton (on Windows triton-windows) is not installed"
     if first.device.type == "cpu":
         if not interpreted():
             return "the tensors are on the CPU (supported: CUDA; the CPU only through TRITON_INTERPRET=1)"

@@ -69,7 +69,7 @@ def norm_rotary(
 def why_not_triton(x: torch.Tensor, *others: torch.Tensor) -> str | None:
     """Why the kernels cannot take these tensors, or None if they can."""
     if not TRITON_INSTALLED:
-        return "the package triton is not installed"
+        return "the package triton (on Windows triton-windows) is not installed"
     if x.device.type != "cuda" and not (x.device.type == "cpu" and interpreted()):
         return f"the tensors are on {x.device.type} (supported: CUDA; the CPU only through TRITON_INTERPRET=1)"
     for tensor in (x, *others):

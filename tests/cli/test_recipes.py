@@ -99,11 +99,8 @@ def test_a_recipe_is_recorded_made_again_and_compared_with_stock(cli: Any) -> No
     code, _, err = cli("generate", "a red circle", "--recipe", ALL, "attention.compile=false", "steps=5")
     assert code == 0, err
     (record,) = cli.records()
-    assert record["config"]["attention"]["attention"]["refresh"] == {
-        "steps": [0, 1, 3],
-        "cache": 9.0,
-        "precision": "int8",
-    }
+    refresh = {"steps": [0, 1, 3], "cache": 9.0, "precision": "int8"}
+    assert record["config"]["attention"]["attention"]["refresh"] == refresh
     # Two calls of the transformer a step, of which those of predicted steps compute nothing.
     assert record["transformer_calls"] == 10 and record["attention"]["predicted"] == [3]
     (path,) = (cli.folder / "outputs/generate").glob("*.json")

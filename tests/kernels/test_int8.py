@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from op_checks import by_implementation, call_of, in_interpreter, qkv, quiet, refuses, softmax_attention
+from op_checks import by_implementation, in_interpreter, qkv, quiet, softmax_attention
 
 from vmonarch import int8_attention
 from vmonarch.kernels.flash_entropy.reference import SCALE_BLOCK
@@ -71,6 +71,15 @@ def test_keys_that_do_not_count_are_as_if_they_were_not_there(implementation):
     assert not out[1].any() and lse[1].isneginf().all()
 
 
+def values_of(quantised):
+    """Values [B, H, tokens, D] without their scale, in float64, in the order of tokens."""
+    place = torch.arange(quantised.key.shape[2], device=quantised.key.device)
+    values = torch.empty_like(quantised.key, dtype=torch.float64)
+    order = place // 16 * 16 + place % 16 // 4 * 2 + place // 2 % 2 * 8 + place % 2
+    values[:, :, order] = quantised.value.double().transpose(2, 3)
+    return values
+
+
 @in_interpreter
 @pytest.mark.parametrize("masked", [False, True], ids=["all keys", "some keys"])
 def test_bytes_stand_for_the_tensors(masked):
@@ -81,11 +90,7 @@ def test_bytes_stand_for_the_tensors(masked):
     mask = mask_of(k.shape[1], 2) if masked else None
     k, v, counts = attended_first(k, v, mask)
     found = quantise(q, k, v, counts, scale=0.3, values=True)
-    padded = found.key.shape[2]
-    place = torch.arange(padded)
-    order = place // 16 * 16 + place % 16 // 4 * 2 + place // 2 % 2 * 8 + place % 2
-    values = torch.empty(2, 2, padded, 32)
-    values[:, :, order] = (found.value.float() * found.value_scale[..., None]).transpose(2, 3)
+    values = values_of(found).float() * found.value_scale[:, :, None]
     keys = found.key.float() * found.key_scale.repeat_interleave(SCALE_BLOCK, 2)[..., None]
     queries = found.query.float() * found.query_scale[..., None] * math.log(2)
     for b, n in enumerate([k.shape[1]] * 2 if counts is None else counts.tolist()):
@@ -117,16 +122,6 @@ def test_gradients_are_refused():
         int8_attention(q, k, v)
 
 
-_bad = call_of(int8_attention, *tensors("normal", 3, 4, 8))
-test_bad_input = refuses({
-    "keys of another width": (_bad(*tensors("normal", 3, 4, 8)[:1], *tensors("normal", 3, 4, 6)[1:]),
-                              ValueError, "key must have the head dimension"),
-    "mask of another shape": (_bad(key_mask=torch.ones(1, 3, dtype=torch.bool)), ValueError, "key_mask must be"),
-    "scale": (_bad(scale="1"), TypeError, "scale"),
-    "implementation": (_bad(implementation="cuda"), ValueError, "implementation must be"),
-})  # fmt: skip
-
-
 def by_bytes(q, k, v, mask=None):
     """What the kernel for Hopper computes, in float64: pairs of blocks, the last first, and e4m3 bytes."""
     from vmonarch.kernels.int8.op import quantise
@@ -134,10 +129,7 @@ def by_bytes(q, k, v, mask=None):
     k, v, counts = attended_first(k, v, mask)
     made = quantise(q, k, v, counts, scale=q.shape[3] ** -0.5, values=True)
     n = k.shape[1] if counts is None else int(counts[0])
-    place = torch.arange(made.key.shape[2], device=q.device)
-    order = place // 16 * 16 + place % 16 // 4 * 2 + place // 2 % 2 * 8 + place % 2
-    values = torch.empty_like(made.key[..., : v.shape[3]], dtype=torch.float64)
-    values[:, :, order] = made.value.double().transpose(2, 3)
+    place, values = torch.arange(made.key.shape[2], device=q.device), values_of(made)
     scores = made.query.double() @ made.key.double().transpose(2, 3)
     scores = scores * made.query_scale.double()[..., None] * made.key_scale.repeat_interleave(256, 2)[:, :, None]
     top = torch.full_like(scores[..., 0], -math.inf)
@@ -178,9 +170,9 @@ def test_gpu_every_byte_of_the_form_for_hopper(Sq, Sk, D, masked):
 def test_gpu_random_cases_for_hopper(D):
     """510 for each head dimension: the error of each is within its budget, and the same bits come each time."""
     random = torch.Generator().manual_seed(D)
-    # Of the median head and of the worst, which may have a single query.
+    # Of the median head and of the worst one, which may have a single query.
     kinds, median, largest = ("normal", "mean", "dominant"), 0.04, 0.1
-    worst, found = dict.fromkeys(kinds, 0.0), {kind: [] for kind in kinds}
+    found = {kind: [] for kind in kinds}
     for case in range(510):
         kind = kinds[case % 3]
         Sq, Sk = (int(torch.randint(1, 900, (), generator=random)) for _ in range(2))
@@ -192,8 +184,6 @@ def test_gpu_random_cases_for_hopper(D):
         expected, of_rows = softmax_attention(q.double(), k.double(), v.double(), attended=attended)
         errors = error_of(out, expected)
         assert torch.equal(out, again) and lse.isfinite().all()
-        worst[kind] = max(worst[kind], errors.max().item())
-        found[kind].append(errors.median().item())
-    medians = {kind: sorted(found[kind])[len(found[kind]) // 2] for kind in kinds}
-    print(medians, worst)
-    assert max(medians.values()) < median and max(worst.values()) < largest, (medians, worst)
+        found[kind] += errors.tolist()
+    for kind in kinds:
+        assert sorted(found[kind])[len(found[kind]) // 2] < median and max(found[kind]) < largest, kind
