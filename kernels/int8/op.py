@@ -229,8 +229,8 @@ def quantise(
     v = value if values else None
     strides = [x.stride()[:3] for x in (query, key, value)]
     sizes = {"D": D, "BLOCK_D": BLOCK_D}
-    # In half of the tokens at a time, the widest heads of 32 bit fit any chip.
-    rows = _ROWS if BLOCK_D * query.itemsize <= 512 else _ROWS // 2
+    # Of wide heads fewer tokens at a time, which fit any chip.
+    rows = min(_ROWS, 2**14 // (BLOCK_D * query.itemsize))
     with torch.cuda.device_of(query):
         launcher(_statistics_kernel, (chunks, B * H))(
             key, v, counts, part, *strides[1:], H, Sk, CHUNK=_CHUNK, ROWS=_ROWS, num_warps=4, **sizes
