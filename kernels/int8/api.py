@@ -38,7 +38,7 @@ def int8_attention(
         key_mask: bool [B, Sk], True where a key counts. A query without any key gets 0 and the log-partition -inf.
         return_lse: also return the log-partition.
         implementation: "torch"; "triton", the fused kernels (CUDA; float16, bfloat16 or float32; head dimensions up to
-            256); or "auto", see `kernels.common.launch.use_triton`.
+            256); or "auto", plain torch on a CPU and the kernels elsewhere.
 
     Returns:
         out [B, Sq, H, E] in the dtype of `query`; with `return_lse` also lse [B, H, Sq] in nats and in float32, or
@@ -46,8 +46,8 @@ def int8_attention(
 
     Raises:
         TypeError, ValueError: an argument is not as described; the message names it.
-        NotImplementedError: gradients are wanted; or implementation="triton", and the kernels cannot take the tensors;
-            the message says why.
+        NotImplementedError: gradients are wanted; or the kernels cannot take the tensors, which are not on a CPU or
+            have implementation="triton". The message says why.
 
     Source: Zhang et al., SageAttention2 (2024), for int8 scores of keys less their mean.
     """
@@ -61,7 +61,10 @@ def int8_attention(
             "int8_attention has no gradient (supported: torch.no_grad(), tensors that require none, or 16 bits)"
         )
     attend = int8_attention_reference
-    if use_triton("int8_attention", implementation, query, key, value, op="int8"):
+    if implementation == "auto" and query.device.type not in ("cpu", "meta"):
+        # Plain torch would take many times as long as attention in 16 bits.
+        implementation = "triton"
+    if use_triton('int8_attention (refresh.precision="int8")', implementation, query, key, value, op="int8"):
         # Triton is imported when it is needed, not with the package.
         from vmonarch.kernels.int8.op import int8_attention_triton
 

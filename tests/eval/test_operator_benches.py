@@ -34,7 +34,6 @@ def test_every_way_passes_the_gate_and_spoilt_results_do_not(training, monkeypat
     monkeypatch.setattr(kernels, "sdpa", lambda _, *qkv: sdpa("sdpa", *qkv))
     made = kernels.ways(kernels.shape_case("2x3x3:2", 16, training), CPU, torch.float32)
     assert len(made) >= 2
-    # Eight bits err more; their own tests say how much.
     for method in made.keys() - {*SLOW, "int8"}:
         way = made[method]()
         results = way.run()

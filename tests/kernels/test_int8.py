@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 from op_checks import by_implementation, in_interpreter, qkv, quiet, softmax_attention
+from torch._subclasses import FakeTensorMode
 
 from vmonarch import int8_attention
 from vmonarch.kernels.flash_entropy.reference import SCALE_BLOCK
@@ -114,12 +115,13 @@ def test_bytes_stand_for_the_tensors(masked):
         assert not keys[b, :, n:].any() and not values[b, :, n:].any() and not values[..., 24:].any()
 
 
-def test_gradients_are_refused():
-    q, k, v = tensors("normal", 3, 4, 8)
+def test_gradients_and_devices_without_kernels_are_refused():
     with pytest.raises(NotImplementedError, match="int8_attention has no gradient"):
-        int8_attention(q.requires_grad_(), k, v)
-    with torch.no_grad():
-        int8_attention(q, k, v)
+        int8_attention(*(x.requires_grad_() for x in tensors("normal", 3, 4, 8)))
+    with FakeTensorMode():
+        elsewhere = [torch.empty(1, 4, 2, 16, device="mps") for _ in range(3)]
+    with pytest.raises(NotImplementedError, match='refresh.precision="int8".*the tensors are on mps'):
+        int8_attention(*elsewhere)
 
 
 def by_bytes(q, k, v, mask=None):
@@ -168,9 +170,8 @@ def test_gpu_every_byte_of_the_form_for_hopper(Sq, Sk, D, masked):
 @pytest.mark.gpu
 @pytest.mark.parametrize("D", [64, 128])
 def test_gpu_random_cases_for_hopper(D):
-    """510 for each head dimension: the error of each is within its budget, and the same bits come each time."""
+    """Errors of the median and of the worst head, perhaps of one query, are within budget; and bits repeat."""
     random = torch.Generator().manual_seed(D)
-    # Of the median head and of the worst one, which may have a single query.
     kinds, median, largest = ("normal", "mean", "dominant"), 0.04, 0.1
     found = {kind: [] for kind in kinds}
     for case in range(510):

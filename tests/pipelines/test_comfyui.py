@@ -125,7 +125,6 @@ def test_exact_steps_after_the_first_are_in_eight_bits():
             out = ask(sigma)[0]
             tensors = inputs(model, (*model.lists, 0, 0), sigma, ("cond", "uncond"))
             if step in (0, 1, 2, 4):
-                # Of eight steps, 12 % are the first one.
                 close(out, exact(*tensors) if step < 1 else int8_attention(*tensors))
     assert seam.report.refreshed == {0, 1, 2, 4}
 

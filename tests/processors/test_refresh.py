@@ -205,11 +205,6 @@ def test_exact_steps_after_the_first_are_in_eight_bits(tiny, monkeypatch):
     assert 0 < (found[1] - found[0]).norm() < 0.05 * found[0].norm()
 
 
-def test_eight_bits_and_a_bias_are_refused():
-    with pytest.raises(ValueError, match="refresh.precision must be None with a bias, got 'int8'"):
-        VMonarchProcessor(refresh=Refresh(2, precision="int8"), bias={"reach": [1.0, 1.0, 1.0]})
-
-
 def test_the_report_says_what_ran(tiny):
     pipe = tiny.pipeline("t2v")
     with pytest.raises(ValueError, match="no processor is applied"):

@@ -107,6 +107,9 @@ OF_PROCESSORS = {
     "refresh-dtype": (
         {"refresh": {"steps": 2, "dtype": "int4"}}, ValueError,
         "refresh.dtype must be one of int8, bfloat16, got 'int4'"),
+    "refresh-precision-with-a-bias": (
+        {"refresh": {"steps": 2, "precision": "int8"}, "bias": {"reach": [1.0] * 3}}, ValueError,
+        "refresh.precision must be None with a bias, got 'int8'"),
 }  # fmt: skip
 OF_BASED = {
     "layers-name": ({"layers": "linaer"}, ValueError, "layers must be based, one of linear, window"),
