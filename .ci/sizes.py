@@ -10,16 +10,16 @@ from pathlib import Path
 
 # By folder: the most lines that it may have now, and the aim.
 MOST_LINES = {
-    "vmonarch": (8_371, 6_500),
+    "vmonarch": (8_370, 6_500),
     "vmonarch/cli": (1_122, 900),
-    "kernels": (14_488, 14_500),
+    "kernels": (14_484, 14_500),
     "pipelines": (3_199, 2_700),
     "finetune": (3_845, 2_700),
     "eval": (6_956, 6_300),
     "configs": (618, 400),
     "examples": (161, 200),
     "tests": (21_711, 19_000),
-    "": (59_415, 53_000),
+    "": (59_410, 53_000),
 }
 MOST_CHARACTERS_A_LINE, MOST_FILES, MOST_WORDS = (47, 47), (505, 430), (35_092, 36_000)
 ROOT = Path(__file__).resolve().parents[1]

@@ -2,7 +2,7 @@
 
 Of one head; a backward pass has every product once, the recomputed scores too:
 
-    full attention    4·S²·d, +10·S²·d backward; a bias of rank R adds 2·S²·R, +6·S²·R
+    full attention    4·S²·d, +10·S²·d backward
     R-steps           4·P·c·d each, c keys or pooled cells; the last, which also multiplies values, 6·P·S·d
     L-steps           4·S·T·d each
     first order       S·(2·(n + 1)·d² + (6·n + 2)·d), n boxes of queries
@@ -21,10 +21,9 @@ from vmonarch.kernels.two_resolution.tiling import Tiling, tiling_of
 from vmonarch.options import FirstOrderOptions, TwoResolutionOptions, VMonarchOptions, row_options
 
 
-def pair_flops(pairs: float, head_dim: int, *, rank: int = 0, training: bool = False) -> float:
-    """Of softmax attention over so many pairs of a query and a key, with a bias of that rank."""
-    forward = pairs * (4 * head_dim + 2 * rank)
-    return forward + pairs * (10 * head_dim + 6 * rank) if training else forward
+def pair_flops(pairs: float, head_dim: int, *, training: bool = False) -> float:
+    """Of softmax attention over so many pairs of a query and a key."""
+    return pairs * (4 + 10 * training) * head_dim
 
 
 def full_flops(grid: LatentGrid, head_dim: int, *, training: bool = False) -> float:

@@ -26,6 +26,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from vmonarch.kernels.common.replay import launcher
 from vmonarch.kernels.hopper.attend import BLOCK_M, HALF
 from vmonarch.kernels.hopper.gluon import async_load
+from vmonarch.kernels.int8 import op
 
 # Keys of a block; a pair of blocks has one scale.
 BLOCK_N = 128
@@ -36,6 +37,8 @@ _HALF, _N = gl.constexpr(HALF), gl.constexpr(BLOCK_N)
 _DEEPEST = gl.constexpr(40.0)
 # log2 of the largest weight, and of how much too large weights are in the mean: ∫ (1 + f)·2^-f over f in [0, 1).
 _LARGEST, _EXCESS = gl.constexpr(8.75), gl.constexpr(0.057534)
+
+key_of_place = gluon.jit(op.key_of_place.fn)
 
 
 @gluon.constexpr_function
@@ -99,7 +102,7 @@ def _scores(q, k_bufs, stage):
 def _weights(s, slope, offset, D: gl.constexpr):
     """The e4m3 bytes round(s·slope + offset) [64, N], as the left side of a product.
 
-    `kernels/int8/op.py` stores values in the order in which a thread has these: no number moves to another thread.
+    Values are stored in the order in which a thread has these (`key_of_place`): no number moves to another thread.
     """
     p = s.to(gl.float32) * slope[:, None] + offset[:, None]
     p = p.reshape([_HALF, _N // 16, 2, 4, 2]).permute((0, 1, 3, 2, 4)).reshape([_HALF, _N])
@@ -223,8 +226,7 @@ def _hopper_int8_kernel(
     blocked: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
     keys, pairs = _keys_of(counts_ptr, Sk, H)
     place = gl.arange(0, _N, gl.SliceLayout(0, blocked))
-    # Values lie in another order inside of sixteen, see `_weights`.
-    key = place // 16 * 16 + place % 16 // 4 * 2 + place // 2 % 2 * 8 + place % 2
+    key = key_of_place(place)
     for i in gl.static_range(4):
         left = keys - ((pairs - 1) * (2 * _N) + i * _N) if i < 2 else _N
         one = gl.where(key < left, 1.0, 0.0)[None, :] + gl.zeros([8, _N], gl.float32, blocked)
@@ -266,13 +268,14 @@ def _descriptor(rows: torch.Tensor, tile: list[int]) -> TensorDescriptor:
     return TensorDescriptor(rows, [*rows.shape], [*rows.stride()], tile, _bytes_layout.fn(tile[1]))
 
 
-def attend(quantised, out: torch.Tensor, lse: torch.Tensor | None) -> None:
+def attend(quantised: op.Quantised, out: torch.Tensor, lse: torch.Tensor | None) -> None:
     """Attend in eight bits; arguments are not checked.
 
     Args:
-        quantised: a `kernels.int8.op.Quantised` with values.
+        quantised: with values.
         out: [B, Sq, H, D], any strides but the last. lse: [B, H, Sq] or None.
     """
+    assert quantised.value is not None
     B, Sq, H, D = out.shape
     padded = quantised.key.shape[2]
     launcher(_hopper_int8_kernel, (-(-Sq // BLOCK_M), B * H))(

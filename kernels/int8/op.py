@@ -7,13 +7,13 @@ next multiple of N.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
 from vmonarch.kernels.common.launch import block_dim, hopper_enabled, needs_operator
+from vmonarch.kernels.common.operators import new_results
 from vmonarch.kernels.common.replay import launcher, replayed
 from vmonarch.kernels.common.softmax import LOG2_E
 from vmonarch.kernels.flash_entropy.forward import Bias, flash_forward
@@ -76,6 +76,12 @@ def _rotated(x, turn, PRECISION: tl.constexpr):
     size: tl.constexpr = turn.shape[0]
     parts = x.reshape([x.shape[0] * (x.shape[1] // size), size])
     return (tl.dot(parts, turn, input_precision=PRECISION) * (size**-0.5)).reshape(x.shape)
+
+
+@triton.jit
+def key_of_place(place):
+    """The key whose value lies at a place: a thread of the kernel for Hopper has its weights in this order."""
+    return place // 16 * 16 + place % 16 // 4 * 2 + place // 2 % 2 * 8 + place % 2
 
 
 @triton.jit
@@ -188,10 +194,8 @@ def _quantise_kernel(
             v_scale = tl.maximum(tl.load(largest_ptr + bh * BLOCK_D + dims), 1e-20) / 448.0
             rest = tl.zeros([BLOCK_D], tl.float32)
             for i in range(N // ROWS):
-                # In this order a thread of the attention kernel has its weights; place p of 16 is for key
-                # 2·(p // 4) + 8·(p // 2 % 2) + p % 2.
                 place = tile * N + i * ROWS + tl.arange(0, ROWS)
-                tokens = place // 16 * 16 + place % 16 // 4 * 2 + place // 2 % 2 * 8 + place % 2
+                tokens = key_of_place(place)
                 v = _rows(v_ptr, v_strides, bh, H, tokens, dims, D, keys).to(tl.float32) / v_scale[None, :]
                 v8 = v.to(tl.float8e4nv)
                 rest += tl.sum(v - v8.to(tl.float32), 0)
@@ -231,67 +235,56 @@ def quantise(
     sizes = {"D": D, "BLOCK_D": BLOCK_D}
     # Of wide heads fewer tokens at a time, which fit any chip.
     rows = min(_ROWS, 2**14 // (BLOCK_D * query.itemsize))
-    with torch.cuda.device_of(query):
-        launcher(_statistics_kernel, (chunks, B * H))(
-            key, v, counts, part, *strides[1:], H, Sk, CHUNK=_CHUNK, ROWS=_ROWS, num_warps=4, **sizes
-        )
-        finish = {"BLOCK_D": BLOCK_D, "ROWS": _ROWS, "num_warps": 4}
-        launcher(_finish_kernel, (B * H,))(part, counts, mean, largest, chunks, H, Sk, COLUMNS=2, **finish)
-        launcher(_quantise_kernel, (max(blocks, triton.cdiv(Sq, N)), B * H, 2 + values))(
-            query, key, v, counts, mean, largest, q8, q_scale, q_mean, k8, k_scale, v8, v_scale, rests, *strides,
-            H, Sq, Sk, padded, scale * LOG2_E, N=N, ROWS=rows, ROTATED=ROTATED, PRECISION="tf32x3",
-            num_warps=4, **sizes,
-        )  # fmt: skip
-        if values:
-            launcher(_finish_kernel, (B * H,))(rests, counts, rest, None, blocks, H, Sk, COLUMNS=1, **finish)
+    launcher(_statistics_kernel, (chunks, B * H))(
+        key, v, counts, part, *strides[1:], H, Sk, CHUNK=_CHUNK, ROWS=_ROWS, num_warps=4, **sizes
+    )
+    finish = {"BLOCK_D": BLOCK_D, "ROWS": _ROWS, "num_warps": 4}
+    launcher(_finish_kernel, (B * H,))(part, counts, mean, largest, chunks, H, Sk, COLUMNS=2, **finish)
+    launcher(_quantise_kernel, (max(blocks, triton.cdiv(Sq, N)), B * H, 2 + values))(
+        query, key, v, counts, mean, largest, q8, q_scale, q_mean, k8, k_scale, v8, v_scale, rests, *strides,
+        H, Sq, Sk, padded, scale * LOG2_E, N=N, ROWS=rows, ROTATED=ROTATED, PRECISION="tf32x3",
+        num_warps=4, **sizes,
+    )  # fmt: skip
+    if values:
+        launcher(_finish_kernel, (B * H,))(rests, counts, rest, None, blocks, H, Sk, COLUMNS=1, **finish)
     return Quantised(q8, q_scale, q_mean, k8, k_scale, v8, v_scale, rest, counts, Sk)
-
-
-@torch.library.custom_op(
-    "vmonarch::int8_attention",
-    mutates_args=(),
-    schema="(Tensor query, Tensor key, Tensor value, Tensor? key_mask, float scale) -> (Tensor, Tensor)",
-)
-def int8_forward(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, key_mask: torch.Tensor | None, scale: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out [B, Sq, H, E], lse [B, H, Sq])."""
-    return _forward(query, key, value, key_mask, scale)
-
-
-@int8_forward.register_fake
-def _(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    B, Sq, H, _D = query.shape
-    return query.new_empty(B, Sq, H, value.shape[3]), query.new_empty(B, H, Sq, dtype=torch.float32)
 
 
 @replayed
 def _forward(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, key_mask: torch.Tensor | None, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out [B, Sq, H, E], lse [B, H, Sq])."""
     key, value, counts = attended_first(key, value, key_mask)
     on_hopper = hopper_enabled("int8", query.device, query.dtype) and value.shape[3] == query.shape[3] in HOPPER_DIMS
     bytes_of = quantise(query, key, value, counts, scale=scale, values=on_hopper)
-    B, Sq, H, _ = query.shape
-    out = query.new_empty(B, Sq, H, value.shape[3])
     if on_hopper:
         from vmonarch.kernels.hopper.int8 import attend
 
-        lse = query.new_empty(B, H, Sq, dtype=torch.float32)
-        with torch.cuda.device_of(query):
-            attend(bytes_of, out, lse)
+        out, lse = new_results(query, key, value)
+        attend(bytes_of, out, lse)
         return out, lse
     q8, k8, *scales = (
         x.transpose(1, 2) for x in (bytes_of.query, bytes_of.key, bytes_of.query_scale, bytes_of.key_scale)
     )
     there = None if counts is None else torch.arange(key.shape[1], device=key.device) < counts[:, None]
     bias = Bias(key_mask=there, programs=0, scales=(scales[0], scales[1]))
+    out = query.new_empty(*query.shape[:3], value.shape[3])
     # The scales make logits in units of log 2.
     _, lse, _ = flash_forward(
-        q8, k8[:, : key.shape[1]], value, all_pairs(Sq, key.shape[1]), scale=1 / LOG2_E, entropy=False, out=out,
-        splits=1, bias=bias,
+        q8, k8[:, : key.shape[1]], value, all_pairs(query.shape[1], key.shape[1]), scale=1 / LOG2_E, entropy=False,
+        out=out, splits=1, bias=bias,
     )  # fmt: skip
     return out, lse.add_(bytes_of.query_mean, alpha=1 / LOG2_E)
+
+
+int8_forward = torch.library.custom_op(
+    "vmonarch::int8_attention",
+    _forward,
+    mutates_args=(),
+    schema="(Tensor query, Tensor key, Tensor value, Tensor? key_mask, float scale) -> (Tensor, Tensor)",
+)
+int8_forward.register_fake(new_results)
 
 
 def int8_attention_triton(
