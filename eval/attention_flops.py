@@ -28,7 +28,7 @@ from vmonarch.refresh import Refresh, Schedule
 from vmonarch.validation import DenseSet
 
 # See `step_kinds`.
-STEP_KINDS = ("dense", "exact", "kept", "predicted", "approximate")
+STEP_KINDS = ("dense", "exact", "exact, int8", "kept", "kept, int8", "predicted", "approximate")
 
 
 def _without_data(tensor: torch.Tensor) -> torch.Tensor:
@@ -72,12 +72,18 @@ def transformers_by_step(pipe: Any, steps: int) -> list[str]:
     return [names[int(t < boundary * scheduler.config.num_train_timesteps)] for t in timesteps]
 
 
+def exact_kind(schedule: Schedule, step: int, kept: bool) -> str:
+    """Of `STEP_KINDS`, that of a step which `refresh` makes exact."""
+    precision = schedule.precision(step)
+    return ("kept" if kept else "exact") + ("" if precision is None else f", {precision}")
+
+
 def step_kinds(method: AttentionMethod, transformers: Sequence[str]) -> list[str]:
     """What a method does in every denoising step, each of `STEP_KINDS`.
 
     "dense": the model's own attention, by `dense_steps`. "exact": exact attention, by `refresh`; "kept": the same, and
-    its residual is kept. "approximate": the method itself, with the last residual if there is one. "predicted": none,
-    by `refresh.cache`, which a run alone decides on.
+    its residual is kept; "exact, int8" and "kept, int8": in eight bits. "approximate": the method itself, with the last
+    residual if there is one. "predicted": none, by `refresh.cache`, which a run alone decides on.
 
     Args:
         transformers: of every step (`transformers_by_step`).
@@ -100,7 +106,7 @@ def step_kinds(method: AttentionMethod, transformers: Sequence[str]) -> list[str
             kinds.append("approximate")
         else:
             schedule.computed = True
-            kinds.append("kept" if schedule.kept else "exact")
+            kinds.append(exact_kind(schedule, step, schedule.kept))
     return kinds
 
 
@@ -158,7 +164,7 @@ def relative_flops(
         sparse = {name: attention_flops(call, alone, name) for name in dict.fromkeys(transformers)}
         work = 0.0
         for kind, name in zip(step_kinds(method, transformers), transformers, strict=True):
-            work += full if kind in ("dense", "exact", "kept") else 0
-            work += sparse[name] if kind in ("kept", "approximate") else 0
+            work += full if kind.startswith(("dense", "exact", "kept")) else 0
+            work += sparse[name] if kind.startswith(("kept", "approximate")) else 0
         shares[method.label] = work / (steps * full)
     return shares

@@ -201,7 +201,8 @@ class Residual:
         residual = branch.residual_of(layer)
         if residual is not None:
             return add_residual(approximate(), residual, implementation=self.implementation), None
-        exact, _ = self.exact(query, key, value, call._replace(precision=branch.schedule.precision))
+        precision = branch.schedule.precision(branch.schedule.step)
+        exact, _ = self.exact(query, key, value, call._replace(precision=precision))
         branch.group = None if call.split is None else call.split.group
         branch.renew(layer, exact, approximate, self.implementation)
         return exact, None

@@ -232,10 +232,9 @@ class Schedule:
         """A forward call in this step has found this error of predicting its output; a number on any device."""
         self._forward_errors.append(_Error(error))
 
-    @property
-    def precision(self) -> str | None:
-        """Of exact attention in this step: None for that of the model."""
-        return self.refresh.precision if self.step >= self._start else None
+    def precision(self, step: int) -> str | None:
+        """Of exact attention in a step: None for that of the model."""
+        return self.refresh.precision if step >= self._start else None
 
     @property
     def _start(self) -> int:

@@ -25,7 +25,7 @@ from diffusers import ContextParallelConfig, UniPCMultistepScheduler, WanPipelin
 
 from vmonarch.configs import InputError, read_document, suggest
 from vmonarch.configs.methods import AttentionMethod, resolve_method
-from vmonarch.eval.attention_flops import STEP_KINDS, step_kinds, transformers_by_step
+from vmonarch.eval.attention_flops import STEP_KINDS, exact_kind, step_kinds, transformers_by_step
 from vmonarch.eval.bench.machine import Clock, allocated, measured_dtype, release_memory, summary
 from vmonarch.eval.bench.rows import caption
 from vmonarch.eval.bench.runner import Bench, Way, Ways, choose, failure, profiled
@@ -200,9 +200,9 @@ class Steps(WanPipeline):
         record = record_of(self.transformer)
         assert record is not None and record.sharing is not None
         (schedule,) = (run.schedule for run in record.sharing.runs)
-        kinds = [("kept", schedule.renewals), ("exact", schedule.exact), ("approximate", schedule.forward)]
-        of = lambda step: next((kind for kind, steps in kinds if step in steps), "predicted")
-        return [of(step) for step in range(self.options.steps)]
+        kinds = dict.fromkeys(range(self.options.steps), "predicted") | dict.fromkeys(schedule.forward, "approximate")
+        kinds |= {step: exact_kind(schedule, step, step in schedule.renewals) for step in schedule.exact}
+        return list(kinds.values())
 
     def seconds(self, clock: Clock, last: int, kinds: Sequence[str]) -> dict[str, Any]:
         """{"step_s", "kinds"}: seconds of a video's mean step, and of every kind of steps, of the slowest process.
@@ -236,8 +236,8 @@ def steps_to_measure(kinds: Sequence[str]) -> list[int]:
         if kind not in kinds or any(kinds[step] == kind for step in found):
             continue
         first = last = kinds.index(kind)
-        if kinds[first] == "approximate" and "kept" in kinds[:first]:
-            first = max(step for step in range(first) if kinds[step] == "kept")
+        if kinds[first] == "approximate":
+            first = max((step for step in range(first) if kinds[step].startswith("kept")), default=first)
         found |= set(range(first, last + 1))
     return sorted(found)
 

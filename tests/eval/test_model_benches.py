@@ -133,12 +133,13 @@ def test_dense_steps_a_cache_and_a_second_transformer_count(measure, monkeypatch
     monkeypatch.setattr(e2e.Steps, "of", watched)
     path = tmp_path / "two.yaml"
     path.write_text(Path(tiny_yaml).read_text() + "boundary_ratio: 0.875\n")
-    methods = ("vmonarch:refresh=1", "vmonarch:dense_steps=1", "vmonarch:refresh={steps: 1.0, cache: 9.0}")
+    eight = "vmonarch:refresh={{steps: {}, precision: int8}}"
+    methods = (eight.format(1), "vmonarch:dense_steps=1", eight.format("1.0, cache: 9.0"))
     rows = measure(*methods, steps=8, model=str(path), guidance=False)
     counts = [{kind: of["steps"] for kind, of in row["kinds"].items()} for row in rows.values()]
-    assert counts[:2] == [{"kept": 2, "approximate": 6}, {"dense": 1, "approximate": 7}]
+    assert counts[:2] == [{"kept": 1, "kept, int8": 1, "approximate": 6}, {"dense": 1, "approximate": 7}]
     # Two outputs and an error come first, then intervals of twice the last, and the last step.
-    assert counts[2] == {"exact": 5, "predicted": 3}
+    assert counts[2] == {"exact": 1, "exact, int8": 4, "predicted": 3}
     _, dense, predicting = by_row.values()
     whole = {"FeedForward": 2, "Op": 2}
     assert dense == {0: {"FeedForward": 2}, 1: whole}

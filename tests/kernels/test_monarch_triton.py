@@ -232,7 +232,7 @@ def test_gpu_float32(shared_gpu, dim, name):
 
 
 def check_bfloat16(tensors, **options):
-    """Close to the float64 reference of inputs that are rounded already: that can change which tiles are fine."""
+    """Close to the float64 reference of the same bfloat16 inputs."""
     tensors = [x.bfloat16() for x in tensors]
     truth = with_gradients(run("torch", **options), [x.double() for x in tensors])
     ours = with_gradients(run("triton", **options), tensors)
@@ -250,9 +250,14 @@ GPU_OPTIONS = [(128, name) for name in GPU_CASES] + [
 @pytest.mark.gpu
 @pytest.mark.parametrize("dim,name", GPU_OPTIONS)
 def test_gpu_options_in_bfloat16(shared_gpu, dim, name):
-    """Every option at a larger grid."""
+    """Every option at a larger grid.
+
+    Logits spread less than elsewhere. With a spread of 1.5, an error of 1e-3 in the inputs changes dq of these options
+    by 2 to 3 %, in float64 too: blocks that hardly anybody looks at make large gradients of what nearly cancels.
+    """
     T, H, W = (3 * size for size in GPU_CASES[name]["grid"])
-    check_bfloat16(qkv(T * H * W, heads=2, dim=dim, device="cuda"), **GPU_CASES[name] | {"grid": (T, H, W)})
+    tensors = qkv(T * H * W, heads=2, dim=dim, spread=1.0, device="cuda")
+    check_bfloat16(tensors, **GPU_CASES[name] | {"grid": (T, H, W)})
 
 
 @pytest.mark.gpu

@@ -36,10 +36,10 @@ def summarise(report):
 def main(arguments=None):
     """Exit code 1 if a test failed or none passed."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("words", nargs="*", default=["tests"], help="test files or folders, after -- pytest's options")
+    parser.add_argument("words", nargs="*", default=["tests"], help="test files or folders; other options are pytest's")
     parser.add_argument("--output", type=Path, required=True, help="JSON to write; the log goes beside it")
-    options = parser.parse_args(arguments)
-    command, log = ["pytest", "-m", "gpu", *options.words], options.output.with_suffix(".log")
+    options, others = parser.parse_known_args(arguments)
+    command, log = ["pytest", "-v", "-m", "gpu", *options.words, *others], options.output.with_suffix(".log")
     shown = shlex.join(["python", "-m", *command])
     record = script_record(shown, "cuda" if torch.cuda.is_available() else "cpu")
     with tempfile.TemporaryDirectory() as folder:
