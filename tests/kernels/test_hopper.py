@@ -8,9 +8,11 @@ import json
 import math
 import subprocess
 import sys
+from itertools import product
 
 import pytest
 import torch
+from op_checks import in_turns
 
 from vmonarch import ExactBlocks, vmonarch_attention
 from vmonarch.kernels.common.launch import hopper_fits, launch_overrides
@@ -64,13 +66,13 @@ EXACT = [ExactBlocks(band=1, rows=(0,)), ExactBlocks(columns=(0, 3), aware=False
 OPTIONS = [dict(coarse=2), dict(coarse=3, num_iterations=3), dict(num_iterations=1)]
 OPTIONS += [dict(exact=exact) for exact in EXACT]
 VIDEOS = [
-    *(((5, *frame), dict(dim=dim)) for frame in FRAMES for dim in (8, 64, 72, 96, 128)),
+    *(((5, *frame), dict(dim=dim)) for frame, dim in in_turns(FRAMES, (8, 64, 72, 96, 128), 2)),
     *(((5, *frame), HALF | options) for frame in ((4, 6), (15, 17), (16, 24), (28, 52)) for options in OPTIONS),
     # Thousands of small blocks: every program goes round its buffers many times.
     ((40, 7, 10), dict(B=4, H=40, dim=64)),
     # Two positions to a tile, one, or half of one; an odd number of positions.
     *(((frames, 5, 7), dict(dim=dim, exact=exact) | (HALF if frames % 2 else {}))
-      for frames in (17, 32, 33, 43, 64, 65, 128) for dim in (64, 80, 128) for exact in WHOLE_ROWS),
+      for (frames, exact), dim in in_turns(product((17, 32, 33, 43, 64, 65, 128), WHOLE_ROWS), (64, 80, 128), 1)),
 ]  # fmt: skip
 
 
@@ -183,6 +185,7 @@ CASES = {
     "bias-exact-scale": dict(op="bias", shape=[1, 1999, 2], options=dict(scale=0.125), rank=64, factors=[[1, 2]] * 2),
     "bias-one-tile": dict(op="bias", shape=[3, 33, 2], options={}, rank=24, factors=[[3, 2], [1, 1]]),
 }
+SIZES = ((64, "bfloat16"), (128, "bfloat16"), (80, "bfloat16"), (128, "float16"))
 # Of the kernel that owns keys, in one backward pass: one for every iteration and one for the exact part, where frames
 # begin at multiples of 16 bytes.
 LAUNCHES = {"small-batch": 4, "coarse-3": 4}
@@ -191,9 +194,9 @@ LAUNCHES |= dict.fromkeys(("flash", "flash-entropy", "bias", "bias-exact-scale",
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("dim,dtype", [(64, "bfloat16"), (80, "bfloat16"), (128, "bfloat16"), (128, "float16")])
-def test_gradients_agree(name, dim, dtype):
+@pytest.mark.parametrize("name,sizes", in_turns(CASES, SIZES, 2), ids=str)
+def test_gradients_agree(name, sizes):
+    dim, dtype = sizes
     case = {**CASES[name], "dtype": dtype}
     case["shape"] = [*case["shape"], dim]
     result = subprocess.run(

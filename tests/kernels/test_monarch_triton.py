@@ -11,7 +11,7 @@ from functools import partial
 
 import pytest
 import torch
-from op_checks import assert_bits, check_kernels, in_interpreter, with_gradients
+from op_checks import assert_bits, check_kernels, in_interpreter, in_turns, with_gradients
 
 from vmonarch import ExactBlocks, LatentGrid, VMonarchOptions, monarch_attention, vmonarch_attention
 from vmonarch.kernels.common.launch import launch_overrides
@@ -241,6 +241,8 @@ def check_bfloat16(tensors, **options):
         assert error <= 0.01 * size, (name, error, size)
 
 
+FIRST, BAND = "first_frame", ExactBlocks(band=1)
+VIDEOS = [(21, FIRST), (43, BAND), (81, FIRST), (172, BAND), (21, BAND), (43, FIRST), (81, BAND), (172, FIRST)]
 # Every kernel is compiled for every option and head dimension, so that few head dimensions see all options.
 GPU_OPTIONS = [(128, name) for name in GPU_CASES] + [
     (dim, name) for dim in (32, 64, 72, 80, 96, 256) for name in ("three-iterations", "coarse-band")
@@ -261,11 +263,10 @@ def test_gpu_options_in_bfloat16(shared_gpu, dim, name):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("frames", [21, 43, 81, 172])
-@pytest.mark.parametrize("dim", [32, 64, 80, 128, 256])
-@pytest.mark.parametrize("exact", ["first_frame", ExactBlocks(band=1)], ids=["first-frame", "band"])
-def test_gpu_tiles_of_the_l_step(shared_gpu, frames, dim, exact):
+@pytest.mark.parametrize("dim,shape", in_turns([32, 64, 80, 128, 256], VIDEOS, 4), ids=str)
+def test_gpu_tiles_of_the_l_step(shared_gpu, dim, shape):
     """Every size of a tile, and several tiles."""
+    frames, exact = shape
     check_bfloat16(qkv(frames * 3 * 5, heads=3, dim=dim, device="cuda"), grid=(frames, 3, 5), exact=exact)
 
 

@@ -1,5 +1,7 @@
 """What the tests of several ops share. Gradients are those of an objective, unless those of the results are given."""
 
+import itertools
+
 import pytest
 import torch
 
@@ -25,6 +27,12 @@ def refuses(catalogue):
             call()
 
     return test
+
+
+def in_turns(names, others, each):
+    """Pairs of every name with so many of the others, which take turns: all pairs would compile for hours on a GPU."""
+    turns = itertools.cycle(others)
+    return [(name, next(turns)) for name in names for _ in range(each)]
 
 
 def qkv(Sq, Sk, dims=6, E=5, *, B=2, H=3, dtype=torch.float64):
