@@ -11,7 +11,7 @@ import copy
 import dataclasses
 from typing import Any, ClassVar, NamedTuple
 
-from vmonarch.attend import Attend, Beside, Biased, Dense, Exact, Op, Residual
+from vmonarch.attend import Attend, Beside, Biased, Exact, Op, Residual
 from vmonarch.bias.video import BiasOption, GridBias
 from vmonarch.borrowed import borrow
 from vmonarch.context_parallel import check_heads, check_ring
@@ -141,10 +141,7 @@ class VideoAttentionProcessor(metaclass=_Frozen):
             attend = Beside(attend, Exact(self.implementation), self.implementation)
         if self.refresh is not None:
             attend = Residual(attend, exact, layer.place, self.implementation)
-        if self.is_opaque(layer):
-            attend = Opaque.around(attend, inference=self.refresh is not None)
-        # In the Wan family, the model's own processor is right on ranks, too.
-        return Dense(attend, Exact(self.implementation)) if joint and self._dense == "dense_steps" else attend
+        return Opaque.around(attend, inference=self.refresh is not None) if self.is_opaque(layer) else attend
 
     def is_opaque(self, layer: Layer) -> bool:
         """Whether torch.compile is to see one operator for all layers of a transformer."""

@@ -31,11 +31,12 @@ from vmonarch.parallelism import (
     has_hook,
     share_parallel_config,
 )
-from vmonarch.pipeline_calls import is_ours
 from vmonarch.processors import preset_processor
 from vmonarch.residuals import NO_REFRESH, ResidualSharing
 from vmonarch.validation import DenseSet
 
+# An attention processor of ours: bound to a module, or set on one by mistake.
+_OURS = (Bound, VideoAttentionProcessor)
 _KEEP = "save its parameters with vmonarch.save_adapter if they are to be kept, then call vmonarch.restore"
 
 
@@ -111,12 +112,12 @@ def original_processors(transformer: Any) -> list[tuple[Any, Any]]:
     record = record_of(transformer)
     known = {} if record is None else dict(record.originals)
     modules = made = _with_processor(transformer)
-    if any(is_ours(module.processor) and module not in known for module in modules):
+    if any(isinstance(module.processor, _OURS) and module not in known for module in modules):
         stock: Any = diffusers_class(transformer)
         with torch.device("meta"):
             made = _with_processor(stock.from_config(transformer.config))
     return [
-        (module, known.get(module, new.processor) if is_ours(module.processor) else module.processor)
+        (module, known.get(module, new.processor) if isinstance(module.processor, _OURS) else module.processor)
         for module, new in zip(modules, made, strict=True)
     ]
 
@@ -294,7 +295,7 @@ def restore(pipe_or_transformer: Any) -> None:
 def is_applied(pipe_or_transformer: Any) -> bool:
     """Whether one of our processors is at work in any of the transformers."""
     transformers = find_transformers(pipe_or_transformer).values()
-    return any(is_ours(module.processor) for each in transformers for module in _with_processor(each))
+    return any(isinstance(module.processor, _OURS) for each in transformers for module in _with_processor(each))
 
 
 def _restore(transformers: dict[str, Any]) -> None:

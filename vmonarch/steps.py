@@ -9,20 +9,10 @@ from __future__ import annotations
 
 import inspect
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-
-
-def running_objects() -> Iterator[Any]:
-    """The objects whose methods the running thread is in, the innermost first."""
-    frame = inspect.currentframe()
-    while frame is not None:
-        # Locals are copied when they are read: only those of methods.
-        if frame.f_code.co_varnames[:1] == ("self",):
-            yield frame.f_locals.get("self")
-        frame = frame.f_back
 
 
 def running_pipeline(transformer: torch.nn.Module | None) -> Any:
@@ -35,7 +25,11 @@ def running_pipeline(transformer: torch.nn.Module | None) -> Any:
     # Only imported where a pipeline cannot run without it.
     from diffusers import DiffusionPipeline, ModularPipeline
 
-    for caller in running_objects():
+    frame = inspect.currentframe()
+    while frame is not None:
+        # Locals are copied when they are read: only those of methods.
+        caller = frame.f_locals.get("self") if frame.f_code.co_varnames[:1] == ("self",) else None
+        frame = frame.f_back
         if isinstance(caller, (DiffusionPipeline, ModularPipeline)):
             parts = [part for part in vars(caller).values() if isinstance(part, torch.nn.Module)]
             # A whole part in most cases, which is found without a walk through all modules.

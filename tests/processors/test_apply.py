@@ -16,7 +16,6 @@ from diffusers.models.transformers.transformer_wan import WanAttnProcessor
 
 import vmonarch
 from vmonarch import Refresh, VMonarchProcessor
-from vmonarch.call import running
 from vmonarch.configs.methods import resolve_method
 from vmonarch.own import Bound
 
@@ -202,26 +201,3 @@ def test_a_grid_that_the_transformer_is_not_given_is_refused(tiny, grid):
     model = tiny.applied_transformer(grid=grid)
     with pytest.raises(ValueError, match=re.escape(f"grid={grid}, but the transformer was given the grid (3, 2, 3)")):
         tiny.run(model)
-
-
-def test_a_transformer_inside_a_call_of_another_leaves_it_its_call(tiny):
-    outer, inner = tiny.applied_transformer(), tiny.applied_transformer()
-    expected, of_inner = tiny.run(outer), tiny.run(inner, grid=(2, 2, 2))
-    found = []
-    outer.blocks[0].register_forward_hook(lambda *_: found.append(tiny.run(inner, grid=(2, 2, 2))) or None)
-    assert torch.equal(tiny.run(outer), expected) and torch.equal(found[0], of_inner)
-    assert running.now["call"] is None and not running.outer
-
-
-def test_a_call_that_ctrl_c_has_ended_is_none_for_other_transformers(tiny):
-    ended, other = tiny.applied_transformer(), tiny.applied_transformer()
-    expected = tiny.run(other)
-
-    def press(*_):
-        raise KeyboardInterrupt
-
-    ended.blocks[0].register_forward_pre_hook(press)
-    with pytest.raises(KeyboardInterrupt):
-        tiny.run(ended)
-    assert torch.equal(tiny.run(other), expected)
-    assert running.now["call"] is None and not running.outer

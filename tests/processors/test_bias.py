@@ -6,7 +6,6 @@ import copy
 import json
 import math
 import pickle
-import weakref
 
 import pytest
 import torch
@@ -53,29 +52,6 @@ def test_it_is_attention_with_the_bias(tiny, make):
     matrix = torch.einsum("bshr,bthr->bhst", *bias)
     expected = torch.nn.functional.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)), matrix)
     torch.testing.assert_close(out, expected.transpose(1, 2), rtol=1e-4, atol=1e-5)
-
-
-class Counted(SpatioTemporalDecay):
-    def __init__(self):
-        super().__init__(1)
-        self.made = []
-
-    def forward(self, grid):
-        factors = super().forward(grid)
-        self.made.append(weakref.ref(factors[0]))
-        return factors
-
-
-def test_the_layers_of_a_forward_call_share_factors_that_end_with_it(tiny):
-    bias, model = Counted(), tiny.transformer()
-    vmonarch.apply(model, FlashBiasProcessor(bias))
-    first = tiny.run(model)
-    assert len(bias.made) == 1
-    tiny.run(model, grid=(2, 2, 2))
-    assert torch.equal(tiny.run(model), first) and len(bias.made) == 3
-    with pytest.raises(RuntimeError):
-        model(**tiny.inputs() | {"encoder_hidden_states": torch.zeros(1)})
-    assert all(factor() is None for factor in bias.made)
 
 
 @by_processor

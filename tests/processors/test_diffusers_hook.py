@@ -19,8 +19,7 @@ from diffusers.models.transformers.transformer_wan import WanAttnProcessor
 
 import vmonarch
 from vmonarch import VMonarchProcessor
-from vmonarch.diffusers_hook import _change_pipelines, install
-from vmonarch.pipeline_calls import _Finder, after_import
+from vmonarch.diffusers_hook import _change_pipelines, _Finder, after_import, install
 
 ROOT = Path(__file__).parents[2]
 ORDERS = {
@@ -195,7 +194,7 @@ def module(tmp_path, monkeypatch):
     """The path of a module of that name, which a second finder of ours finds, too; nothing of it stays."""
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setattr(sys, "meta_path", [_Finder(), *sys.meta_path])
-    monkeypatch.setattr("vmonarch.pipeline_calls._finder", _Finder())
+    monkeypatch.setattr("vmonarch.diffusers_hook._finder", _Finder())
     yield tmp_path / "imported_later.py"
     sys.modules.pop("imported_later", None)
 

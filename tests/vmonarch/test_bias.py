@@ -6,12 +6,10 @@ from op_checks import refuses
 
 from vmonarch import flash_bias_attention
 from vmonarch.bias import (
-    NeuralFactors,
     SpatioTemporalDecay,
     alibi_factors,
     alibi_slopes,
     distance_factors,
-    fit_neural_factors,
     low_rank_bias_attention,
     svd_factors,
 )
@@ -118,27 +116,6 @@ def test_a_bias_of_zeros_has_rank_one():
     assert product((found.query_factor, found.key_factor)).abs().max() == 0
 
 
-def test_networks_learn_a_smooth_bias():
-    torch.manual_seed(0)
-    generator = torch.Generator().manual_seed(0)
-    factors = NeuralFactors(2, rank=8, heads=2, hidden=64)
-
-    def bias(x, y):
-        distance = (x[:, None] - y).square().sum(-1)
-        return torch.stack([-distance, torch.exp(-distance)])
-
-    errors = fit_neural_factors(
-        factors, bias, lambda: (torch.rand(64, 2, generator=generator), torch.rand(64, 2, generator=generator)),
-        steps=800, lr=3e-3,
-    )  # fmt: skip
-    # A constant would be off by the bias's variance, 0.03 and 0.07.
-    assert len(errors) == 800 and errors[-1] < 1e-3
-    x, y = torch.rand(20, 2), torch.rand(30, 2)
-    query_factor, key_factor = factors(x, y)
-    assert query_factor.shape == (1, 20, 2, 8) and key_factor.shape == (1, 30, 2, 8)
-    assert (product((query_factor, key_factor)) - bias(x, y)).square().mean() < 2e-3
-
-
 BAD = {
     "heads": (lambda: alibi_slopes(0), "heads must be at least 1"),
     "slopes": (lambda: alibi_factors(3, 3, torch.ones(2, 2)), r"slopes must be a number or \[H\]"),
@@ -152,7 +129,6 @@ BAD = {
     "other-lengths": (
         lambda: low_rank_bias_attention(*[torch.ones(1, 4, 1, 2)] * 3, svd_factors(torch.ones(1, 3, 3))),
         "bias must be of 1 heads, 4 queries and 4 keys, got 1, 3 and 3"),
-    "rank": (lambda: NeuralFactors(2, rank=0), "rank must be at least 1"),
 }  # fmt: skip
 
 
