@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 import math
 import pickle
 
@@ -147,12 +146,6 @@ def test_logits_are_right_on_average_at_first():
     assert abs(q @ k / math.sqrt(D)) > 8 * error, "the test must tell the right average from 0"
 
 
-def test_it_starts_the_same_every_time_and_draws_no_random_number(tiny):
-    state, first, second = torch.get_rng_state(), learnt(applied(tiny)), learnt(applied(tiny))
-    assert torch.equal(torch.get_rng_state(), state)
-    assert first and all(torch.equal(parameter, second[name]) for name, parameter in first.items())
-
-
 @pytest.mark.parametrize("way", ["deepcopy", "pickle"])
 def test_copies_have_parameters_of_their_own(tiny, way):
     model = randomise(applied(tiny, layers=["both", "conv"]))
@@ -230,17 +223,6 @@ def test_offloaded_weights_are_refused_instead_of_left_behind(tiny, offload):
         vmonarch.apply(model, based())
     assert not learnt(model)
     vmonarch.apply(model, VMonarchProcessor())
-
-
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"layers": ["both", "conv"], "decay": True, "grid": (3, 2, 3), "dense_steps": 0.25, "window": [1, 3, 5]}],
-    ids=["defaults", "all"],
-)
-def test_config_goes_through_json(options):
-    processor = BasedProcessor(**options)
-    again = BasedProcessor.from_config(json.loads(json.dumps(processor.config)))
-    assert again.config == processor.config and repr(again) == repr(processor)
 
 
 @pytest.mark.parametrize(

@@ -5,13 +5,11 @@ from __future__ import annotations
 import copy
 import importlib.util
 import inspect
-import pickle
 import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 
-import diffusers
 import pytest
 import tiny_families
 import torch
@@ -19,7 +17,7 @@ from diffusers.models.transformers.transformer_wan import WanAttnProcessor
 
 import vmonarch
 from vmonarch import VMonarchProcessor
-from vmonarch.diffusers_hook import _change_pipelines, _Finder, after_import, install
+from vmonarch.diffusers_hook import _Finder, after_import
 
 ROOT = Path(__file__).parents[2]
 ORDERS = {
@@ -162,31 +160,6 @@ def test_what_a_transformer_alone_does_not_tell_needs_its_pipeline(tiny):
     with pytest.raises(ValueError, match="plan: it is for transformer, transformer_2, .* vmonarch.apply"):
         pipe.transformer_2.set_attn_processor(VMonarchProcessor(plan=plan))
     pipe.set_attn_processor(VMonarchProcessor(plan=plan))
-
-
-def test_a_pipeline_that_has_the_method_keeps_it():
-    class Setter:
-        def set_attn_processor(self, processor):
-            self.seen = processor
-
-    class Before(Setter, diffusers.DiffusionPipeline):
-        pass
-
-    install()
-    (pipe := Before()).set_attn_processor(processor := VMonarchProcessor())
-    assert pipe.seen is processor
-    own = Setter.set_attn_processor
-    _change_pipelines(SimpleNamespace(__name__="diffusers.pipelines.pipeline_utils", DiffusionPipeline=Setter))
-    assert Setter.set_attn_processor is own, "as a later diffusers may have it"
-
-
-def test_what_diffusers_has_is_changed_once_and_looks_as_before():
-    method = diffusers.models.attention.AttentionMixin.set_attn_processor
-    install()
-    assert diffusers.models.attention.AttentionMixin.set_attn_processor is method
-    assert inspect.getsource(method).lstrip().startswith("def set_attn_processor(self, processor: AttentionProcessor")
-    assert pickle.loads(pickle.dumps(method)) is method
-    assert pickle.loads(pickle.dumps(diffusers.DiffusionPipeline.set_attn_processor))
 
 
 @pytest.fixture

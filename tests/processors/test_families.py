@@ -179,20 +179,6 @@ def test_it_is_restored_copied_and_pickled(name):
     assert torch.equal(run(twin, inputs), stock) and torch.equal(run(pickled, inputs), stock)
 
 
-@pytest.mark.parametrize(
-    "name", [name for name, case in FAMILIES.items() if hasattr(getattr(diffusers, case.model), "set_attn_processor")]
-)
-def test_set_attn_processor_applies(name):
-    model, inputs = made(name)
-    stock = run(model, inputs)
-    with vmonarch.apply(model, VMonarchProcessor()):
-        expected = run(model, inputs)
-    model.set_attn_processor(VMonarchProcessor())
-    assert torch.equal(run(model, inputs), expected)
-    vmonarch.restore(model)
-    assert torch.equal(run(model, inputs), stock)
-
-
 @pytest.mark.parametrize("name", ["hunyuan", "cogvideox", "kandinsky6"])
 def test_every_kind_of_attention_but_linear_serves_them(name):
     model, inputs = made(name)
@@ -387,13 +373,6 @@ def test_what_is_padding_in_a_prompt_changes_nothing(name):
     torch.testing.assert_close(run(model, changed), run(model, inputs), rtol=1e-4, atol=1e-5)
 
 
-def test_tensor_parallelism_is_left_to_diffusers():
-    model = FAMILIES["hunyuan"].make()
-    vmonarch.apply(model, VMonarchProcessor())
-    with pytest.raises(ValueError, match="HunyuanVideoTransformer3DModel.*does not define one"):
-        model.enable_parallelism(config=diffusers.TensorParallelConfig())
-
-
 def test_arguments_are_compared_by_value_in_lists_and_mappings_too():
     one, same, other = torch.ones(2), torch.ones(2), torch.zeros(2)
     assert same_values([one, (3, one)], [same, (3, same)]) and same_values({"a": one, "b": [3]}, {"a": same, "b": [3]})
@@ -497,11 +476,3 @@ def test_a_prompt_in_a_tuple_that_a_callback_changes_has_residuals_of_its_own(re
     made, added = residuals_in_use
     # Two layers, two branches, four steps; one branch begins again in the third.
     assert (len(made), len(added)) == (4 + 2, 4 + 2 + 4)
-
-
-@pytest.mark.parametrize("option", ["dense_steps", "refresh"])
-def test_a_pipeline_that_goes_through_other_timesteps_than_its_scheduler_is_refused(option):
-    pipe, call = tiny_pipelines.pipeline("allegro")
-    pipe.scheduler = diffusers.DDIMScheduler()
-    with pytest.raises(RuntimeError, match=f"{option} needs the denoising step, but DDIMScheduler, .* does not tell"):
-        sample_with("allegro", pipe, call, **{option: 1})

@@ -39,14 +39,6 @@ def test_all_but_the_softmax_is_bit_identical_to_the_stock_processor(tiny, dtype
     assert torch.equal(tiny.run(model, batch=2, dtype=model.dtype), stock)
 
 
-@pytest.mark.parametrize("name", ["attn1", "attn2"])
-def test_one_that_is_set_on_a_single_module_says_how_to_apply_it(tiny, name):
-    model = tiny.transformer()
-    getattr(model.blocks[0], name).set_processor(VMonarchProcessor())
-    with pytest.raises(RuntimeError, match="VMonarchProcessor was set on a single.*vmonarch.apply.*set_attn_processor"):
-        tiny.run(model)
-
-
 @pytest.mark.parametrize("rotary", [True, False], ids=["rotated", "plain"])
 def test_query_and_key_have_the_dtype_of_value_whatever_their_norms_return(tiny, rotary):
     model = tiny.transformer(num_layers=1)

@@ -24,7 +24,6 @@ from vmonarch.flops import full_flops, vmonarch_flops
 from vmonarch.kernels.residual.api import add_residual, attention_residual, residual_bytes
 from vmonarch.refresh import Schedule, spaced_steps
 from vmonarch.residuals import PipelineBranch, Run
-from vmonarch.steps import DenoisingStep, noise_changes
 from vmonarch.values import versions_of
 
 
@@ -80,23 +79,6 @@ def test_the_last_residual_of_the_branch_is_added(tiny, kind):
     vmonarch.apply(pipe, VMonarchProcessor(refresh=schedule))
     for _ in range(2):
         assert torch.equal(tiny.generate(pipe, steps=5), expected)
-
-
-@pytest.mark.parametrize(
-    "timesteps, first, order, expected",
-    [
-        ([1000.0, 900.0, 500.0], 0, 1, [0.0, 100.0, 500.0]),
-        # Rising noise levels change, too.
-        ([100.0, 400.0, 1000.0], 0, 1, [0.0, 300.0, 900.0]),
-        # Video to video begins inside the schedule; of order 2, a step has two evaluations.
-        ([1000.0, 900.0, 700.0], 1, 1, [0.0, 200.0]),
-        ([1000.0, 800.0, 800.0, 300.0, 300.0], 0, 2, [0.0, 200.0, 700.0]),
-    ],
-    ids=["falling", "rising", "inside", "order-2"],
-)
-def test_how_far_the_noise_has_changed_before_each_step(timesteps, first, order, expected):
-    step = DenoisingStep(0, len(expected), 0, False, torch.tensor(timesteps), first, order, None)
-    assert noise_changes(step.timesteps[step.first :: step.order].tolist()) == expected
 
 
 NAN = float("nan")
@@ -387,17 +369,6 @@ def test_what_changes_the_output_of_a_transformer_does_so_once(tiny, order):
         assert (found - expected).norm() < 0.05 * expected.norm()
 
 
-@pytest.mark.parametrize("steps", [2, 4, 8])
-def test_few_steps_are_not_predicted_and_as_exact_as_by_a_fixed_schedule(tiny, steps):
-    pipe = tiny.applied("t2v", refresh=Refresh(tolerance=1e-3, cache=0.05, at_most=0.5))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        found = tiny.generate(pipe, steps=steps)
-    assert not vmonarch.report(pipe).predicted
-    fixed = tiny.applied("t2v", refresh=0.5)
-    assert torch.equal(found, tiny.generate(fixed, steps=steps))
-
-
 def test_a_report_counts_the_steps_that_ran(tiny):
     pipe = tiny.applied("t2v")
     tiny.quickly(pipe, 2)
@@ -476,13 +447,6 @@ def test_a_branch_that_sat_out_is_computed(tiny):
     computed = collections.Counter(calls)
     # The one that comes back in step 5 is computed beside one that is predicted. Both are then, until both go on.
     assert [computed[step] for step in range(12)] == [2, 2, 2, 0, 1, 1, 2, 2, 0, 2, 0, 2]
-
-
-def test_what_is_applied_amid_a_run_reports_its_own_steps(tiny):
-    pipe = tiny.applied("t2v", refresh=CACHED)
-    again = lambda: vmonarch.apply(pipe, VMonarchProcessor(refresh=CACHED))
-    tiny.quickly(pipe, 12, callback_on_step_end=lambda pipe, step, *_: step == 4 and again() and {} or {})
-    assert vmonarch.report(pipe).predicted == (8, 10)
 
 
 class Watching(VMonarchProcessor):
