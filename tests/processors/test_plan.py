@@ -260,12 +260,9 @@ def method(**options):
 BAD = {
     "unknown-method": (lambda: plan_of(["t9"]), "head 0 of layer 0 of 'transformer' has the method 't9'"),
     "unknown-option": (method(iterations=1), "unknown option 'iterations'"),
-    "bad-option": (method(num_iterations=0), "method 'a': num_iterations must be"),
     "unknown-kind": (method(kind="based"), "the kind 'based'; supported: vmonarch, t"),
     "unknown-work": (method(**METHODS["sparse"] | {"share": None, "beta": 1}), "method 'a': beta is not for plans"),
     "bad-pattern": (method(exact={"band": -1}), "method 'a': exact must fit: ExactBlocks.band"),
-    "ragged": (lambda: plan_of(["t1"], ["t1", "t1"]), "must all name as many heads"),
-    "no-layers": (lambda: plan_of(), "at least one"),
     "no-format": (lambda: AttentionPlan.parse({"methods": {}, "layers": {}}), "format must be 'vmonarch-plan-1'"),
     "no-file": (lambda: AttentionPlan.parse("nowhere.json"), "nowhere.json cannot be read"),
     "other-options": (lambda: VMonarchProcessor(plan=plan_of(["t1"]), num_iterations=3), "num_iterations must be left"),

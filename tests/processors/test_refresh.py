@@ -219,13 +219,9 @@ def test_the_report_says_what_ran(tiny):
     "options, error, message",
     [
         ({}, ValueError, "either steps or a tolerance"),
-        ({"steps": 2, "tolerance": 0.1}, ValueError, "either steps or a tolerance"),
         ({"tolerance": 0}, ValueError, "refresh.tolerance must be above 0"),
-        ({"tolerance": "5 %"}, TypeError, "refresh.tolerance must be a number"),
         ({"tolerance": 0.1, "at_most": [1]}, ValueError, "refresh.at_most must be a count or a fraction"),
-        ({"tolerance": 0.1, "at_most": 1.5}, ValueError, "refresh.at_most as a fraction must lie between"),
         ({"steps": 8, "at_most": 2}, ValueError, "refresh.at_most is for a tolerance, got 2 with steps=8"),
-        ({"steps": 2, "cache": 0}, ValueError, "refresh.cache must be above 0"),
         ({"steps": 2, "precision": "fp8"}, ValueError, 'refresh.precision must be "int8", or None'),
     ],
     ids=str,

@@ -118,14 +118,10 @@ def test_a_bias_of_zeros_has_rank_one():
 
 BAD = {
     "heads": (lambda: alibi_slopes(0), "heads must be at least 1"),
-    "slopes": (lambda: alibi_factors(3, 3, torch.ones(2, 2)), r"slopes must be a number or \[H\]"),
     "points": (lambda: distance_factors(torch.ones(3), torch.ones(3, 1)), r"query_points must be a tensor \[S, C\]"),
     "coordinates": (lambda: distance_factors(torch.ones(3, 2), torch.ones(3, 1)), "key_points must have as many coord"),
-    "weight": (lambda: distance_factors(torch.ones(3, 2), torch.ones(3, 2), torch.ones(2, 4)), "weight must be a num"),
     "reach": (lambda: SpatioTemporalDecay(2, reach=(1.0, 0.0, 1.0)), "reach must be three numbers above 0"),
     "bias": (lambda: svd_factors(torch.ones(3, 3)), r"bias must be a tensor \[H, Sq, Sk\]"),
-    "energy": (lambda: svd_factors(torch.ones(1, 3, 3), energy=99), "energy must be above 0 and at most 1"),
-    "max-rank": (lambda: svd_factors(torch.ones(1, 3, 3), max_rank=0), "max_rank must be at least 1"),
     "other-lengths": (
         lambda: low_rank_bias_attention(*[torch.ones(1, 4, 1, 2)] * 3, svd_factors(torch.ones(1, 3, 3))),
         "bias must be of 1 heads, 4 queries and 4 keys, got 1, 3 and 3"),
