@@ -35,8 +35,6 @@ from vmonarch.processors import preset_processor
 from vmonarch.residuals import NO_REFRESH, ResidualSharing
 from vmonarch.validation import DenseSet
 
-# An attention processor of ours: bound to a module, or set on one by mistake.
-_OURS = (Bound, VideoAttentionProcessor)
 _KEEP = "save its parameters with vmonarch.save_adapter if they are to be kept, then call vmonarch.restore"
 
 
@@ -105,21 +103,14 @@ def _with_processor(transformer: torch.nn.Module) -> list[Any]:
 
 
 def original_processors(transformer: Any) -> list[tuple[Any, Any]]:
-    """(module, its processor) of all modules that have one; where it is ours, the one before, or else the model's own.
+    """(module, its processor) of all modules that have one; where it is ours, the one before.
 
     What is not ours now is the user's, whatever was there before.
     """
     record = record_of(transformer)
     known = {} if record is None else dict(record.originals)
-    modules = made = _with_processor(transformer)
-    if any(isinstance(module.processor, _OURS) and module not in known for module in modules):
-        stock: Any = diffusers_class(transformer)
-        with torch.device("meta"):
-            made = _with_processor(stock.from_config(transformer.config))
-    return [
-        (module, known.get(module, new.processor) if isinstance(module.processor, _OURS) else module.processor)
-        for module, new in zip(modules, made, strict=True)
-    ]
+    modules = _with_processor(transformer)
+    return [(module, module.processor if ours_of(module) is None else known[module]) for module in modules]
 
 
 def apply(pipe_or_transformer: Any, processor: VideoAttentionProcessor | str = "near-lossless") -> Installation:
@@ -279,10 +270,9 @@ def own_processors(transformer: torch.nn.Module) -> list[tuple[Any, Bound, Any]]
 def restore(pipe_or_transformer: Any) -> None:
     """Undo `apply`: the original processors are back, and no hook or attribute is left on a model.
 
-    Where nothing is applied it does nothing. Processors that others have set since `apply` stay. Processors of ours
-    that were set on modules one by one are replaced by the model's default ones. The parameters of a `BasedProcessor`
-    go with it, and so do the LoRA layers that `vmonarch.load_adapter` added; `vmonarch.save_adapter` saves both. Unfuse
-    LoRA layers first if they were fused.
+    Where nothing is applied it does nothing. Processors that others have set since `apply` stay. The parameters of a
+    `BasedProcessor` go with it, and so do the LoRA layers that `vmonarch.load_adapter` added; `vmonarch.save_adapter`
+    saves both. Unfuse LoRA layers first if they were fused.
 
     Raises:
         TypeError: `pipe_or_transformer` has no supported transformer.
@@ -295,7 +285,7 @@ def restore(pipe_or_transformer: Any) -> None:
 def is_applied(pipe_or_transformer: Any) -> bool:
     """Whether one of our processors is at work in any of the transformers."""
     transformers = find_transformers(pipe_or_transformer).values()
-    return any(isinstance(module.processor, _OURS) for each in transformers for module in _with_processor(each))
+    return any(ours_of(module) is not None for each in transformers for module in each.modules())
 
 
 def _restore(transformers: dict[str, Any]) -> None:
@@ -304,18 +294,17 @@ def _restore(transformers: dict[str, Any]) -> None:
             check_restorable(transformer)
     for transformer in transformers.values():
         record = record_of(transformer)
-        if record is None and not is_applied(transformer):
+        if record is None:
             continue
         originals = original_processors(transformer)
-        if record is not None:
-            keep(transformer, None)
-            vars(transformer).pop("enable_parallelism", None)
-            there = getattr(transformer, "peft_config", None) or {}
-            if record.lora in there and len(there) == 1:
-                # Leaves the plain layers behind, not ones wrapped for adapters to come.
-                transformer.unload_lora()
-            elif record.lora in there:
-                transformer.delete_adapters(record.lora)
+        keep(transformer, None)
+        vars(transformer).pop("enable_parallelism", None)
+        there = getattr(transformer, "peft_config", None) or {}
+        if record.lora in there and len(there) == 1:
+            # Leaves the plain layers behind, not ones wrapped for adapters to come.
+            transformer.unload_lora()
+        elif record.lora in there:
+            transformer.delete_adapters(record.lora)
         for attn, original in originals:
             _set_processor(attn, original)
         share_parallel_config(transformer)

@@ -70,7 +70,3 @@ def test_flops_of_a_plan_are_those_of_its_heads(call, tmp_path) -> None:
     method = resolve_method(f"vmonarch:plan={tmp_path / 'plan.json'}")
     (found,) = relative_flops(call, [method], TEN).values()
     assert found == pytest.approx(plan.flops(GRID, 12) / (4 * full_flops(GRID, 12)))
-
-
-def test_flops_of_learnt_layers_are_not_told(call, shipped_adapter) -> None:
-    assert relative_flops(call, [resolve_method("based")], TEN) == {"based": None}

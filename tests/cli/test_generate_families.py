@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,8 +13,6 @@ import tiny_folders
 import torch
 
 from vmonarch import LatentGrid, VMonarchProcessor, apply
-from vmonarch.configs import InputError
-from vmonarch.finetune.data.preprocess import PreprocessConfig, preprocess
 from vmonarch.pipelines import loading, sampling
 from vmonarch.pipelines.config import GenerateConfig, complete
 from vmonarch.pipelines.model_folder import find_model
@@ -100,30 +97,6 @@ def test_a_record_repeats_every_bit(cli, folders: Folders, name: str) -> None:
     assert record["model"]["vae_dtype"] == "float32" and record["frames_shape"][0] == record["config"]["num_frames"]
 
 
-@pytest.mark.parametrize("name", ["hunyuan", "ltx", "cogvideox"])
-def test_bfloat16_is_of_everything_but_the_vae(folders: Folders, name: str) -> None:
-    folder = find_model(str(folders(name)))
-    settings = complete(config(folder.path, name, dtype="bfloat16", guidance=1.0), folder)
-    model = loading.load_model(settings, folder)
-    settings.attention.install(model.pipe)
-    frames = sampling.sample(model, settings, [PROMPT], [0]).frames
-    assert (model.pipe.transformer.dtype, model.pipe.vae.dtype) == (torch.bfloat16, torch.float32)
-    assert frames.dtype == torch.float32 and frames.isfinite().all() and frames.std() > 0.01
-    assert model.pipe.text_encoder.dtype == torch.bfloat16
-
-
-@pytest.fixture
-def changed(folders: Folders, tmp_path: Path) -> Callable[..., Path]:
-    """changed(name, file, key=value): a copy of a folder with another value in one of its configs."""
-
-    def copy(name: str, file: str, **change: Any) -> Path:
-        path = Path(shutil.copytree(folders(name), tmp_path / name))
-        (path / file).write_text(json.dumps(json.loads((path / file).read_text()) | change))
-        return path
-
-    return copy
-
-
 @pytest.mark.deep
 def test_heads_are_diagnosed_and_planned(cli, folders: Folders) -> None:
     words = ["--candidates", "vmonarch-t1", "vmonarch", "--every", 1, "--flops", 1.5]
@@ -161,28 +134,3 @@ def test_bad_input(cli, folders: Folders, case: str) -> None:
     assert code == 2 and out == "" and err.count("\n") == 1, err
     assert all(part in err for part in parts), err
     assert not cli.outputs()
-
-
-def test_what_the_configs_of_a_model_rule_out(changed: Callable[..., Path]) -> None:
-    path = changed("ltx", "scheduler/scheduler_config.json", use_dynamic_shifting=True)
-    folder = find_model(str(path))
-    with pytest.raises(InputError, match="flow_shift cannot be set: this model's shift follows from the size"):
-        loading.load_model(complete(config(path, "ltx", flow_shift=3.0), folder), folder)
-    path = changed("hunyuan", "transformer/config.json", guidance_embeds=False)
-    with pytest.raises(InputError, match="model is a .* no embedded guidance"):
-        complete(config(path, "hunyuan"), find_model(str(path)))
-    path = changed("hunyuan15", "guider/guider_config.json", guidance_scale=None)
-    with pytest.raises(InputError, match="model has no guider with a guidance_scale"):
-        complete(config(path, "hunyuan15"), find_model(str(path)))
-
-
-def test_videos_of_other_families_are_not_shared(folders: Folders) -> None:
-    with pytest.raises(InputError, match="model must be of the Wan family for 2 processes"):
-        loading.complete_and_load(config(folders("ltx"), "ltx"), None, shard=loading.Shard(0, 2, 0))
-
-
-def test_training_is_for_the_wan_family(folders: Folders, tmp_path: Path) -> None:
-    model = str(folders("ltx"))
-    message = "model must be of the Wan family, as training data and trainer are .*LTXPipeline"
-    with pytest.raises(InputError, match=message):
-        preprocess(PreprocessConfig(model=model, procedural=1, output=str(tmp_path / "data")))

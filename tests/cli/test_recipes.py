@@ -160,15 +160,6 @@ def test_what_a_recipe_cannot_do_is_said(recipe: str, problem: str, wide: torch.
         recipes.apply(wide, recipe)
 
 
-@pytest.mark.parametrize("recipe", ["stock:linears=float8-weights", "stock:backend=fa3"])
-def test_a_package_that_is_missing_is_named(recipe: str, wide: torch.nn.Module, fa3: Any, monkeypatch: Any) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(
-        InputError, match=r"torchao: pip install 'vmonarch\[float8\]'|FlashAttention-3: pip install fa3-fwd"
-    ):
-        recipes.apply(wide, recipe)
-
-
 def test_exact_attention_is_flash_attention_3_of_that_model_alone(wide: torch.nn.Module, tiny: Any, fa3: Any) -> None:
     inputs, found = tiny.inputs(dtype=torch.bfloat16), []
     for recipe in ("full", "stock:compile=false,backend=fa3", "full"):

@@ -343,21 +343,6 @@ def test_kandinskys_sparse_attention_gives_way_where_its_order_does_not_matter(c
     assert error(run(model, inputs), full) < 1e-5
 
 
-def test_what_is_not_supported_is_refused():
-    model, inputs = made("kandinsky6")
-    vmonarch.apply(model, VMonarchProcessor())
-    module = known_family(model).layers(model)[0][1]
-    pairs = torch.ones(1, 1, 72, 72, dtype=torch.bool)
-
-    def masked(*args, **kwargs):
-        kwargs["attn_mask"] = pairs
-        return original(*args, **kwargs)
-
-    original, module.forward = module.forward, masked
-    with pytest.raises(NotImplementedError, match=r"mask of keys.*\(1, 1, 72, 72\)"):
-        run(model, inputs)
-
-
 PADDED = {"hunyuan": lambda: FlashBiasProcessor(SpatioTemporalDecay()), "hunyuan15": VMonarchProcessor}
 
 

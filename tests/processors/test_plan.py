@@ -85,17 +85,6 @@ def test_every_head_computes_what_the_plan_says(tiny, name):
         torch.testing.assert_close(found[:, :, head : head + 1], wanted, atol=1e-6, rtol=1e-5)
 
 
-def test_a_plan_of_the_default_is_the_default_and_one_of_full_attention_changes_nothing(tiny):
-    model = transformer(tiny)
-    stock = tiny.run(model)
-    vmonarch.apply(model, VMonarchProcessor())
-    default = tiny.run(model)
-    vmonarch.apply(model, VMonarchProcessor(plan=plan_of(["d"] * 4, ["d"] * 4, methods={"d": {}})))
-    assert torch.equal(tiny.run(model), default)
-    vmonarch.apply(model, VMonarchProcessor(plan=plan_of(["full"] * 4, ["full"] * 4)))
-    assert torch.equal(tiny.run(model), stock) and not torch.equal(stock, default)
-
-
 @pytest.mark.parametrize(("D", "offset"), [(3, 0), (8, 0), (8, 1)])
 def test_heads_that_lie_evenly_apart_are_not_copied(D, offset):
     """Whether a head's numbers can be copied by 16 bytes or not."""
