@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import math
 import re
@@ -20,7 +19,6 @@ from vmonarch.configs import InputError
 from vmonarch.eval import evaluate as module
 from vmonarch.eval.compare import compare
 from vmonarch.eval.evaluate import EvalConfig, Evaluation, Item, evaluate
-from vmonarch.eval.report import quality_plot, report
 from vmonarch.eval.settings import CompareConfig
 from vmonarch.eval.similarity import similarity
 from vmonarch.eval.summary import MEASURES, TIMES, differences, interval, low_end, statistics
@@ -248,7 +246,7 @@ def test_the_low_end_is_of_the_videos_and_percentiles_are_of_enough() -> None:
     assert low_end(made_up(a=[1.0] + ["inf"] * 20), "a") == {"p1": None, "p5": "inf", "below_27": 1, "items": 21}
 
 
-# VBench and LPIPS
+# VBench
 
 
 def test_vbench_gets_every_video_with_its_prompt(loaded, copied: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -314,23 +312,3 @@ def test_a_broken_video_and_a_full_disk_are_named_and_leave_what_was_done(loaded
     with pytest.raises(OSError, match=r"No space left"):
         compare(comparison(loaded, tmp_path / "full"), model=loaded)
     assert not any((tmp_path / "full").iterdir())
-
-
-# The report
-
-
-def test_the_report_of_many_items_lists_them_and_holds_some_videos(whole: Evaluation) -> None:
-    record = copy.deepcopy(whole.record)
-    record["items"] = [{**record["items"][n % 4], "number": n + 1} for n in range(100)]
-    page = report(record, whole.folder)
-    assert page.count("<video") == 12 * 3 and "12 of 100 items" in page
-    assert page.count('href="#item-') == 12 and 'data-value="100">100</td>' in page
-    record["config"]["report_megabytes"] = 0
-    assert "<video" not in report(record, whole.folder)
-    # What has no place in a plot is left out.
-    svg = quality_plot(record, "psnr")
-    assert svg.count("<title>") == 2 and "<title>vmonarch-plain: PSNR dB" in svg and svg == quality_plot(record, "psnr")
-    record["statistics"]["vmonarch-plain"]["psnr"]["mean"] = "inf"
-    assert quality_plot(record, "psnr").count("<title>") == 1
-    record["attention_flops"][METHODS[2]] = None
-    assert quality_plot(record, "psnr") is quality_plot(record, "lpips") is None

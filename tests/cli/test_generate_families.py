@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -95,19 +93,6 @@ def test_a_record_repeats_every_bit(cli, folders: Folders, name: str) -> None:
     assert again["config"] == other["config"] and again["frames_sha256"] == other["frames_sha256"]
     assert again["frames_sha256"] != record["frames_sha256"]
     assert record["model"]["vae_dtype"] == "float32" and record["frames_shape"][0] == record["config"]["num_frames"]
-
-
-@pytest.mark.deep
-def test_heads_are_diagnosed_and_planned(cli, folders: Folders) -> None:
-    words = ["--candidates", "vmonarch-t1", "vmonarch", "--every", 1, "--flops", 1.5]
-    code, _, err = cli("calibrate", *line(folders("hunyuan"), "hunyuan", *words), tiny=False)
-    assert code == 0, err
-    (folder,) = (cli.folder / "outputs/calibrate").iterdir()
-    part = json.loads((folder / "diagnosis.json").read_text())["transformers"]["transformer"]
-    assert part["steps"] == [0, 1] and all(math.isfinite(value) for value in part["candidates"]["vmonarch"]["kl"][0][1])
-    words = ["--attention", f"vmonarch:plan={folder / 'plan.json'}"]
-    code, _, err = cli("generate", *line(folders("hunyuan"), "hunyuan", *words), tiny=False)
-    assert code == 0, err
 
 
 LONG = "red " * 300

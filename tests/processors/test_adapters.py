@@ -135,11 +135,6 @@ def test_what_does_not_fit_is_named_and_changes_nothing(tiny, file, name):
     assert not getattr(pipe.transformer, "peft_config", None)
 
 
-def test_a_file_for_one_transformer_is_not_for_two(tiny, file):
-    with pytest.raises(ValueError, match="is for transformer, but there is transformer and transformer_2"):
-        load_adapter(tiny.pipeline("t2v-2.2"), file)
-
-
 def test_files_that_are_no_adapters_are_refused(tiny, tmp_path):
     model = tiny.transformer()
     with pytest.raises(FileNotFoundError, match="there is no adapter file .*nowhere"):

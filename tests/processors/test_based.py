@@ -215,16 +215,6 @@ def test_what_was_learnt_is_not_replaced_unasked(tiny, way, twin):
     assert len(learnt(first)) == (len(learnt(model)) if model is first else 3)
 
 
-@pytest.mark.parametrize("offload", ["block_level", "leaf_level", "sequential"])
-def test_offloaded_weights_are_refused_instead_of_left_behind(tiny, offload):
-    model = tiny.transformer()
-    tiny.offload(model, offload)
-    with pytest.raises(ValueError, match="apply.* before"):
-        vmonarch.apply(model, based())
-    assert not learnt(model)
-    vmonarch.apply(model, VMonarchProcessor())
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 import vmonarch
-from vmonarch import BasedProcessor, context_parallel
+from vmonarch import BasedProcessor
 from vmonarch.context_parallel import TokenSplit
 
 ALONE = worker.Alone()
@@ -96,26 +96,3 @@ def test_tangents_do_not_travel():
             torch.func.jvp(TokenSplit(None, 0, (6,)).gather_tokens, (q,), (q,))
     finally:
         dist.destroy_process_group()
-
-
-LAYOUTS = {
-    "whole": (lambda x: x, True),
-    "turned": (lambda x: x.transpose(1, 2), True),
-    "rows-turned": (lambda x: x.transpose(2, 3), False),
-    "beside-a-word": (lambda x: x[..., 1:17], False),
-    "empty": (lambda x: x[:, :0], True),
-}
-
-
-@pytest.mark.parametrize("kind", LAYOUTS)
-def test_copies_by_words_are_copies(kind):
-    """Of numbers in rows of whole words or not, which start at a word or beside one."""
-    lay_out, in_words = LAYOUTS[kind]
-    x = lay_out(torch.arange(3 * 5 * 6 * 24).view(3, 5, 6, 24).to(torch.bfloat16))
-    assert context_parallel._in_words(x) == in_words
-    for to in (
-        torch.zeros_like(x, memory_format=torch.contiguous_format),
-        torch.zeros(*x.shape, 2, dtype=x.dtype)[..., 0],
-    ):
-        context_parallel._copy(to, x)
-        assert torch.equal(to, x)

@@ -9,7 +9,7 @@ import vmonarch
 from vmonarch import VMonarchProcessor
 from vmonarch.base import FullAttentionProcessor
 
-KINDS = ["float8-packed", "float8-weight", "int8-weight", "int8-dynamic"]
+KINDS = ["float8-packed", "float8-weight", "int8-dynamic"]
 
 
 class PackedLinear(torch.nn.Module):
@@ -42,7 +42,6 @@ def quantise(model, kind):
     # Modules of the same class, whose weight is a tensor of another.
     config = {
         "float8-weight": quantization.Float8WeightOnlyConfig,
-        "int8-weight": quantization.Int8WeightOnlyConfig,
         "int8-dynamic": quantization.Int8DynamicActivationInt8WeightConfig,
         "float8-dynamic": lambda: quantization.Float8DynamicActivationFloat8WeightConfig(
             granularity=quantization.PerRow()

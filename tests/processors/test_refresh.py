@@ -215,22 +215,6 @@ def test_the_report_says_what_ran(tiny):
     assert ran.held and "more exact steps may have been needed than at_most allows" in str(ran) and len(ran.exact) == 2
 
 
-@pytest.mark.parametrize(
-    "options, error, message",
-    [
-        ({}, ValueError, "either steps or a tolerance"),
-        ({"tolerance": 0}, ValueError, "refresh.tolerance must be above 0"),
-        ({"tolerance": 0.1, "at_most": [1]}, ValueError, "refresh.at_most must be a count or a fraction"),
-        ({"steps": 8, "at_most": 2}, ValueError, "refresh.at_most is for a tolerance, got 2 with steps=8"),
-        ({"steps": 2, "precision": "fp8"}, ValueError, 'refresh.precision must be "int8", or None'),
-    ],
-    ids=str,
-)
-def test_bad_tolerances_are_named(options, error, message):
-    with pytest.raises(error, match=message):
-        Refresh(**options)
-
-
 def steps_of(refresh, steps, growth=0.0099, error=0.0):
     """(computed, exact) steps of a run in which both errors grow evenly with the steps."""
     schedule, computed = Schedule(refresh, steps, [float(step) for step in range(steps)]), []
@@ -363,17 +347,6 @@ def test_what_changes_the_output_of_a_transformer_does_so_once(tiny, order):
         torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4)
     else:
         assert (found - expected).norm() < 0.05 * expected.norm()
-
-
-def test_a_report_counts_the_steps_that_ran(tiny):
-    pipe = tiny.applied("t2v")
-    tiny.quickly(pipe, 2)
-    share = vmonarch.report(pipe).work
-    vmonarch.apply(pipe, VMonarchProcessor(refresh=[0, 1, 2, 3]))
-    tiny.quickly(pipe, 16, callback_on_step_end=lambda pipe, step, *_: setattr(pipe, "_interrupt", step == 3) or {})
-    # All were exact, and the last one made a residual.
-    assert vmonarch.report(pipe).work == pytest.approx(1 + share / 4)
-    assert vmonarch.report(tiny.another(pipe)).work is None
 
 
 def test_a_report_is_of_its_own_pipeline(tiny):

@@ -4,10 +4,7 @@ import itertools
 
 import pytest
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils.checkpoint import checkpoint
 
-from vmonarch import vmonarch_attention
 from vmonarch.eval.studies import fuzz
 
 # Residuals have no gradient, and no product that autocast would round.
@@ -41,20 +38,3 @@ def test_no_op_is_rounded(op, monkeypatch):
     assert actual.keys() == expected.keys() and any(name.startswith("d") for name in actual)
     for name, x in actual.items():
         assert x.dtype == expected[name].dtype and torch.equal(x, expected[name]), name
-
-
-def test_checkpointed_it_keeps_nothing_and_is_computed_twice():
-    kept = []
-
-    def block(query, key, value):
-        tensors = [x.sin() for x in (query, key, value)]
-        out = vmonarch_attention(*tensors, grid=(2, 3, 4))
-        kept.append([StorageWeakRef(x.untyped_storage()) for x in (*tensors, out)])
-        return out.sum()
-
-    given = [x.requires_grad_() for x in torch.randn(3, 1, 24, 2, 8)]
-    with autocast():
-        out = checkpoint(block, *given, use_reentrant=False, early_stop=False)
-    assert [x.expired() for x in kept[0]] == 4 * [True]
-    out.backward()
-    assert len(kept) == 2

@@ -73,6 +73,10 @@ OF_PROCESSORS = {
     "refresh-zero": ({"refresh": 0}, ValueError, NO_STEP),
     "refresh-other-key": (
         {"refresh": {"steps": 2, "type": "int8"}}, TypeError, "refresh must have steps or tolerance, and besides"),
+    "refresh-neither": ({"refresh": {"dtype": "int8"}}, TypeError, "refresh must have steps or tolerance"),
+    "refresh-tolerance": ({"refresh": {"tolerance": 0}}, ValueError, "refresh.tolerance must be above 0"),
+    "refresh-at-most": (
+        {"refresh": {"steps": 8, "at_most": 2}}, ValueError, "refresh.at_most is for a tolerance, got 2 with steps=8"),
     "refresh-dtype": (
         {"refresh": {"steps": 2, "dtype": "int4"}}, ValueError,
         "refresh.dtype must be one of int8, bfloat16, got 'int4'"),
@@ -146,11 +150,3 @@ def test_arguments_of_other_models_are_refused():
             attention.processor(attention, torch.randn(1, 6, 24), **{name: 1})
     with pytest.raises(ValueError, match="attention_mask"):
         attention(torch.randn(1, 6, 24), None, torch.ones(1, 6, dtype=torch.bool))
-
-
-def test_a_transformer_called_without_latents_says_what_stock_says():
-    model = tiny_wan.applied_transformer()
-    with pytest.raises(TypeError, match="hidden_states"):
-        model()
-    with pytest.raises(ValueError, match="not enough values|unpack|5"):
-        model(torch.randn(1, 16, 4, 4), torch.tensor([1]), torch.randn(1, 7, 16))

@@ -110,12 +110,6 @@ def test_heads_of_low_and_high_rank_attend_side_by_side(heads):
     torch.testing.assert_close(out.double(), expected, rtol=0, atol=2e-5)
 
 
-def test_a_bias_of_zeros_has_rank_one():
-    found = svd_factors(torch.zeros(2, 12, 12))
-    assert found.ranks == (1, 1) and found.rank == 8
-    assert product((found.query_factor, found.key_factor)).abs().max() == 0
-
-
 BAD = {
     "heads": (lambda: alibi_slopes(0), "heads must be at least 1"),
     "points": (lambda: distance_factors(torch.ones(3), torch.ones(3, 1)), r"query_points must be a tensor \[S, C\]"),
