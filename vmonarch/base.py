@@ -9,6 +9,7 @@ from __future__ import annotations
 import abc
 import copy
 import dataclasses
+import inspect
 from typing import Any, ClassVar, NamedTuple
 
 from vmonarch.attend import Attend, Beside, Biased, Exact, Op, Residual
@@ -23,6 +24,9 @@ from vmonarch.own import Own
 from vmonarch.plan import AttentionPlan
 from vmonarch.refresh import Refresh
 from vmonarch.validation import DenseSet, check_implementation
+
+# Of options that are printed, text that is longer is their type's name.
+_LONG = 80
 
 
 class Layer(NamedTuple):
@@ -246,7 +250,14 @@ class VideoAttentionProcessor(metaclass=_Frozen):
         return copy.copy(self)
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({', '.join(f'{name}={getattr(self, name)!r}' for name in self._OPTIONS)})"
+        """The options that are not the defaults; of plans and long ones the type."""
+        defaults = {name: entry.default for name, entry in inspect.signature(type(self)).parameters.items()}
+        shown = []
+        for name in self._OPTIONS:
+            if (value := getattr(self, name)) != defaults.get(name):
+                text = repr(value)
+                shown.append(f"{name}={text if len(text) < _LONG else type(value).__name__}")
+        return f"{type(self).__name__}({', '.join(shown)})"
 
 
 class FullAttentionProcessor(VideoAttentionProcessor):

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 
 from vmonarch.attend import Attend, Exact, Share, stack_lines
-from vmonarch.call import Call, current_call, running
+from vmonarch.call import Call, current_call
 from vmonarch.context_parallel import TokenSplit, check_heads, context_parallel_config, split_tokens
 from vmonarch.engines import split_video
 from vmonarch.grid import LatentGrid
@@ -181,7 +181,7 @@ class Own(Bound):
     ) -> torch.Tensor:
         tokens = hidden_states.shape[1] if split is None else split.all_tokens
         # Of exact attention, nothing but the number of tokens matters.
-        call = Call(LatentGrid(1, 1, tokens)) if isinstance(self.attend, Exact) else self._call()
+        call = Call(LatentGrid(1, 1, tokens)) if isinstance(self.attend, Exact) else current_call()
         if call.dense:
             # What the module's own processor computes.
             for name in ("_attention_backend", "_parallel_config"):
@@ -195,13 +195,6 @@ class Own(Bound):
         call = call._replace(backend=self._attention_backend)
         to_out: Any = attn.to_out
         return to_out[1](to_out[0](self.mix(attn, hidden_states, rotary_emb, call, split)))
-
-    def _call(self) -> Call:
-        """The running call; outside of one, all that attention needs is the grid, if no option needs the step."""
-        grid, spec = self.spec.grid, self.spec
-        if running.now["call"] is not None or grid is None or spec.refresh is not None or spec.dense_steps:
-            return current_call()
-        return Call(grid)
 
     def mix(
         self, attn: Any, hidden_states: torch.Tensor, rotary_emb: Rotary, call: Call, split: TokenSplit | None
