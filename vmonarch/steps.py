@@ -89,11 +89,6 @@ def denoising_step(transformer: torch.nn.Module | None, timestep: Any, needed_by
             f"{needed_by} needs the denoising step, but no pipeline calls this transformer here: run it by a diffusers"
             f" pipeline that has it, in the same thread, or {instead}"
         )
-    if getattr(pipe, "_current_timestep", 0) is None:
-        raise RuntimeError(
-            f"{needed_by} needs the denoising step, but {type(pipe).__name__} calls this transformer outside of its"
-            f" denoising loop; {instead}"
-        )
     scheduler = pipe.scheduler
     timesteps, order = getattr(scheduler, "timesteps", None), getattr(scheduler, "order", 1)
     if isinstance(timesteps, torch.Tensor):

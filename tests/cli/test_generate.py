@@ -221,29 +221,6 @@ def test_a_prompt_is_enough(cli) -> None:
     assert record["model"]["weights_sha256"] is not None and record["model"]["weights_bytes"] < 16 * 2**20
 
 
-def pair(model: Path, **values: object) -> tuple[loading.LoadedModel, sampling.Batch]:
-    """Two videos from a freshly loaded pipeline."""
-    loaded = tiny_wan.load(model, **values)
-    loaded.config.attention.install(loaded.pipe)
-    return loaded, sampling.sample(loaded, loaded.config, ["a red circle", "a blue square"], [0, 1])
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("offload", ["none", "model", "group"])
-def test_offloading_changes_nothing_but_rounding(tiny_model: Path, offload: str) -> None:
-    _, plain = pair(tiny_model, device="cuda")
-    loaded, offloaded = pair(tiny_model, device="cuda", offload=offload)
-    assert (loaded.dtype, loaded.pipe.vae.dtype) == (torch.bfloat16, torch.float32)
-    if offload == "group":
-        # Norms whose weights come and go are computed by themselves, not with the rotary embedding in one kernel, which
-        # rounds once less.
-        assert (plain.frames - offloaded.frames).abs().mean() < 1e-2
-    else:
-        assert torch.equal(plain.frames, offloaded.frames)
-    seconds = offloaded.seconds
-    assert 0 < seconds["transformer"] <= seconds["denoise"] < seconds["total"]
-
-
 # --- `torchrun … -m vmonarch generate`: processes make every video together, and one of them writes it. ---
 
 SCRIPT = Path(__file__).parents[1] / "support" / "shared_generate.py"
