@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from vmonarch.host_memory import Arriving, HostMemory
+from vmonarch.host_memory import Arriving, HostMemory, host_memory
 from vmonarch.kernels.residual.api import DTYPES, attention_residual, renew_residual, residual_bytes
 from vmonarch.kernels.residual.reference import Residual
 from vmonarch.refresh import Refresh, Schedule
@@ -46,7 +46,6 @@ class Branch:
     """The calls of a transformer in one run that differ in nothing but step and latents, and their residuals.
 
     Args:
-        sharing: what they are shared by.
         schedule: of the run, which all its branches share.
         layers: how many keep a residual.
         residuals: by layer, in the order of layers; see `layer_of`.
@@ -60,7 +59,6 @@ class Branch:
         foretold: whether the output of this call is predicted; None where the transformer's forward has not asked yet.
     """
 
-    sharing: ResidualSharing
     schedule: Schedule
     layers: int
     residuals: dict[Any, _Kept] = dataclasses.field(default_factory=dict)
@@ -213,7 +211,7 @@ class Branch:
         step, device = self.schedule.step, residual.values.device
         if not self._offloads(device):
             return _Kept(step, residual, None)
-        host = self.sharing.host_of(device)
+        host = host_memory(device)
         places = None if before is None else before.residual
         return _Kept(step, Residual(*host.store(residual, places)), host)
 
@@ -328,8 +326,6 @@ class ResidualSharing:
         self.runs: list[Run] = []
         self._branches: list[PipelineBranch] = []
         self._lock = threading.RLock()
-        # By device: a transformer may be spread over several.
-        self._hosts: dict[torch.device, HostMemory] = {}
 
     def __reduce__(self) -> tuple[Any, ...]:
         return ResidualSharing, (self.refresh,)
@@ -357,7 +353,6 @@ class ResidualSharing:
             if branch is None:
                 run = self._run(step, transformer)
                 branch = PipelineBranch(
-                    sharing=self,
                     schedule=run.schedule,
                     layers=len(_sharing_layers(transformer)),
                     run=run,
@@ -407,12 +402,6 @@ class ResidualSharing:
     def forget(self) -> None:
         """Free all residuals."""
         self._drop(lambda branch: True)
-
-    def host_of(self, device: torch.device) -> HostMemory:
-        """Through what residuals of a device go to the host."""
-        with self._lock:
-            host = self._hosts[device] = self._hosts.get(device) or HostMemory(device)
-        return host
 
     def _drop(self, over: Callable[[PipelineBranch], bool]) -> None:
         """Free the residuals of some branches, which a traceback may still hold."""

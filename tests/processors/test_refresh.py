@@ -482,16 +482,16 @@ def test_offloaded_they_come_back_one_layer_ahead(tiny, monkeypatch, dtype):
     pipe.transformer = tiny.transformer(num_layers=3)
     vmonarch.apply(pipe, VMonarchProcessor(refresh=Refresh([0, 2], dtype)))
     expected = tiny.quickly(pipe, 5)
-    monkeypatch.setattr(residuals, "HostMemory", Host)
+    host = Host(None)
+    monkeypatch.setattr(residuals, "host_memory", lambda device: host)
     monkeypatch.setattr(residuals.Branch, "_offloads", lambda *_: True)
-    adding = lambda *inputs, **options: host().log.append("add") or add_residual(*inputs, **options)
+    adding = lambda *inputs, **options: host.log.append("add") or add_residual(*inputs, **options)
     monkeypatch.setattr(attend, "add_residual", adding)
-    host = lambda: next(iter(pipe.transformer._vmonarch_record.sharing._hosts.values()))
     vmonarch.apply(pipe, VMonarchProcessor(refresh=Refresh([0, 2], dtype)))
     assert torch.equal(tiny.quickly(pipe, 5), expected)
     # Three layers, whose memory on the host is written to again; three steps that use residuals.
-    assert host().stored == 3
-    assert host().log == ["fetch", *["wait", "fetch", "add"] * 2, "wait", "add"] * 3
+    assert host.stored == 3
+    assert host.log == ["fetch", *["wait", "fetch", "add"] * 2, "wait", "add"] * 3
 
 
 class Layer(torch.nn.Module):
@@ -515,7 +515,7 @@ def test_memory_is_asked_of_every_device_for_its_own_layers(monkeypatch):
     at = lambda device: SimpleNamespace(shape=(1, 18, 2, 12), device=torch.device(device))
     kept = SimpleNamespace(residual=SimpleNamespace(values=at("cuda:0")))
     run, nothing = Run(Schedule(Refresh(1), 2), None, None, lambda: layers), {"conditioning": {}, "versions": []}
-    branch = PipelineBranch(sharing=None, schedule=run.schedule, layers=4, run=run, **nothing)
+    branch = PipelineBranch(schedule=run.schedule, layers=4, run=run, **nothing)
     # The layer on the CPU is offloaded: it will come to one of them.
     branch._check_memory(at("cuda:0"))
     branch.residuals["layer"] = kept
