@@ -192,7 +192,7 @@ class Borrowed(Bound):
         call = call._replace(grid=call.grid._replace(frames=self.videos * call.grid.frames))
         if (config := context_parallel_config(self._parallel_config)) is not None:
             return self._attend_on_a_rank(query, key, value, call, config)
-        return run_stack(self.attend, query, key, value, call.placed(query.shape[1]), None)
+        return run_stack(self.attend, query, key, value, call.placed(query.shape[1]))
 
     @torch.compiler.disable(reason="attention under context parallelism exchanges tokens between processes")
     def _attend_on_a_rank(
@@ -207,7 +207,7 @@ class Borrowed(Bound):
         split, call = split_sequence(config, spread.others_whole, call, query.shape[1])
         # In dense steps the model's own attention would count text once for every rank.
         attend = Exact(self.spec.implementation) if call.dense else self.attend
-        return run_stack(attend, query, key, value, call, split)
+        return run_stack(attend, query, key, value, call._replace(split=split))
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _made, (type(self).__bases__[1], vars(self))

@@ -111,7 +111,7 @@ def _attention_function(
         heads = Part(rank * h, (rank + 1) * h, ranks * h) if ranks > 1 else None
         # Autocast computes the norms of queries and keys in float32.
         q, k, v = (x[:, :, : grid.tokens].to(value.dtype).transpose(1, 2) for x in (query, key, value))
-        out = run_stack(attend, q, k, v, Call(grid, heads=heads), None).transpose(1, 2)
+        out = run_stack(attend, q, k, v, Call(grid, heads=heads)).transpose(1, 2)
         return torch.nn.functional.pad(out, (0, 0, 0, tokens - grid.tokens)), None
 
     return attention

@@ -316,7 +316,7 @@ def test_what_is_learnt_is_added_to_block_sparse_attention(inputs, control):
     chosen = torch.zeros(*q.shape[:2], 4, 4, dtype=torch.bool).scatter(-1, best, True)[:, :, tiles()][..., tiles()]
     scale = q.shape[-1] ** -0.5
     near = ((q @ k.mT * scale).masked_fill(~chosen, -torch.inf).softmax(-1) @ v).transpose(1, 2).flatten(2)
-    before = layer.mix(attn, x, rotary, Call(GRID), None)
+    before = layer.mix(attn, x, rotary, Call(GRID))
     torch.testing.assert_close(before, near)
     layer.learnt.weight.normal_(generator=torch.Generator().manual_seed(1))
     if control == "vsa":
@@ -325,4 +325,4 @@ def test_what_is_learnt_is_added_to_block_sparse_attention(inputs, control):
     else:
         weights = (q.softmax(-1) @ k.softmax(-1).mT).masked_fill(chosen, 0)
         added = layer.learnt(weights / weights.sum(-1, keepdim=True) @ v).transpose(1, 2).flatten(2)
-    torch.testing.assert_close(layer.mix(attn, x, rotary, Call(GRID), None) - before, added, atol=2e-5, rtol=2e-4)
+    torch.testing.assert_close(layer.mix(attn, x, rotary, Call(GRID)) - before, added, atol=2e-5, rtol=2e-4)
