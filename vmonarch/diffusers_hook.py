@@ -98,7 +98,7 @@ def _change_models(module: ModuleType) -> None:
     @functools.wraps(own)
     def set_on_model(self: Any, processor: Any) -> None:
         from vmonarch.hooks import record_of
-        from vmonarch.installation import apply, is_applied
+        from vmonarch.installation import KEEP, apply, is_applied
         from vmonarch.parallelism import check_restorable
 
         if isinstance(processor, str):
@@ -115,8 +115,11 @@ def _change_models(module: ModuleType) -> None:
         elif any(known not in bound for known in ours) or (ours and not several):
             spec = _spec_of(ours, several)
         else:
-            if any(known not in given for known in bound):
+            if record is not None and any(known not in given for known in bound):
                 check_restorable(self)
+                if record.processor.LEARNS:
+                    name = type(processor).__name__
+                    raise ValueError(f"set_attn_processor({name}) would lose what a BasedProcessor has learnt: {KEEP}")
             own(self, processor)
             return
         if several:

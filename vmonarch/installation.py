@@ -35,7 +35,7 @@ from vmonarch.processors import preset_processor
 from vmonarch.residuals import NO_REFRESH, ResidualSharing
 from vmonarch.validation import DenseSet
 
-_KEEP = "save its parameters with vmonarch.save_adapter if they are to be kept, then call vmonarch.restore"
+KEEP = "save its parameters with vmonarch.save_adapter if they are to be kept, then call vmonarch.restore"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,7 +126,8 @@ def apply(pipe_or_transformer: Any, processor: VideoAttentionProcessor | str = "
     `dense_steps` and `refresh` need the calls of a pipeline that has the transformer. Any other call of it raises
     RuntimeError.
 
-    A `BasedProcessor` has parameters: they are added to the transformer, and nothing but `restore` takes them away.
+    A `BasedProcessor` has parameters: they are added to the transformer, and `restore` takes them away; to apply another
+    before is an error.
 
     Args:
         pipe_or_transformer: a stock diffusers pipeline, one of `vmonarch.pipelines`, or a video transformer. Of a
@@ -160,9 +161,6 @@ def apply(pipe_or_transformer: Any, processor: VideoAttentionProcessor | str = "
     for transformer, originals, bound in made:
         for attn, original in originals:
             _set_processor(attn, bound.get(attn, original))
-            if processor.LEARNS:
-                # Bound to nothing but this module: a copy of it gets its own.
-                attn.set_processor = functools.partial(_refuse_processor, attn)
         family, names = known_family(transformer), forward_arguments(transformer)
         ours = [made for made in bound.values() if isinstance(made, Bound)]
         keep(transformer, Record(processor, family, names, originals, ours, sharing))
@@ -197,7 +195,7 @@ def _bind(name: str, transformer: torch.nn.Module, processor: VideoAttentionProc
         raise ValueError(f"{type(processor).__name__} supports the transformers of the Wan family, got {model}")
     check_parallelism(transformer, processor, applied=record_of(transformer) is not None)
     if any(parameters_of(module.processor) for module in _with_processor(transformer)):
-        raise ValueError(f"{name} has a processor with parameters, which applying another would lose: {_KEEP}")
+        raise ValueError(f"{name} has a processor with parameters, which applying another would lose: {KEEP}")
     if processor.LEARNS and has_hook(transformer, "group_offloading"):
         raise ValueError(
             f"{name} is offloaded in groups, whose hooks would leave new parameters where they are: apply the processor"
@@ -214,18 +212,9 @@ def _bind(name: str, transformer: torch.nn.Module, processor: VideoAttentionProc
 
 
 def _set_processor(attn: torch.nn.Module, processor: Any) -> None:
-    vars(attn).pop("set_processor", None)
     # Mochi's modules have no way to set it.
     setter = getattr(attn, "set_processor", functools.partial(setattr, attn, "processor"))
     setter(processor)
-
-
-def _refuse_processor(attn: Any, processor: Any) -> None:
-    """`set_processor` of a module while a processor that learns is applied: `set_attn_processor` sets all of them."""
-    if processor is not attn.processor:
-        raise ValueError(
-            f"set_attn_processor({type(processor).__name__}) would lose what a BasedProcessor has learnt: {_KEEP}"
-        )
 
 
 def bind_all(transformer: Any, processor: VideoAttentionProcessor, component: str) -> dict[torch.nn.Module, Any]:
