@@ -223,7 +223,7 @@ class VideoAttentionProcessor(metaclass=_Frozen):
 
     @property
     def config(self) -> dict[str, Any]:
-        """The options as JSON-serialisable values; `from_config` takes them back."""
+        """The options as JSON-serialisable values, of which another can be made: `type(processor)(**processor.config)`."""
 
         def plain(option: Any) -> Any:
             if self._bias is not None and option is self._bias.bias:
@@ -235,15 +235,6 @@ class VideoAttentionProcessor(metaclass=_Frozen):
             return list(option) if isinstance(option, tuple) else option
 
         return {name: plain(getattr(self, name)) for name in self._OPTIONS}
-
-    @classmethod
-    def from_config(cls, config: dict[str, Any]) -> VideoAttentionProcessor:
-        """A processor with the options of a `config`.
-
-        Raises:
-            TypeError, ValueError: an unknown option, or one with an unsupported value.
-        """
-        return cls(**config)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> VideoAttentionProcessor:
         # Options do not change, and copies of a model share its bias.

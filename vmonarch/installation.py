@@ -126,7 +126,7 @@ def apply(pipe_or_transformer: Any, processor: VideoAttentionProcessor | str = "
     `dense_steps` and `refresh` need the calls of a pipeline that has the transformer. Any other call of it raises
     RuntimeError.
 
-    A `BasedProcessor` has parameters: they are added to the transformer, and `restore` takes them away; to apply another
+    A `BasedProcessor` has parameters: they are added to the transformer, and `restore` takes them away. Another
     before is an error.
 
     Args:

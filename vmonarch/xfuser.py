@@ -46,7 +46,7 @@ def register(processor: VideoAttentionProcessor, name: str = "vmonarch") -> Any:
         TypeError: `processor` is another object.
         ValueError: an option of the processor needs layers, steps or all heads; `name` is no name, or that of one of
             xfuser's backends.
-        ImportError: xfuser is not installed, cannot be imported without a GPU, or is another version.
+        ImportError: xfuser is not installed, or cannot be imported without a GPU.
         RuntimeError: this Python's `Enum` cannot be given another member.
     """
     if not isinstance(processor, (VMonarchProcessor, FlashBiasProcessor)):

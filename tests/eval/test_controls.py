@@ -212,7 +212,7 @@ def test_a_method_runs_its_control_in_every_layer_and_goes_away(transformer, con
     method.install(transformer)
     processors = [block.attn1.processor.spec for block in transformer.blocks]
     assert all(isinstance(p, ControlProcessor) and p.control == control for p in processors)
-    again = ControlProcessor.from_config(processors[0].config)
+    again = ControlProcessor(**processors[0].config)
     assert again.config == processors[0].config == method.processor().config
     changed = forward(transformer)
     least, most = (0, 1e-4) if control == "exact" else (1e-3, math.inf)

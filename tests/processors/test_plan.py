@@ -150,7 +150,7 @@ def test_json_holds_all_of_a_plan(tmp_path, monkeypatch):
     assert found == plan == AttentionPlan.parse("~/plan.json") and found.about == {"made": "by hand"}
     assert found.methods["own"].exact == ExactBlocks(band=0) and found.methods["pooled"].coarse == 2
     processor = VMonarchProcessor(plan=str(tmp_path / "plan.json"))
-    again = VMonarchProcessor.from_config(json.loads(json.dumps(processor.config)))
+    again = VMonarchProcessor(**json.loads(json.dumps(processor.config)))
     assert again.plan == plan and "AttentionPlan" in repr(again)
 
 

@@ -114,7 +114,7 @@ def test_what_flash_attention_3_does_not_support_is_said(change, fa3):
 def test_config_goes_through_json(options):
     processor = VMonarchProcessor(**options)
     config = json.loads(json.dumps(processor.config))
-    again = VMonarchProcessor.from_config(config)
+    again = VMonarchProcessor(**config)
     assert again.config == processor.config
     assert repr(again) == repr(processor)
     assert again.exact == processor.exact and again.grid == processor.grid

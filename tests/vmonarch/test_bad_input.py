@@ -100,11 +100,11 @@ CALLS |= {
 test_a_bad_call_names_the_argument_and_what_is_supported = refuses(CALLS)
 
 
-def test_options_are_keyword_only_and_unknown_keys_of_a_config_are_named():
+def test_options_are_keyword_only_and_unknown_ones_are_named():
     with pytest.raises(TypeError):
         VMonarchProcessor(2)
     with pytest.raises(TypeError, match="steps is no known option of VMonarchProcessor; known: num_iterations"):
-        VMonarchProcessor.from_config({"steps": 1, "iterations": 2})
+        VMonarchProcessor(steps=1, iterations=2)
 
 
 class Pipe:
