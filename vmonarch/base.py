@@ -223,7 +223,7 @@ class VideoAttentionProcessor(metaclass=_Frozen):
 
     @property
     def config(self) -> dict[str, Any]:
-        """The options as JSON-serialisable values, of which another can be made: `type(processor)(**processor.config)`."""
+        """The options as JSON-serialisable values, of which another can be made: `VMonarchProcessor(**config)`."""
 
         def plain(option: Any) -> Any:
             if self._bias is not None and option is self._bias.bias:
