@@ -26,7 +26,6 @@ from vmonarch.autocast import without_autocast
 from vmonarch.base import Layer, VideoAttentionProcessor
 from vmonarch.based import LearningLayer
 from vmonarch.call import Call
-from vmonarch.context_parallel import TokenSplit
 from vmonarch.grid import LatentGrid
 from vmonarch.kernels.flash_entropy.api import flash_entropy_attention
 from vmonarch.kernels.monarch.api import vmonarch_attention
@@ -395,11 +394,9 @@ class ControlProcessor(VideoAttentionProcessor):
 class StockLayer(Own):
     """A module of the Wan family with a softmax of ours alone: all else rounds as in the model's own processor."""
 
-    def mix(
-        self, attn: Any, hidden_states: torch.Tensor, rotary_emb: Rotary, call: Call, split: TokenSplit | None
-    ) -> torch.Tensor:
+    def mix(self, attn: Any, hidden_states: torch.Tensor, rotary_emb: Rotary, call: Call) -> torch.Tensor:
         query, key, value = project(attn, hidden_states, rotary_emb, "torch")
-        return run_stack(self.attend, query, key, value, call, split).flatten(2, 3)
+        return run_stack(self.attend, query, key, value, call).flatten(2, 3)
 
 
 class TrainedLayer(LearningLayer):
@@ -414,9 +411,7 @@ class TrainedLayer(LearningLayer):
         for parameter in self.learnt.parameters():
             torch.nn.init.zeros_(parameter)
 
-    def mix(
-        self, attn: Any, hidden_states: torch.Tensor, rotary_emb: Rotary, call: Call, split: TokenSplit | None
-    ) -> torch.Tensor:
+    def mix(self, attn: Any, hidden_states: torch.Tensor, rotary_emb: Rotary, call: Call) -> torch.Tensor:
         control, by = self.spec.options, self.spec.implementation
         query, key, value = project(attn, hidden_states, rotary_emb, by)
         near = two_resolution_attention(query, key, value, grid=call.grid, options=control, implementation=by)

@@ -238,24 +238,17 @@ def layers_of(model: nn.Module) -> list[tuple[Any, Bound, Any]]:
     return layers
 
 
-def _put(attn: nn.Module, processor: Any) -> None:
-    """Set a processor, also in place of one that learns, which `set_processor` refuses to lose."""
-    if attn.processor is not processor:
-        attn._modules.pop("processor", None)
-        attn.processor = processor
-
-
 @contextlib.contextmanager
-def _processors(given: Iterable[tuple[nn.Module, Any]]) -> Iterator[None]:
+def _processors(given: Iterable[tuple[Any, Any]]) -> Iterator[None]:
     """Let attention modules have other processors for a while."""
     before = [(attn, attn.processor, processor) for attn, processor in given]
     try:
         for attn, _, processor in before:
-            _put(attn, processor)
+            attn.set_processor(processor)
         yield
     finally:
         for attn, processor, _ in before:
-            _put(attn, processor)
+            attn.set_processor(processor)
 
 
 class _Compared(nn.Module):
@@ -318,6 +311,6 @@ def anneal(models: Iterable[Sequence[tuple[Any, Bound, Any]]], share: float) -> 
     for layers in models:
         first = len(layers) - int(share * len(layers))
         for number, (attn, ours, full) in enumerate(layers):
-            _put(attn, full if number < first else ours)
+            attn.set_processor(full if number < first else ours)
         dense += first
     return dense

@@ -31,7 +31,6 @@ from vmonarch.configs.methods import resolve_method
 from vmonarch.eval.evaluate import EvalConfig
 from vmonarch.families import FAMILIES
 from vmonarch.kernels.common.launch import HOPPER_HEAD_DIM, MAX_HEAD_DIM
-from vmonarch.pipeline_calls import watch_calls
 from vmonarch.pipelines.traits import TRAITS
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -236,8 +235,6 @@ def no_hub(tiny, monkeypatch, tmp_path):
     def two_steps(self, *prompt, **options):
         return call(self, *prompt, **{"num_inference_steps": 2} | options | small)
 
-    # Before calls are replaced: else their replacement would be watched, and the call that comes back afterwards not.
-    watch_calls()
     small = {"height": tiny.HEIGHT, "width": tiny.WIDTH, "num_frames": tiny.FRAMES}
     call, wan = diffusers.WanPipeline.__call__, diffusers.WanPipeline
     monkeypatch.setattr(diffusers.DiffusionPipeline, "from_pretrained", classmethod(from_pretrained))

@@ -139,7 +139,7 @@ def load_adapter(pipe_or_transformer: Any, path: str | Path, **options: Any) -> 
     if adapter.processor not in _PROCESSORS:
         raise ValueError(f"{path} is for {adapter.processor}, supported: {', '.join(_PROCESSORS)}")
     cls = getattr(importlib.import_module(_PROCESSORS[adapter.processor]), adapter.processor)
-    processor = cls.from_config(adapter.config | options)
+    processor = cls(**adapter.config | options)
     for name in sorted(options.keys() - set(_FREE_OPTIONS)):
         if processor.config[name] != adapter.config[name]:
             raise ValueError(f"{name} is {adapter.config[name]} in {path}, got {processor.config[name]}")

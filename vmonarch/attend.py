@@ -6,7 +6,6 @@ Methods and softmax of tokens give lse where `call.lse` asks; what stands above 
 `VideoAttentionProcessor.stack` builds it once for every layer, of the elements that the options need, top to bottom:
 
     Share      ranks that hold some tokens of all heads attend with all tokens of some heads (put on by each call)
-    Dense      exact in the steps of `dense_steps`
     Opaque     one operator for torch.compile (`vmonarch.opaque`)
     Residual   exact in some steps, and approximate with what it lacked then in the others
     Beside     other tokens beside the video's: text, sound
@@ -62,7 +61,7 @@ class Op:
     def __call__(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Call) -> Result:
         given: dict[str, Any] = {"grid": call.grid, "return_lse": call.lse, "implementation": self.implementation}
         if self.bias is not None:
-            given["bias"] = self.bias.factors(call.grid, query.device, call.heads, call.shared)
+            given["bias"] = self.bias.factors(call.grid, query.device, call.heads)
         found = method_attention(query, key, value, self.options, **given)
         return found if call.lse else (found, None)
 
@@ -113,7 +112,7 @@ class Biased:
     implementation: str = "auto"
 
     def __call__(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Call) -> Result:
-        factors: Sequence[torch.Tensor] = self.bias.factors(call.grid, query.device, call.heads, call.shared)
+        factors: Sequence[torch.Tensor] = self.bias.factors(call.grid, query.device, call.heads)
         if not no_others(call):
             factors = [call.padded(factor) for factor in factors]
         given: dict[str, Any] = {
@@ -206,20 +205,6 @@ class Residual:
         branch.group = None if call.split is None else call.split.group
         branch.renew(layer, exact, approximate, self.implementation)
         return exact, None
-
-
-@dataclass(frozen=True)
-class Dense:
-    """Exact attention in the steps of `dense_steps`, where ranks share tokens by a `cp_plan` of ours.
-
-    There, the model's own attention would count text once for every rank. On one rank, that answers for these steps.
-    """
-
-    inner: Attend
-    exact: Attend
-
-    def __call__(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Call) -> Result:
-        return (self.exact if call.dense else self.inner)(query, key, value, call)
 
 
 @dataclass(frozen=True)

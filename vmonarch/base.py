@@ -9,9 +9,10 @@ from __future__ import annotations
 import abc
 import copy
 import dataclasses
+import inspect
 from typing import Any, ClassVar, NamedTuple
 
-from vmonarch.attend import Attend, Beside, Biased, Dense, Exact, Op, Residual
+from vmonarch.attend import Attend, Beside, Biased, Exact, Op, Residual
 from vmonarch.bias.video import BiasOption, GridBias
 from vmonarch.borrowed import borrow
 from vmonarch.context_parallel import check_heads, check_ring
@@ -23,6 +24,9 @@ from vmonarch.own import Own
 from vmonarch.plan import AttentionPlan
 from vmonarch.refresh import Refresh
 from vmonarch.validation import DenseSet, check_implementation
+
+# Of options that are printed, text that is longer is their type's name.
+_LONG = 80
 
 
 class Layer(NamedTuple):
@@ -141,10 +145,7 @@ class VideoAttentionProcessor(metaclass=_Frozen):
             attend = Beside(attend, Exact(self.implementation), self.implementation)
         if self.refresh is not None:
             attend = Residual(attend, exact, layer.place, self.implementation)
-        if self.is_opaque(layer):
-            attend = Opaque.around(attend, inference=self.refresh is not None)
-        # In the Wan family, the model's own processor is right on ranks, too.
-        return Dense(attend, Exact(self.implementation)) if joint and self._dense == "dense_steps" else attend
+        return Opaque.around(attend, inference=self.refresh is not None) if self.is_opaque(layer) else attend
 
     def is_opaque(self, layer: Layer) -> bool:
         """Whether torch.compile is to see one operator for all layers of a transformer."""
@@ -222,7 +223,7 @@ class VideoAttentionProcessor(metaclass=_Frozen):
 
     @property
     def config(self) -> dict[str, Any]:
-        """The options as JSON-serialisable values; `from_config` takes them back."""
+        """The options as JSON-serialisable values, of which another can be made: `VMonarchProcessor(**config)`."""
 
         def plain(option: Any) -> Any:
             if self._bias is not None and option is self._bias.bias:
@@ -235,21 +236,19 @@ class VideoAttentionProcessor(metaclass=_Frozen):
 
         return {name: plain(getattr(self, name)) for name in self._OPTIONS}
 
-    @classmethod
-    def from_config(cls, config: dict[str, Any]) -> VideoAttentionProcessor:
-        """A processor with the options of a `config`.
-
-        Raises:
-            TypeError, ValueError: an unknown option, or one with an unsupported value.
-        """
-        return cls(**config)
-
     def __deepcopy__(self, memo: dict[int, Any]) -> VideoAttentionProcessor:
         # Options do not change, and copies of a model share its bias.
         return copy.copy(self)
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({', '.join(f'{name}={getattr(self, name)!r}' for name in self._OPTIONS)})"
+        """The options that are not the defaults; of plans and long ones the type."""
+        defaults = {name: entry.default for name, entry in inspect.signature(type(self)).parameters.items()}
+        shown = []
+        for name in self._OPTIONS:
+            if (value := getattr(self, name)) != defaults.get(name):
+                text = repr(value)
+                shown.append(f"{name}={text if len(text) < _LONG else type(value).__name__}")
+        return f"{type(self).__name__}({', '.join(shown)})"
 
 
 class FullAttentionProcessor(VideoAttentionProcessor):

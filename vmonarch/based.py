@@ -16,7 +16,7 @@ import torch
 from vmonarch.attend import Attend, Result
 from vmonarch.base import Layer, VideoAttentionProcessor
 from vmonarch.call import Call
-from vmonarch.context_parallel import Part, TokenSplit
+from vmonarch.context_parallel import Part
 from vmonarch.grid import LatentGrid
 from vmonarch.kernels.merge.api import merge_partials
 from vmonarch.kernels.taylor.api import taylor_attention
@@ -315,12 +315,10 @@ class BasedLayer(LearningLayer):
     def __repr__(self) -> str:
         return super().__repr__() if self.convolution is None else f"{type(self).__name__}\n  ShortConvolution()"
 
-    def mix(
-        self, attn: Any, hidden_states: torch.Tensor, rotary_emb: Rotary, call: Call, split: TokenSplit | None
-    ) -> torch.Tensor:
+    def mix(self, attn: Any, hidden_states: torch.Tensor, rotary_emb: Rotary, call: Call) -> torch.Tensor:
         if self.convolution is None:
-            return super().mix(attn, hidden_states, rotary_emb, call, split)
-        if split is None:
+            return super().mix(attn, hidden_states, rotary_emb, call)
+        if (split := call.split) is None:
             filtered = self.convolution(hidden_states, call.grid)
         else:
             # Filters reach tokens of other ranks, but no other channels.

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn import functional
 
-from vmonarch.attend import Attend
+from vmonarch.attend import Attend, Exact
 from vmonarch.call import Call, current_call, running
 from vmonarch.context_parallel import context_parallel_config, split_sequence
 from vmonarch.families import Family
@@ -192,7 +192,7 @@ class Borrowed(Bound):
         call = call._replace(grid=call.grid._replace(frames=self.videos * call.grid.frames))
         if (config := context_parallel_config(self._parallel_config)) is not None:
             return self._attend_on_a_rank(query, key, value, call, config)
-        return run_stack(self.attend, query, key, value, call.placed(query.shape[1]), None)
+        return run_stack(self.attend, query, key, value, call.placed(query.shape[1]))
 
     @torch.compiler.disable(reason="attention under context parallelism exchanges tokens between processes")
     def _attend_on_a_rank(
@@ -205,7 +205,9 @@ class Borrowed(Bound):
                 "gradients are not supported under context parallelism with this model: call it under torch.no_grad()"
             )
         split, call = split_sequence(config, spread.others_whole, call, query.shape[1])
-        return run_stack(self.attend, query, key, value, call, split)
+        # In dense steps the model's own attention would count text once for every rank.
+        attend = Exact(self.spec.implementation) if call.dense else self.attend
+        return run_stack(attend, query, key, value, call._replace(split=split))
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _made, (type(self).__bases__[1], vars(self))

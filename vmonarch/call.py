@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 import threading
-import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
@@ -32,7 +31,6 @@ class Call(NamedTuple):
         dense: whether the step is one of `dense_steps`. (Not which step: torch.compile would make a graph of each.)
         exact: whether `refresh` makes attention exact in all layers.
         branch: whose residuals the call uses.
-        shared: what the layers have made for each other in this call, by what it is; None where nothing is kept.
         key_mask: boolean [B, S], true where a key may be attended; None for all.
         split: how the tokens are spread over ranks; None where all of them are here.
         heads: which of the module's heads these are; None for all.
@@ -47,7 +45,6 @@ class Call(NamedTuple):
     dense: bool = False
     exact: bool = False
     branch: Branch | None = None
-    shared: dict[Any, Any] | None = None
     key_mask: torch.Tensor | None = None
     split: TokenSplit | None = None
     heads: Part | None = None
@@ -102,14 +99,11 @@ class _Running(threading.local):
     now: "call", of a transformer. by: "borrowed", a processor of the model's with our softmax. These two are
     dictionaries, because torch.compile passes over what is written to attributes of a threading.local; each has one
     entry, because a graph that writes to one depends on all that is in it.
-
-    outer: for every transformer that is running, from the outermost on, itself and the call that it was called in.
     """
 
     def __init__(self) -> None:
         self.now: dict[str, Any] = {"call": None}
         self.by: dict[str, Any] = {"borrowed": None}
-        self.outer: list[tuple[weakref.ref[torch.nn.Module], Call | None]] = []
 
 
 running = _Running()
@@ -138,7 +132,7 @@ def _carrying(checkpoint: Callable[..., Any], block: Callable[..., Any], *args: 
     """
     # In one graph, the whole transformer has its backward pass in it.
     if not torch.compiler.is_compiling() and (call := running.now["call"]) is not None:
-        block = functools.partial(_in_call, call._replace(shared=None), block)
+        block = functools.partial(_in_call, call, block)
     return checkpoint(block, *args, **kwargs)
 
 

@@ -2,18 +2,83 @@
 
 diffusers' pipelines lack this method. On a model it gives one object to all attention modules, to cross-attention too,
 and tells it neither its layer nor the video's grid nor the step, which ours need. So pipelines get the method, and on
-models it hands our processors to `vmonarch.apply`. Beside this `vmonarch.pipeline_calls` alone changes classes of
-diffusers.
+models it hands our processors to `vmonarch.apply`. Nothing else changes classes of diffusers.
+
+`import vmonarch` must not import diffusers, which takes seconds, and may come before or after it: `after_import`.
 """
 
 from __future__ import annotations
 
+import copy
 import functools
-from collections.abc import Mapping
+import importlib
+import importlib.abc
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-from vmonarch.pipeline_calls import PIPELINES, after_import, is_ours
+# By the module that defines it, diffusers' base class of pipelines.
+PIPELINES = {
+    "diffusers.pipelines.pipeline_utils": "DiffusionPipeline",
+    "diffusers.modular_pipelines.modular_pipeline": "ModularPipeline",
+}
+
+_Function = Callable[[ModuleType], None]
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    """Finds some modules as the finders after it do, and has functions called when they have been imported."""
+
+    def __init__(self) -> None:
+        self.functions: dict[str, list[_Function]] = {}
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname not in self.functions:
+            return None
+        following = sys.meta_path[sys.meta_path.index(self) + 1 :]
+        spec = next((spec for finder in following if (spec := finder.find_spec(fullname, path, target))), None)
+        if spec is None or not hasattr(spec.loader, "exec_module"):
+            return spec
+        # Loaders may be shared between modules.
+        loader: Any = copy.copy(spec.loader)
+        execute, spec.loader = loader.exec_module, loader
+
+        def exec_module(module: ModuleType) -> None:
+            del loader.exec_module
+            execute(module)
+            for function in self.functions[fullname]:
+                function(module)
+
+        loader.exec_module = exec_module
+        return spec
+
+
+_finder = _Finder()
+
+
+def _is_ours(processor: object) -> bool:
+    """Whether an attention processor is of ours, bound or a class by mistake too; imports nothing."""
+    base, cls = sys.modules.get("vmonarch.base"), processor if isinstance(processor, type) else type(processor)
+    return base is not None and issubclass(cls, (base.VideoAttentionProcessor, sys.modules["vmonarch.own"].Bound))
+
+
+def after_import(name: str, function: _Function) -> None:
+    """Call `function(module)` whenever the module of this name has been imported, and now if it has been already.
+
+    A thread may be importing it just now, or someone may reload it: the function must bear to be called again.
+    """
+    if _finder not in sys.meta_path:
+        sys.meta_path.insert(0, _finder)
+    functions = _finder.functions.setdefault(name, [])
+    if function not in functions:
+        functions.append(function)
+    if sys.modules.get(name) is not None:
+        # Waits for the thread that is importing it.
+        function(importlib.import_module(name))
 
 
 def install() -> None:
@@ -33,7 +98,7 @@ def _change_models(module: ModuleType) -> None:
     @functools.wraps(own)
     def set_on_model(self: Any, processor: Any) -> None:
         from vmonarch.hooks import record_of
-        from vmonarch.installation import apply, is_applied
+        from vmonarch.installation import KEEP, apply, is_applied
         from vmonarch.parallelism import check_restorable
 
         if isinstance(processor, str):
@@ -41,7 +106,7 @@ def _change_models(module: ModuleType) -> None:
         several, record = isinstance(processor, Mapping), record_of(self)
         given = list(processor.values()) if several else [processor]
         bound = [] if record is None else record.bound
-        ours = [known for known in given if is_ours(known)]
+        ours = [known for known in given if _is_ours(known)]
         if type(processor).__name__.startswith("Fused") or (
             several and processor is getattr(self, "original_attn_processors", None)
         ):
@@ -50,12 +115,15 @@ def _change_models(module: ModuleType) -> None:
         elif any(known not in bound for known in ours) or (ours and not several):
             spec = _spec_of(ours, several)
         else:
-            if any(known not in given for known in bound):
+            if record is not None and any(known not in given for known in bound):
                 check_restorable(self)
+                if record.processor.LEARNS:
+                    name = type(processor).__name__
+                    raise ValueError(f"set_attn_processor({name}) would lose what a BasedProcessor has learnt: {KEEP}")
             own(self, processor)
             return
         if several:
-            own(self, {name: known.original if is_ours(known) else known for name, known in processor.items()})
+            own(self, {name: known.original if _is_ours(known) else known for name, known in processor.items()})
         elif not ours:
             own(self, processor)
         if spec is not None:
@@ -106,7 +174,7 @@ def set_attn_processor(self: Any, processor: Any) -> None:
     from vmonarch.families import transformers_in
     from vmonarch.installation import apply, restore
 
-    if is_ours(processor):
+    if _is_ours(processor):
         apply(self, getattr(processor, "spec", processor))
     elif processor is None:
         restore(self)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import importlib.metadata
 import importlib.util
 from typing import Any
 
@@ -98,20 +97,13 @@ def import_xfuser(name: str) -> Any:
     """A module of xfuser.
 
     Raises:
-        ImportError: xfuser is not installed, is another version, or cannot be imported: without a GPU, or something
-            that it needs.
+        ImportError: xfuser is not installed, or cannot be imported: without a GPU, or something that it needs.
     """
-    try:
-        version = importlib.metadata.version("xfuser")
-    except importlib.metadata.PackageNotFoundError as error:
-        raise ImportError("xfuser is not installed; install it with pip install 'xfuser>=0.7,<0.8'") from error
-    supported = "supported is xfuser>=0.7,<0.8, on a GPU, with all that it requires"
-    if not version.startswith("0.7."):
-        raise ImportError(f"xfuser {version} is installed; {supported}")
     try:
         return importlib.import_module(name)
     except (ImportError, NotImplementedError) as error:
-        raise ImportError(f"xfuser {version} cannot be imported: {error}; {supported}") from error
+        supported = "supported is xfuser>=0.7,<0.8, on a GPU: pip install 'xfuser>=0.7,<0.8'"
+        raise ImportError(f"xfuser cannot be imported: {error}; {supported}") from error
 
 
 def ulysses_rank(groups: Any) -> tuple[int, int]:

@@ -13,12 +13,12 @@ from vmonarch.configs import InputError
 
 
 class AtomicFiles:
-    """Files that appear all together, complete, or not at all.
+    """Files that appear complete or not at all.
 
     Each is written to a hidden temporary name in its own folder; when the block ends without an error they are flushed
-    to disk and renamed, in the order in which they were staged. An error or Ctrl-C leaves nothing behind, and what was
-    there before stays; Ctrl-C between two renames waits for the last. Under each name there is always the old file or
-    the new one, even if the process is killed or a rename fails.
+    to disk and renamed, in the order in which they were staged: where the last is there, all are. An error or Ctrl-C
+    leaves nothing half-written behind. Under each name there is always the old file or the new one, even if the process
+    is killed.
 
         with AtomicFiles() as files:
             files.stage(folder / "0001.json").write_text(text)
@@ -50,34 +50,18 @@ class AtomicFiles:
             raise FileExistsError(f"{path} exists and is not overwritten")
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        # Paths that hold nothing: these alone are removed again when not all could be renamed.
-        empty: set[Path] = set()
         try:
             if error is None:
                 for temporary, path in self._staged:
                     flush(temporary)
                     self._check_free(path)
-                empty |= {path for _, path in self._staged if not path.exists()}
-                try:
-                    self._publish(empty)
-                except (KeyboardInterrupt, SystemExit):
-                    self._publish(empty)
-                    raise
+                for temporary, path in self._staged:
+                    os.replace(temporary, path)
+                for folder in {path.parent for _, path in self._staged}:
+                    flush(folder)
         finally:
-            for temporary, path in self._staged:
-                if temporary.exists():
-                    temporary.unlink()
-                elif path in empty:
-                    path.unlink(missing_ok=True)
-
-    def _publish(self, empty: set[Path]) -> None:
-        """Rename what is not renamed yet; then nothing is to be removed any more, and `empty` is cleared."""
-        for temporary, path in self._staged:
-            if temporary.exists():
-                os.replace(temporary, path)
-        for folder in {path.parent for _, path in self._staged}:
-            flush(folder)
-        empty.clear()
+            for temporary, _ in self._staged:
+                temporary.unlink(missing_ok=True)
 
 
 def flush(path: Path) -> None:

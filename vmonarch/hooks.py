@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -20,7 +19,7 @@ from vmonarch.grid import LatentGrid
 from vmonarch.own import Bound, ours_of
 from vmonarch.parallelism import check_no_first_block_cache
 from vmonarch.residuals import ResidualSharing
-from vmonarch.steps import denoising_step, running_objects
+from vmonarch.steps import denoising_step
 from vmonarch.validation import DenseSet
 
 _ATTRIBUTE = "_vmonarch_record"
@@ -129,11 +128,9 @@ def _begin_call(transformer: torch.nn.Module, args: tuple[Any, ...], kwargs: dic
     """
     record, compiling = record_of(transformer), torch.compiler.is_compiling()
     assert record is not None
-    if not compiling:
-        _enter(transformer)
     running.now["call"] = None
-    if not record.processor.LEARNS and all(ours_of(module) is None for module, _ in record.originals):
-        # Others have replaced all of them, which those that learn do not let themselves be.
+    if all(ours_of(module) is None for module, _ in record.originals):
+        # Others have replaced all of them.
         return
     check_no_first_block_cache(transformer)
     arguments = dict(zip(record.names, args, strict=False)) | kwargs
@@ -155,29 +152,13 @@ def _begin_call(transformer: torch.nn.Module, args: tuple[Any, ...], kwargs: dic
     if record.sharing is not None:
         branch = record.sharing.begin(transformer, arguments, record.family.by_step)
     exact = branch is not None and branch.exact
-    shared: dict[Any, Any] | None = None if compiling else {}
-    before = record.family.before(arguments)
-    running.now["call"] = Call(grid, before, dense=dense, exact=exact, branch=branch, shared=shared)
-
-
-def _enter(transformer: torch.nn.Module) -> None:
-    """Keep the call that this one is inside of, without those that Ctrl-C has ended: torch calls no hook then."""
-    outer, before = running.outer, running.now["call"]
-    at_work = list(running_objects()) if outer else []
-    for place, (entered, call) in enumerate(outer):
-        if (module := entered()) is transformer or not any(one is module for one in at_work):
-            before = call
-            del outer[place:]
-            break
-    outer.append((weakref.ref(transformer), before))
+    running.now["call"] = Call(grid, record.family.before(arguments), dense=dense, exact=exact, branch=branch)
 
 
 def _end_call(transformer: torch.nn.Module, args: tuple[Any, ...], output: Any) -> None:
     """Forward hook, which runs after an error, too."""
-    call, record, outer = running.now["call"], record_of(transformer), running.outer
+    call, record = running.now["call"], record_of(transformer)
     running.now["call"] = None
-    if not torch.compiler.is_compiling() and outer and outer[-1][0]() is transformer:
-        running.now["call"] = outer.pop()[1]
     if record is not None and record.sharing is not None and call is not None and call.branch is not None:
         record.sharing.end(call.branch)
         if record.sharing.refresh.cache is not None and not _is_outermost(transformer):

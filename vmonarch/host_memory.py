@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -57,6 +58,12 @@ class HostMemory:
         with torch.cuda.stream(self._stream):
             parts = [None if place is None else place.to(self.device, non_blocking=True) for place in places]
             return Arriving(parts, self._stream.record_event())
+
+
+@functools.cache
+def host_memory(device: torch.device) -> HostMemory:
+    """That of a GPU, one for all who use it."""
+    return HostMemory(device)
 
 
 def _present(parts: Parts) -> Iterable[torch.Tensor]:

@@ -31,12 +31,11 @@ from vmonarch.parallelism import (
     has_hook,
     share_parallel_config,
 )
-from vmonarch.pipeline_calls import is_ours
 from vmonarch.processors import preset_processor
 from vmonarch.residuals import NO_REFRESH, ResidualSharing
 from vmonarch.validation import DenseSet
 
-_KEEP = "save its parameters with vmonarch.save_adapter if they are to be kept, then call vmonarch.restore"
+KEEP = "save its parameters with vmonarch.save_adapter if they are to be kept, then call vmonarch.restore"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,21 +103,14 @@ def _with_processor(transformer: torch.nn.Module) -> list[Any]:
 
 
 def original_processors(transformer: Any) -> list[tuple[Any, Any]]:
-    """(module, its processor) of all modules that have one; where it is ours, the one before, or else the model's own.
+    """(module, its processor) of all modules that have one; where it is ours, the one before.
 
     What is not ours now is the user's, whatever was there before.
     """
     record = record_of(transformer)
     known = {} if record is None else dict(record.originals)
-    modules = made = _with_processor(transformer)
-    if any(is_ours(module.processor) and module not in known for module in modules):
-        stock: Any = diffusers_class(transformer)
-        with torch.device("meta"):
-            made = _with_processor(stock.from_config(transformer.config))
-    return [
-        (module, known.get(module, new.processor) if is_ours(module.processor) else module.processor)
-        for module, new in zip(modules, made, strict=True)
-    ]
+    modules = _with_processor(transformer)
+    return [(module, module.processor if ours_of(module) is None else known[module]) for module in modules]
 
 
 def apply(pipe_or_transformer: Any, processor: VideoAttentionProcessor | str = "near-lossless") -> Installation:
@@ -134,7 +126,8 @@ def apply(pipe_or_transformer: Any, processor: VideoAttentionProcessor | str = "
     `dense_steps` and `refresh` need the calls of a pipeline that has the transformer. Any other call of it raises
     RuntimeError.
 
-    A `BasedProcessor` has parameters: they are added to the transformer, and nothing but `restore` takes them away.
+    A `BasedProcessor` has parameters: they are added to the transformer, and `restore` takes them away. Another
+    before is an error.
 
     Args:
         pipe_or_transformer: a stock diffusers pipeline, one of `vmonarch.pipelines`, or a video transformer. Of a
@@ -168,9 +161,6 @@ def apply(pipe_or_transformer: Any, processor: VideoAttentionProcessor | str = "
     for transformer, originals, bound in made:
         for attn, original in originals:
             _set_processor(attn, bound.get(attn, original))
-            if processor.LEARNS:
-                # Bound to nothing but this module: a copy of it gets its own.
-                attn.set_processor = functools.partial(_refuse_processor, attn)
         family, names = known_family(transformer), forward_arguments(transformer)
         ours = [made for made in bound.values() if isinstance(made, Bound)]
         keep(transformer, Record(processor, family, names, originals, ours, sharing))
@@ -205,7 +195,7 @@ def _bind(name: str, transformer: torch.nn.Module, processor: VideoAttentionProc
         raise ValueError(f"{type(processor).__name__} supports the transformers of the Wan family, got {model}")
     check_parallelism(transformer, processor, applied=record_of(transformer) is not None)
     if any(parameters_of(module.processor) for module in _with_processor(transformer)):
-        raise ValueError(f"{name} has a processor with parameters, which applying another would lose: {_KEEP}")
+        raise ValueError(f"{name} has a processor with parameters, which applying another would lose: {KEEP}")
     if processor.LEARNS and has_hook(transformer, "group_offloading"):
         raise ValueError(
             f"{name} is offloaded in groups, whose hooks would leave new parameters where they are: apply the processor"
@@ -222,18 +212,9 @@ def _bind(name: str, transformer: torch.nn.Module, processor: VideoAttentionProc
 
 
 def _set_processor(attn: torch.nn.Module, processor: Any) -> None:
-    vars(attn).pop("set_processor", None)
     # Mochi's modules have no way to set it.
     setter = getattr(attn, "set_processor", functools.partial(setattr, attn, "processor"))
     setter(processor)
-
-
-def _refuse_processor(attn: Any, processor: Any) -> None:
-    """`set_processor` of a module while a processor that learns is applied: `set_attn_processor` sets all of them."""
-    if processor is not attn.processor:
-        raise ValueError(
-            f"set_attn_processor({type(processor).__name__}) would lose what a BasedProcessor has learnt: {_KEEP}"
-        )
 
 
 def bind_all(transformer: Any, processor: VideoAttentionProcessor, component: str) -> dict[torch.nn.Module, Any]:
@@ -278,10 +259,9 @@ def own_processors(transformer: torch.nn.Module) -> list[tuple[Any, Bound, Any]]
 def restore(pipe_or_transformer: Any) -> None:
     """Undo `apply`: the original processors are back, and no hook or attribute is left on a model.
 
-    Where nothing is applied it does nothing. Processors that others have set since `apply` stay. Processors of ours
-    that were set on modules one by one are replaced by the model's default ones. The parameters of a `BasedProcessor`
-    go with it, and so do the LoRA layers that `vmonarch.load_adapter` added; `vmonarch.save_adapter` saves both. Unfuse
-    LoRA layers first if they were fused.
+    Where nothing is applied it does nothing. Processors that others have set since `apply` stay. The parameters of a
+    `BasedProcessor` go with it, and so do the LoRA layers that `vmonarch.load_adapter` added; `vmonarch.save_adapter`
+    saves both. Unfuse LoRA layers first if they were fused.
 
     Raises:
         TypeError: `pipe_or_transformer` has no supported transformer.
@@ -294,7 +274,7 @@ def restore(pipe_or_transformer: Any) -> None:
 def is_applied(pipe_or_transformer: Any) -> bool:
     """Whether one of our processors is at work in any of the transformers."""
     transformers = find_transformers(pipe_or_transformer).values()
-    return any(is_ours(module.processor) for each in transformers for module in _with_processor(each))
+    return any(ours_of(module) is not None for each in transformers for module in each.modules())
 
 
 def _restore(transformers: dict[str, Any]) -> None:
@@ -303,18 +283,17 @@ def _restore(transformers: dict[str, Any]) -> None:
             check_restorable(transformer)
     for transformer in transformers.values():
         record = record_of(transformer)
-        if record is None and not is_applied(transformer):
+        if record is None:
             continue
         originals = original_processors(transformer)
-        if record is not None:
-            keep(transformer, None)
-            vars(transformer).pop("enable_parallelism", None)
-            there = getattr(transformer, "peft_config", None) or {}
-            if record.lora in there and len(there) == 1:
-                # Leaves the plain layers behind, not ones wrapped for adapters to come.
-                transformer.unload_lora()
-            elif record.lora in there:
-                transformer.delete_adapters(record.lora)
+        keep(transformer, None)
+        vars(transformer).pop("enable_parallelism", None)
+        there = getattr(transformer, "peft_config", None) or {}
+        if record.lora in there and len(there) == 1:
+            # Leaves the plain layers behind, not ones wrapped for adapters to come.
+            transformer.unload_lora()
+        elif record.lora in there:
+            transformer.delete_adapters(record.lora)
         for attn, original in originals:
             _set_processor(attn, original)
         share_parallel_config(transformer)

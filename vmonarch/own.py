@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 
 from vmonarch.attend import Attend, Exact, Share, stack_lines
-from vmonarch.call import Call, current_call, running
+from vmonarch.autocast import without_autocast
+from vmonarch.call import Call, current_call
 from vmonarch.context_parallel import TokenSplit, check_heads, context_parallel_config, split_tokens
 from vmonarch.engines import split_video
 from vmonarch.grid import LatentGrid
@@ -117,19 +118,11 @@ def ours_of(module: Any) -> Bound | None:
     return processor if isinstance(processor, Bound) else None
 
 
-def run_stack(
-    attend: Attend, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Call, split: TokenSplit | None
-) -> torch.Tensor:
+# The ops choose their precision themselves: autocast would round their sums in float32.
+@without_autocast
+def run_stack(attend: Attend, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Call) -> torch.Tensor:
     """What a stack makes of the tokens of this rank: [B, s, H, D] -> [B, s, H, D]."""
-    if split is not None:
-        attend, call = Share(attend), call._replace(split=split)
-    device = query.device.type
-    # Autocast does not know the meta device.
-    if device == "meta" or not torch.is_autocast_enabled(device):
-        return attend(query, key, value, call)[0]
-    # The ops choose their precision themselves: autocast would round their sums in float32.
-    with torch.autocast(device, enabled=False):
-        return attend(query, key, value, call)[0]
+    return (attend if call.split is None else Share(attend))(query, key, value, call)[0]
 
 
 class Own(Bound):
@@ -181,7 +174,7 @@ class Own(Bound):
     ) -> torch.Tensor:
         tokens = hidden_states.shape[1] if split is None else split.all_tokens
         # Of exact attention, nothing but the number of tokens matters.
-        call = Call(LatentGrid(1, 1, tokens)) if isinstance(self.attend, Exact) else self._call()
+        call = Call(LatentGrid(1, 1, tokens)) if isinstance(self.attend, Exact) else current_call()
         if call.dense:
             # What the module's own processor computes.
             for name in ("_attention_backend", "_parallel_config"):
@@ -192,25 +185,16 @@ class Own(Bound):
             raise ValueError(
                 f"grid {tuple(call.grid)} has {call.grid.tokens} tokens, but self-attention was given {tokens}"
             )
-        call = call._replace(backend=self._attention_backend)
+        call = call._replace(backend=self._attention_backend, split=split)
         to_out: Any = attn.to_out
-        return to_out[1](to_out[0](self.mix(attn, hidden_states, rotary_emb, call, split)))
+        return to_out[1](to_out[0](self.mix(attn, hidden_states, rotary_emb, call)))
 
-    def _call(self) -> Call:
-        """The running call; outside of one, all that attention needs is the grid, if no option needs the step."""
-        grid, spec = self.spec.grid, self.spec
-        if running.now["call"] is not None or grid is None or spec.refresh is not None or spec.dense_steps:
-            return current_call()
-        return Call(grid)
-
-    def mix(
-        self, attn: Any, hidden_states: torch.Tensor, rotary_emb: Rotary, call: Call, split: TokenSplit | None
-    ) -> torch.Tensor:
+    def mix(self, attn: Any, hidden_states: torch.Tensor, rotary_emb: Rotary, call: Call) -> torch.Tensor:
         """What a module computes before its output projection: [B, s, C] -> [B, s, C]."""
         # Exact steps round where the model does, to the last bit.
         by = "torch" if call.exact else self.spec.implementation
         query, key, value = project(attn, hidden_states, rotary_emb, by)
-        return run_stack(self.attend, query, key, value, call, split).flatten(2, 3)
+        return run_stack(self.attend, query, key, value, call).flatten(2, 3)
 
     @torch.compiler.disable(reason="attention under context parallelism exchanges tokens between processes")
     def _on_a_rank(self, attn: Any, hidden_states: torch.Tensor, rotary_emb: Rotary) -> torch.Tensor:

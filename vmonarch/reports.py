@@ -21,8 +21,6 @@ from vmonarch.validation import DenseSet
 
 # Of a head; the shares of FLOPs hardly depend on it.
 _HEAD_DIM = 128
-# Options whose text is longer are shown by their type.
-_LONG = 80
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,7 +124,7 @@ def report(pipe_or_transformer: Any) -> Report:
     of = lambda share: (done - len(predicted) if share == 1 else whole + share * rough) / done if done else share
     work = None if None in shares or sharings and not done else sum(map(of, shares)) / len(shares)
     return Report(
-        method=", ".join(dict.fromkeys(map(_shown, specs))),
+        method=", ".join(dict.fromkeys(map(repr, specs))),
         grid=None if grid is None else (*grid,),
         steps=steps or None,
         exact=exact,
@@ -139,17 +137,6 @@ def report(pipe_or_transformer: Any) -> Report:
         heads=dict(+heads),
         kept=dict(+kept),
     )
-
-
-def _shown(spec: VideoAttentionProcessor) -> str:
-    named = {field.name: field.default for field in dataclasses.fields(spec.options)}
-    named |= dict.fromkeys(("bias", "plan", "refresh", "grid")) | {"dense_steps": 0, "dense_layers": 0}
-    shown = []
-    for name, default in named.items():
-        if name in spec._OPTIONS and (value := getattr(spec, name)) != default:
-            text = repr(value)
-            shown.append(f"{name}={text if len(text) < _LONG else type(value).__name__}")
-    return f"{type(spec).__name__}({', '.join(shown)})"
 
 
 def _layers(

@@ -19,10 +19,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from vmonarch.host_memory import Arriving, HostMemory
+from vmonarch.host_memory import Arriving, HostMemory, host_memory
 from vmonarch.kernels.residual.api import DTYPES, attention_residual, renew_residual, residual_bytes
 from vmonarch.kernels.residual.reference import Residual
-from vmonarch.pipeline_calls import at_end_of_call, watch_calls
 from vmonarch.refresh import Refresh, Schedule
 from vmonarch.steps import DenoisingStep, denoising_step, noise_changes
 from vmonarch.values import Line, same_values, versions_of
@@ -47,7 +46,6 @@ class Branch:
     """The calls of a transformer in one run that differ in nothing but step and latents, and their residuals.
 
     Args:
-        sharing: what they are shared by.
         schedule: of the run, which all its branches share.
         layers: how many keep a residual.
         residuals: by layer, in the order of layers; see `layer_of`.
@@ -61,7 +59,6 @@ class Branch:
         foretold: whether the output of this call is predicted; None where the transformer's forward has not asked yet.
     """
 
-    sharing: ResidualSharing
     schedule: Schedule
     layers: int
     residuals: dict[Any, _Kept] = dataclasses.field(default_factory=dict)
@@ -214,7 +211,7 @@ class Branch:
         step, device = self.schedule.step, residual.values.device
         if not self._offloads(device):
             return _Kept(step, residual, None)
-        host = self.sharing.host_of(device)
+        host = host_memory(device)
         places = None if before is None else before.residual
         return _Kept(step, Residual(*host.store(residual, places)), host)
 
@@ -314,8 +311,8 @@ class ResidualSharing:
     """The residuals of a pipeline's transformers, and what they are used for. A copy holds none.
 
     They belong to a *run*, one denoising loop of one pipeline, and in it to a branch (prompt, negative prompt, both in
-    one batch), which is told by what the transformer is called with. Those of a run are freed in its last step, and
-    when the call of the pipeline ends, whatever ends it (of a call that was running at the first `apply`, in the next).
+    one batch), which is told by what the transformer is called with. Those of a run are freed in its last step, or,
+    where it ended early, when the next run begins, and by `forget`.
 
     Args:
         refresh: the option.
@@ -325,13 +322,10 @@ class ResidualSharing:
     """
 
     def __init__(self, refresh: Refresh) -> None:
-        watch_calls()
         self.refresh = refresh
         self.runs: list[Run] = []
         self._branches: list[PipelineBranch] = []
         self._lock = threading.RLock()
-        # By device: a transformer may be spread over several.
-        self._hosts: dict[torch.device, HostMemory] = {}
 
     def __reduce__(self) -> tuple[Any, ...]:
         return ResidualSharing, (self.refresh,)
@@ -359,7 +353,6 @@ class ResidualSharing:
             if branch is None:
                 run = self._run(step, transformer)
                 branch = PipelineBranch(
-                    sharing=self,
                     schedule=run.schedule,
                     layers=len(_sharing_layers(transformer)),
                     run=run,
@@ -367,7 +360,6 @@ class ResidualSharing:
                     versions=versions_of(conditioning),
                 )
                 self._branches.append(branch)
-                at_end_of_call(step.pipeline, self.end_runs_of)
             branch.step, branch.evaluation, branch.last = step.step, step.evaluation, step.last
             # The second evaluation of a step of order 2 is where the next step begins.
             evaluation, times = step.evaluation % step.order, branch.schedule.times
@@ -397,15 +389,10 @@ class ResidualSharing:
             with self._lock:
                 kept = sum(other.residual_bytes for other in self._branches if other.run is branch.run)
             branch.run.residual_bytes = max(branch.run.residual_bytes, kept)
-        if branch.last:
-            self._warn_of(self._drop(lambda other: other is branch))
-
-    def end_runs_of(self, pipeline: Any) -> None:
-        """The call of a pipeline is over, also where it has ended before its last step."""
-        self._warn_of(self._drop(lambda branch: branch.run.pipeline() is pipeline))
-
-    def _warn_of(self, runs: Collection[Run]) -> None:
-        if any(run.schedule.held for run in runs):
+        if not branch.last:
+            return
+        self._drop(lambda other: other is branch)
+        if branch.schedule.held and all(other.run is not branch.run for other in self._branches):
             warnings.warn(
                 f"the error of residual sharing may have grown beyond tolerance={self.refresh.tolerance}, because"
                 f" at_most={self.refresh.at_most} allows no more exact steps: raise it, or see vmonarch.report(pipe)",
@@ -416,20 +403,12 @@ class ResidualSharing:
         """Free all residuals."""
         self._drop(lambda branch: True)
 
-    def host_of(self, device: torch.device) -> HostMemory:
-        """Through what residuals of a device go to the host."""
+    def _drop(self, over: Callable[[PipelineBranch], bool]) -> None:
+        """Free the residuals of some branches, which a traceback may still hold."""
         with self._lock:
-            host = self._hosts[device] = self._hosts.get(device) or HostMemory(device)
-        return host
-
-    def _drop(self, over: Callable[[PipelineBranch], bool]) -> list[Run]:
-        """Free the residuals of some branches, which a traceback may still hold. Returns the runs that end thereby."""
-        with self._lock:
-            dropped = [branch for branch in self._branches if over(branch)]
-            for branch in dropped:
+            for branch in filter(over, self._branches):
                 branch.free()
             self._branches = [branch for branch in self._branches if not over(branch)]
-            return [gone.run for gone in dropped if all(gone.run is not branch.run for branch in self._branches)]
 
 
 def _sharing_layers(transformer: torch.nn.Module) -> list[torch.nn.Module]:

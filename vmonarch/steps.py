@@ -9,20 +9,10 @@ from __future__ import annotations
 
 import inspect
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-
-
-def running_objects() -> Iterator[Any]:
-    """The objects whose methods the running thread is in, the innermost first."""
-    frame = inspect.currentframe()
-    while frame is not None:
-        # Locals are copied when they are read: only those of methods.
-        if frame.f_code.co_varnames[:1] == ("self",):
-            yield frame.f_locals.get("self")
-        frame = frame.f_back
 
 
 def running_pipeline(transformer: torch.nn.Module | None) -> Any:
@@ -35,7 +25,11 @@ def running_pipeline(transformer: torch.nn.Module | None) -> Any:
     # Only imported where a pipeline cannot run without it.
     from diffusers import DiffusionPipeline, ModularPipeline
 
-    for caller in running_objects():
+    frame = inspect.currentframe()
+    while frame is not None:
+        # Locals are copied when they are read: only those of methods.
+        caller = frame.f_locals.get("self") if frame.f_code.co_varnames[:1] == ("self",) else None
+        frame = frame.f_back
         if isinstance(caller, (DiffusionPipeline, ModularPipeline)):
             parts = [part for part in vars(caller).values() if isinstance(part, torch.nn.Module)]
             # A whole part in most cases, which is found without a walk through all modules.
@@ -94,11 +88,6 @@ def denoising_step(transformer: torch.nn.Module | None, timestep: Any, needed_by
         raise RuntimeError(
             f"{needed_by} needs the denoising step, but no pipeline calls this transformer here: run it by a diffusers"
             f" pipeline that has it, in the same thread, or {instead}"
-        )
-    if getattr(pipe, "_current_timestep", 0) is None:
-        raise RuntimeError(
-            f"{needed_by} needs the denoising step, but {type(pipe).__name__} calls this transformer outside of its"
-            f" denoising loop; {instead}"
         )
     scheduler = pipe.scheduler
     timesteps, order = getattr(scheduler, "timesteps", None), getattr(scheduler, "order", 1)

@@ -46,7 +46,7 @@ def register(processor: VideoAttentionProcessor, name: str = "vmonarch") -> Any:
         TypeError: `processor` is another object.
         ValueError: an option of the processor needs layers, steps or all heads; `name` is no name, or that of one of
             xfuser's backends.
-        ImportError: xfuser is not installed, cannot be imported without a GPU, or is another version.
+        ImportError: xfuser is not installed, or cannot be imported without a GPU.
         RuntimeError: this Python's `Enum` cannot be given another member.
     """
     if not isinstance(processor, (VMonarchProcessor, FlashBiasProcessor)):
@@ -111,7 +111,7 @@ def _attention_function(
         heads = Part(rank * h, (rank + 1) * h, ranks * h) if ranks > 1 else None
         # Autocast computes the norms of queries and keys in float32.
         q, k, v = (x[:, :, : grid.tokens].to(value.dtype).transpose(1, 2) for x in (query, key, value))
-        out = run_stack(attend, q, k, v, Call(grid, heads=heads), None).transpose(1, 2)
+        out = run_stack(attend, q, k, v, Call(grid, heads=heads)).transpose(1, 2)
         return torch.nn.functional.pad(out, (0, 0, 0, tokens - grid.tokens)), None
 
     return attention

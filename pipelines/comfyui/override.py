@@ -30,7 +30,7 @@ from vmonarch.configs import InputError
 from vmonarch.configs.methods import resolve_method
 from vmonarch.grid import LatentGrid
 from vmonarch.refresh import Refresh, Schedule
-from vmonarch.residuals import Branch, ResidualSharing
+from vmonarch.residuals import Branch
 from vmonarch.steps import noise_changes
 
 PRESETS = ("near-lossless", "fast", "vmonarch", "vmonarch-lite", "vmonarch-t1", "vmonarch-t3", "two-resolution")
@@ -187,7 +187,7 @@ class Run:
         refreshed: the steps of the latter.
         untouched: other calls, by the reason.
         sigma_start, sigma_end: the noise levels between which the preset is used.
-        sharing: of the residuals of a guidance branch; None for none.
+        sharing: when attention is exact and renews the residuals of a guidance branch; None for none.
         residual_bytes: the most memory that the residuals took.
         branches: those that have residuals, or can.
         calls: of a branch in a step, by both.
@@ -197,7 +197,7 @@ class Run:
     preset: str
     sigma_start: float
     sigma_end: float
-    sharing: ResidualSharing | None
+    sharing: Refresh | None
     grids: set[LatentGrid] = dataclasses.field(default_factory=set)
     forwards: int = 0
     steps: int = 0
@@ -348,9 +348,8 @@ class OverrideAttention:
         # A sampler may add noise to the first level.
         start = float(to_sigma(self.start_percent)) if self.start_percent else math.inf
         preset = f"plan {Path(self.plan).name}" if self.plan else self.preset
-        sharing = None if self.sharing is None else ResidualSharing(self.sharing)
         end = float(to_sigma(self.end_percent))
-        self._run = Run(type(_model_of(patcher)).__name__, preset, start, end, sharing)
+        self._run = Run(type(_model_of(patcher)).__name__, preset, start, end, self.sharing)
 
     def end_run(self, patcher: Any) -> None:
         """A sampling run is over: free its residuals and say what happened."""
@@ -404,7 +403,7 @@ class OverrideAttention:
             run.steps = len(schedule) - 1
             step = step_of(sigma, schedule)
             if run.sharing is not None and run.schedule is None:
-                run.schedule = Schedule(run.sharing.refresh, run.steps, noise_changes(schedule[:-1]))
+                run.schedule = Schedule(run.sharing, run.steps, noise_changes(schedule[:-1]))
         branch = None
         if run.sharing is not None and run.schedule is not None and step is not None and options.get("uuids"):
             x = x if isinstance(x, torch.Tensor) else x[0]
@@ -412,7 +411,7 @@ class OverrideAttention:
             # Guidance may ask once more, with some blocks left out.
             replaced = {kind: frozenset(blocks) for kind, blocks in options.get("patches_replace", {}).items()}
             key = (tuple(options["uuids"]), x.shape, x.dtype, x.device, tuple(window), frozenset(replaced.items()))
-            there = Branch(sharing=run.sharing, schedule=run.schedule, layers=known.layers(model))
+            there = Branch(schedule=run.schedule, layers=known.layers(model))
             branch = run.branches.setdefault(key, there)
             branch.begin_call(step, run.schedule.times[step] + abs(sigma - schedule[step]), run.calls[key, step])
             run.calls[key, step] += 1

@@ -9,7 +9,7 @@ import pytest
 import tiny_wan
 from PIL import Image
 
-from vmonarch import AttentionPlan, LatentGrid
+from vmonarch import LatentGrid
 from vmonarch.configs.methods import resolve_method
 from vmonarch.eval.attention_flops import recorded_call, relative_flops, transformers_by_step
 from vmonarch.flops import full_flops, vmonarch_flops
@@ -62,15 +62,3 @@ def test_flops_of_exact_blocks_dense_steps_dense_layers_and_steps_that_renew_res
     assert after_dense == pytest.approx(0.4 + 0.8 * plain)
     two = relative_flops(call, [resolve_method(refresh)], ["transformer"] * 3 + ["transformer_2"] * 7)
     assert two == {refresh: pytest.approx(0.5 + 0.7 * plain)}, "step 3 is the first of the second transformer"
-
-
-def test_flops_of_a_plan_are_those_of_its_heads(call, tmp_path) -> None:
-    plan = AttentionPlan({"t1": {"num_iterations": 1}, "full": None}, {"transformer": [["full", "t1"], ["t1", "t1"]]})
-    plan.save(tmp_path / "plan.json")
-    method = resolve_method(f"vmonarch:plan={tmp_path / 'plan.json'}")
-    (found,) = relative_flops(call, [method], TEN).values()
-    assert found == pytest.approx(plan.flops(GRID, 12) / (4 * full_flops(GRID, 12)))
-
-
-def test_flops_of_learnt_layers_are_not_told(call, shipped_adapter) -> None:
-    assert relative_flops(call, [resolve_method("based")], TEN) == {"based": None}

@@ -24,82 +24,46 @@ GENERATE = {
     "override with hyphens": (["num-frames=5"], ["prompt", "'num-frames=5'", "write num_frames=5"]),
     "unknown key": (["step=3"], ["step", "no known key", "did you mean steps?"]),
     "unknown option": (["--stepz", "3"], ["--stepz", "did you mean --steps?"]),
-    "option with an underscore": (["--num_frames=9"], ["--num_frames=9", "did you mean --num-frames?"]),
     "below the range": (["--steps", "0"], ["--steps", "in [1, 1000], got 0"]),
-    "not finite": (["--guidance", "inf"], ["--guidance", "in [0, inf), got inf"]),
     "none of the choices": (["--offload", "disk"], ["--offload", "none, model, group"]),
-    "height far too large": (["--height", str(16 * 10**22)], ["--height", "at most 1024 for this model"]),
-    "too many frames": (["--num-frames", "257"], ["--num-frames", "at most 253 for this model"]),
     "frames not 4k+1": (["--num-frames", "10"], ["--num-frames", "4·k + 1", "9 or 13"]),
-    "guidance_2 with one transformer": (["--guidance-2", "3"], ["--guidance-2", "two transformers"]),
     "10,000 characters": (["red circle " * 910], ["prompt", "at most 512 tokens", "1821"]),
     "prompt of a book": ([f"prompts=['{'a ' * 40_000}']"], ["prompt", "at most 65,536 characters, got 80,000"]),
-    "long negative prompt": (["--negative-prompt", "red " * 600], ["--negative-prompt", "512 tokens", "601"]),
-    "seed too large": (["--seed", str(2**63)], ["--seed", f"in [0, {2**63 - 1}]"]),
     "prompt among the seeds": (["--seed", "1", "a red circle"], ["--seed", "integers", "prompts go before --seed"]),
-    "no seed": (["seeds=[]"], ["--seed", "one or more"]),
-    "revision of a folder": (["--revision", "main"], ["--revision", "models of the hub"]),
     "frame that is not there": (
         ["--attention", "vmonarch:exact={rows: [99]}"],
         ["--attention", "exact does not fit", "frame 99", "3 latent frames"],
     ),
     "more dense steps than steps": (["attention.dense_steps=50"], ["--attention", "dense_steps=50", "only 2 steps"]),
-    "dense layer that is not there": (["attention.dense_layers=[2]"], ["--attention", "dense_layers", "2 layers"]),
     "unknown attention": (["--attention", "vmonach"], ["--attention", "vmonarch-t1", "did you mean vmonarch?"]),
-    "options for full": (["attention=full", "attention.coarse=2"], ["attention.coarse", "known: none"]),
     "missing model folder": (["--model", "./nowhere"], ["--model", "no folder", "embedded", "hub id"]),
-    "model is a file": (["--model", "FILE"], ["--model", "is a file"]),
     "unknown device": (["--device", "tpu"], ["--device", "auto, cpu, cuda"]),
     "float16 on the CPU": (["--dtype", "float16", "--device", "cpu"], ["--dtype", "float32, bfloat16"]),
-    "offload on the CPU": (["--offload", "model", "--device", "cpu"], ["--offload", "CUDA"]),
-    "output path is a file": (["--output-dir", "FILE"], ["--output-dir", "is a file"]),
     "unwritable output": (["--output-dir", "/proc/outputs"], ["--output-dir", "cannot be written"]),
     "missing config": (["--config", "none.yaml"], ["--config", "YAML file or one of", "wan2.1-t2v-1.3b"]),
-    "config is no mapping": (["--config", "LIST"], ["--config", "mapping"]),
     "empty prompt file": (["--prompt-file", "EMPTY"], ["--prompt-file", "at least one prompt"]),
-    "prompt file not utf-8": (["--prompt-file", "LATIN"], ["--prompt-file", "UTF-8"]),
     "image for a text model": (["--image", "FILE"], ["--image", "text-to-video"]),
     "no LoRA file": (["--lora", "nowhere.safetensors"], ["--lora", "no file"]),
-    "scale of LoRA layers": (["--lora", ".:nan"], ["--lora", "PATH:SCALE"]),
-    "LoRA file of text": (["--lora", "FILE"], ["--lora", "cannot be read"]),
-    "lora_2 with one transformer": (["--lora-2", "FILE"], ["--lora-2", "two transformers"]),
     "sigmas alone": (["--sigmas", "1,0.5"], ["--sigmas", "needs scheduler"]),
-    "sigmas that rise": (["--scheduler", "lcm", "--sigmas", "0.5,1"], ["--sigmas", "fall"]),
-    "a sigma of 0": (["--scheduler", "lcm", "--sigmas", "1,0"], ["--sigmas", "in [1e-6, 1]"]),
-    "more sigmas than steps": (["--scheduler", "lcm", "--sigmas", "1,0.7,0.5"], ["--sigmas", "2, as many as steps"]),
     "incomplete record": (["--from-json", "PARTIAL"], ["--from-json", "incomplete"]),
-    "record of something else": (["--from-json", "OTHER"], ["--from-json", "no record of a generated video"]),
 }
 
 COMPARE = {
     "method twice": (["--methods", "vmonarch", "vmonarch"], ["--methods", "must differ", "vmonarch"]),
-    "no strip": (["--strip-frames", "0"], ["--strip-frames must be in [1, inf), got 0"]),
-    "attention is generate's": (["attention=full"], ["attention", "no known key", "methods"]),
 }
 
 # Of the others: all arguments.
 EVAL = {
     "prompt twice": (["a red", "a red"], ["must differ"]),
-    "baseline": (["a red", "--baseline", "vmonarch-t9"], ["--baseline must be one of full, vmonarch"]),
     "prompt set": (["--prompt-set", "movies"], ["--prompt-set must be one of embedded"]),
-    "more prompts than there are": (["--prompt-set", "embedded", "--num-prompts", "1000"], ["at most 64"]),
     "vbench": (["a red", "--vbench", "imaging"], ["did you mean imaging_quality?"]),
-    "report": (["a red", "--report-items", "-1"], ["--report-items must be in [0, inf), got -1"]),
 }
 
 CALIBRATE = {
     "both budgets": (["p", "--time", "1", "--flops", "1"], ["flops and time exclude each other"]),
-    "time without the default": (["p", "--candidates", "vmonarch-t1", "--time", "1"], ["time is relative to VMonarch"]),
     "refining without gradients": (["p", "--refine", "2", "--no-sensitivity"], ["refine", "leave out no-sensitivity"]),
-    "another processor": (["p", "--candidates", "full"], ["candidates must be of the processors vmonarch or"]),
-    "work that depends on data": (
-        ["p", "--candidates", "two-resolution:share=null,beta=1.0"],
-        ["candidates must have work that is known beforehand"],
-    ),
-    "dense": (["p", "--candidates", "vmonarch:dense_steps=1"], ["must leave dense_steps alone"]),
     "less work than the cheapest": (["p", "--flops", "0.01"], ["--flops must be at least 0."]),
     "unknown measure": (["p", "--measure", "klo"], ["--measure must be one of error, layer_error", "got 'klo'"]),
-    "measure that is left out": (["p", "--measure", "output_error", "--no-sensitivity"], ["without sensitivity"]),
     "plan alone": (["p", "--plan", "x.json"], ["plan is for --diagnosis"]),
 }
 
@@ -108,22 +72,14 @@ KERNELS, E2E, FAMILIES, PARALLEL = ([name, *ON_CPU] for name in ("kernels", "e2e
 TRAIN = ["train", *ON_CPU, "--model", "TINY", "--size", "32", "64"]
 BENCH = {
     "unknown shape": ([*KERNELS, "--shapes", "43x28"], ["--shapes", "43x28x52", "'43x28'"]),
-    "output under a file": ([*KERNELS, "--output", "FILE/x.json"], ["--output", "cannot be written"]),
-    "something else to bench": (["everything"], ["kernels", "everything"]),
     "unknown setting": ([*E2E, "--settings", "1.3b-61x448x833"], ["--settings", "did you mean 1.3b-61x448x832?"]),
-    "model without sizes": ([*E2E, "--model", "wan2.1-14b"], ["--settings", "must be given with --model"]),
     "unknown method": ([*E2E, "--methods", "vmonach"], ["--methods", "did you mean vmonarch"]),
-    "too many dense steps": ([*E2E, "--methods", "vmonarch:dense_steps=51"], ["--methods", "there are only 50 steps"]),
     "unknown mode": ([*E2E, "--modes", "fast"], ["--modes", "eager, compiled", "fast"]),
     "pattern of cases": ([*FAMILIES, "--cases", "("], ["--cases must be a regular expression, got '('"]),
     "train frames": ([*TRAIN, "--frames", "60"], ["--frames must have frames 1 more than a multiple of 4, got 60"]),
-    "train without full": ([*TRAIN, "--methods", "vmonarch"], ["--methods must hold full"]),
-    "parallel without 1": ([*PARALLEL, "--ranks", "2", "4"], ["--ranks must be different numbers, 1 among them"]),
 }
 
 TUNE = {
-    "kernel": ([*ON_CPU, "--kernels", "r_stp"], ["--kernels must be of", "did you mean r_step?"]),
-    "dtype": ([*ON_CPU, "--dtype", "bfloat16"], ["--dtype bfloat16 does not work in the interpreter"]),
     "the package's table": (ON_CPU[:2], ["--output is needed with --device cpu"]),
 }
 
@@ -236,12 +192,11 @@ def weights(model: Path, component: str) -> Path:
     return next((model / component).glob("*.safetensors"))
 
 
-def edit_weights(model: Path, component: str, *, without: str = "", extra: str | None = None) -> None:
-    """Take a tensor of a component's weights out, or put one in."""
+def drop_tensor(model: Path, component: str, name: str) -> None:
     path = weights(model, component)
     tensors = load_file(path)
-    tensors.pop(without, None)
-    save_file(tensors if extra is None else tensors | {extra: torch.zeros(1)}, path, {"format": "pt"})
+    del tensors[name]
+    save_file(tensors, path, {"format": "pt"})
 
 
 # Damage to a model folder, and what the message must hold; each is an error of the run (exit code 1).
@@ -251,32 +206,15 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], list[str]]] = {
         lambda m: edit_json(m / "model_index.json", _class_name="FluxPipeline"),
         ["FluxPipeline", "WanPipeline, WanImageToVideoPipeline, HunyuanVideoPipeline"],
     ),
-    "index without vae": (lambda m: edit_json(m / "model_index.json", vae=None), ["no vae"]),
     "missing component": (lambda m: shutil.rmtree(m / "vae"), ["no folder vae/"]),
     "missing weights": (lambda m: weights(m, "transformer").unlink(), ["transformer", "no weights", "safetensors"]),
-    "pickled weights": (
-        lambda m: weights(m, "transformer").rename(m / "transformer/diffusion_pytorch_model.bin"),
-        ["transformer", "pickled ones are not"],
-    ),
     "truncated weights": (
         lambda m: truncate(weights(m, "transformer"), 0.9),
         ["safetensors", "damaged", "header"],
     ),
-    "missing shard": (
-        lambda m: (m / "vae/diffusion_pytorch_model.safetensors.index.json").write_text(
-            json.dumps({"metadata": {}, "weight_map": {"a": "model-00001-of-00002.safetensors"}})
-        ),
-        ["weights are missing", "model-00001-of-00002.safetensors"],
-    ),
-    "missing tokenizer": (lambda m: (m / "tokenizer/tokenizer.json").unlink(), ["tokenizer", "cannot be loaded"]),
-    "weights of another shape": (lambda m: edit_json(m / "transformer/config.json", ffn_dim=48), ["cannot be loaded"]),
     "text encoder without a tensor": (
-        lambda m: edit_weights(m, "text_encoder", without="encoder.block.0.layer.0.SelfAttention.q.weight"),
+        lambda m: drop_tensor(m, "text_encoder", "encoder.block.0.layer.0.SelfAttention.q.weight"),
         ["text_encoder cannot be used", "lack 1 of the tensors", "encoder.block.0.layer.0.SelfAttention.q.weight"],
-    ),
-    "vae with another tensor": (
-        lambda m: edit_weights(m, "vae", extra="decoder.conv_in.gain"),
-        ["vae cannot be used", "hold 1 tensors", "AutoencoderKLWan", "decoder.conv_in.gain"],
     ),
     "config of fewer layers": (
         lambda m: edit_json(m / "transformer/config.json", num_layers=1),
@@ -306,12 +244,8 @@ def test_a_hub_that_cannot_be_reached(cli, monkeypatch: pytest.MonkeyPatch) -> N
     ("values", "message"),
     [
         ({"prompts": "a text"}, "prompts must be a list, each text"),
-        ({"prompts": ("\ud800",)}, "prompts must be Unicode"),
-        ({"negative_prompt": "a\0b"}, "negative_prompt must not be empty, nor hold NUL"),
         ({"seeds": (True,)}, "seeds must be a list, each an integer"),
-        ({"height": 32.0}, "height must be an integer or null"),
         ({"attention": 3}, "attention must be a method's name"),
-        ({"attention": {"num_iterations": 3}}, "attention must be one of"),
     ],
     ids=str,
 )

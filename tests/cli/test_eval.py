@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import math
 import re
@@ -13,15 +12,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from filelock import FileLock
 from videos import read_video
 
 from vmonarch.configs import InputError
 from vmonarch.eval import evaluate as module
 from vmonarch.eval.compare import compare
-from vmonarch.eval.evaluate import EvalConfig, Evaluation, Item, evaluate, prompt_score
-from vmonarch.eval.report import quality_plot, report
+from vmonarch.eval.evaluate import EvalConfig, Evaluation, Item, evaluate
 from vmonarch.eval.settings import CompareConfig
 from vmonarch.eval.similarity import similarity
 from vmonarch.eval.summary import MEASURES, TIMES, differences, interval, low_end, statistics
@@ -174,18 +171,6 @@ def test_a_file_of_other_lora_layers_is_another_setting(loaded, copied: Path, mo
         evaluate(config(loaded.folder.path, copied), model=loaded)
 
 
-def test_what_changes_no_number_may_change(loaded, whole: Evaluation, copied: Path, monkeypatch) -> None:
-    monkeypatch.setattr(module, "sample", no_sampling)
-    record = evaluate(config(loaded.folder.path, copied, baseline=METHODS[2], report_items=1), model=loaded).record
-    there, back = whole.record["differences"][METHODS[2]], record["differences"]["vmonarch-plain"]
-    assert back["psnr"]["mean"] == pytest.approx(-there["psnr"]["mean"]) != 0
-    assert (copied / "report.html").read_text(encoding="utf-8").count("<video") == 3
-    # A plan may have moved, but not changed.
-    before = {"methods": [{"plan": "/a/plan.json", "plan_sha256": "1"}]}
-    assert not list(module._changes(before, {"methods": [{"plan": "/b/plan.json", "plan_sha256": "1"}]}))
-    assert len(list(module._changes(before, {"methods": [{"plan": "/b/plan.json", "plan_sha256": "2"}]}))) == 2
-
-
 def test_folders_and_files_that_cannot_be_gone_on_with_are_named(loaded, copied: Path, tmp_path: Path) -> None:
     other = tmp_path / "other"
     other.mkdir()
@@ -261,7 +246,7 @@ def test_the_low_end_is_of_the_videos_and_percentiles_are_of_enough() -> None:
     assert low_end(made_up(a=[1.0] + ["inf"] * 20), "a") == {"p1": None, "p5": "inf", "below_27": 1, "items": 21}
 
 
-# VBench and LPIPS
+# VBench
 
 
 def test_vbench_gets_every_video_with_its_prompt(loaded, copied: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -285,28 +270,6 @@ def test_vbench_gets_every_video_with_its_prompt(loaded, copied: Path, monkeypat
     assert "imaging_quality" in (copied / "report.html").read_text(encoding="utf-8")
     with pytest.raises(InputError, match="vbench must be of aesthetic_quality, .*did you mean overall_consistency"):
         evaluate(config(loaded.folder.path, copied, vbench=("overal_consistency",)), model=loaded)
-
-
-def test_what_cannot_be_measured_is_refused_at_once(cli, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(cli.folder / "cache"))
-    code, _, err = cli("eval", "a red circle", "--vbench", "imaging_quality")
-    assert code == 2 and "--vbench cannot be scored" in err and "vmonarch vbench install" in err
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    code, _, err = cli("eval", "a red circle", "--lpips")
-    assert code == 2 and "--lpips needs torchvision" in err and not (cli.folder / "outputs").exists()
-
-
-def test_lpips_is_measured_where_it_is_asked_for(loaded, tmp_path: Path, monkeypatch) -> None:
-    mean = lambda difference: float(difference.abs().mean())
-    distance = lambda a, b: {"lpips": mean(a - b), "first_frame_lpips": mean((a - b)[0])}
-    monkeypatch.setattr("vmonarch.eval.similarity.lpips", distance)
-    monkeypatch.setattr("vmonarch.eval.similarity.alexnet_weights", lambda: None)
-    methods = ("full", "vmonarch-plain")
-    settings = config(loaded.folder.path, tmp_path / "eval", prompts=PROMPTS[:1], methods=methods, lpips=True)
-    record = evaluate(settings, model=loaded).record
-    row = record["items"][0]["results"][1]
-    assert 0 < row["lpips"] != row["first_frame_lpips"] > 0
-    assert record["statistics"]["vmonarch-plain"]["first_frame_lpips"]["items"] == 2
 
 
 # The commands
@@ -349,38 +312,3 @@ def test_a_broken_video_and_a_full_disk_are_named_and_leave_what_was_done(loaded
     with pytest.raises(OSError, match=r"No space left"):
         compare(comparison(loaded, tmp_path / "full"), model=loaded)
     assert not any((tmp_path / "full").iterdir())
-
-
-def test_prompt_score_reads_the_pixels() -> None:
-    """It gets frames in its own layout, and prompts that it knows."""
-    folder = SimpleNamespace(name="embedded", path=Path("none"))
-    video = torch.full((13, 3, 96, 160), 0.2)
-    for frame in range(13):
-        x = 20 + 9 * frame
-        video[frame, :, 36:60, x - 12 : x + 12] = torch.tensor([0.9, 0.1, 0.1])[:, None, None]
-    words = {"a red square moving right": 1.0, "a blue circle moving left": 0.0, "a harbour at dawn": None}
-    assert {prompt: prompt_score(folder, video, prompt) for prompt in words} == words
-    # A finetuned model is scored where its prompts are the embedded model's.
-    folder.name = "finetuned"
-    assert prompt_score(folder, video, "a red square moving right") is None
-    assert prompt_score(folder, video, "a red square moving right", "embedded") == 1.0
-
-
-# The report
-
-
-def test_the_report_of_many_items_lists_them_and_holds_some_videos(whole: Evaluation) -> None:
-    record = copy.deepcopy(whole.record)
-    record["items"] = [{**record["items"][n % 4], "number": n + 1} for n in range(100)]
-    page = report(record, whole.folder)
-    assert page.count("<video") == 12 * 3 and "12 of 100 items" in page
-    assert page.count('href="#item-') == 12 and 'data-value="100">100</td>' in page
-    record["config"]["report_megabytes"] = 0
-    assert "<video" not in report(record, whole.folder)
-    # What has no place in a plot is left out.
-    svg = quality_plot(record, "psnr")
-    assert svg.count("<title>") == 2 and "<title>vmonarch-plain: PSNR dB" in svg and svg == quality_plot(record, "psnr")
-    record["statistics"]["vmonarch-plain"]["psnr"]["mean"] = "inf"
-    assert quality_plot(record, "psnr").count("<title>") == 1
-    record["attention_flops"][METHODS[2]] = None
-    assert quality_plot(record, "psnr") is quality_plot(record, "lpips") is None

@@ -97,14 +97,6 @@ def test_each_transformer_gets_its_own_lora_layers(tiny_two_stage_model, tmp_pat
     assert all(weight.equal(first[name]) for name, weight in pipe.transformer.state_dict().items())
 
 
-def test_what_diffusers_leaves_out_of_a_lora_file_is_told(tiny_model, tmp_path) -> None:
-    file = tmp_path / "layers.safetensors"
-    write_lora("lightx2v", tiny_model / "transformer", file)
-    save_file(load_file(file) | {"diffusion_model.blocks.0.norm3.diff_b": torch.ones(24)}, file)
-    with pytest.warns(UserWarning, match="leaves out 1 tensors of layers.safetensors.*norm3.diff_b"):
-        load(tiny_model, lora=(str(file),))
-
-
 @pytest.mark.parametrize(
     ("layers", "problem"),
     [

@@ -22,7 +22,7 @@ from vmonarch.cli import main
 from vmonarch.pipelines import loading, outputs, sampling
 from vmonarch.pipelines.config import GenerateConfig
 from vmonarch.pipelines.generation import generate
-from vmonarch.pipelines.processes import Shard, check_sharing, leaving_group
+from vmonarch.pipelines.processes import Shard, check_sharing
 
 PROMPT = "a red circle moving right"
 
@@ -221,39 +221,6 @@ def test_a_prompt_is_enough(cli) -> None:
     assert record["model"]["weights_sha256"] is not None and record["model"]["weights_bytes"] < 16 * 2**20
 
 
-def pair(model: Path, **values: object) -> tuple[loading.LoadedModel, sampling.Batch]:
-    """Two videos from a freshly loaded pipeline."""
-    loaded = tiny_wan.load(model, **values)
-    loaded.config.attention.install(loaded.pipe)
-    return loaded, sampling.sample(loaded, loaded.config, ["a red circle", "a blue square"], [0, 1])
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("attention", ["full", "vmonarch"])
-def test_bits_repeat_and_agree_with_the_cpu(tiny_model: Path, attention: str) -> None:
-    _, cpu = pair(tiny_model, device="cpu", attention=attention)
-    _, first = pair(tiny_model, device="cuda", dtype="float32", attention=attention)
-    _, again = pair(tiny_model, device="cuda", dtype="float32", attention=attention)
-    assert torch.equal(first.frames, again.frames)
-    assert (first.frames - cpu.frames).abs().mean() < 1e-2 < (first.frames[0] - first.frames[1]).abs().mean()
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("offload", ["none", "model", "group"])
-def test_offloading_changes_nothing_but_rounding(tiny_model: Path, offload: str) -> None:
-    _, plain = pair(tiny_model, device="cuda")
-    loaded, offloaded = pair(tiny_model, device="cuda", offload=offload)
-    assert (loaded.dtype, loaded.pipe.vae.dtype) == (torch.bfloat16, torch.float32)
-    if offload == "group":
-        # Norms whose weights come and go are computed by themselves, not with the rotary embedding in one kernel, which
-        # rounds once less.
-        assert (plain.frames - offloaded.frames).abs().mean() < 1e-2
-    else:
-        assert torch.equal(plain.frames, offloaded.frames)
-    seconds = offloaded.seconds
-    assert 0 < seconds["transformer"] <= seconds["denoise"] < seconds["total"]
-
-
 # --- `torchrun … -m vmonarch generate`: processes make every video together, and one of them writes it. ---
 
 SCRIPT = Path(__file__).parents[1] / "support" / "shared_generate.py"
@@ -286,19 +253,6 @@ def test_two_processes_make_the_videos_of_one(forks, tiny_two_stage_model, tmp_p
     assert alone["seed"] == 1 and np.abs(read_video(one[0])[0].astype(int) - read_video(one[1])[0]).mean() > 5
 
 
-@pytest.mark.parametrize(("backend", "left"), [("gloo", 1), ("nccl", 0)])
-def test_a_process_that_fails_does_not_wait_for_the_others(monkeypatch, backend, left):
-    ended = []
-    monkeypatch.setattr(torch.distributed, "get_backend", lambda: backend)
-    monkeypatch.setattr(torch.distributed, "destroy_process_group", lambda: ended.append(backend))
-    with pytest.raises(KeyboardInterrupt), leaving_group():
-        raise KeyboardInterrupt
-    assert len(ended) == left
-    with leaving_group():
-        pass
-    assert len(ended) == left + 1
-
-
 def test_what_processes_cannot_share(tiny_model, tmp_path, monkeypatch):
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
     who = "for 2 processes that share a video"
@@ -320,14 +274,3 @@ def test_commands_for_one_process_say_so(tmp_path, monkeypatch, capsys):
         assert main([name, "a red circle", "--output-dir", str(tmp_path / "out")]) == 2
         assert "WORLD_SIZE is 4, but this command is for one process" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
-
-
-def test_several_processes_need_gpus(tiny_model, tmp_path, monkeypatch, capsys):
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 0)
-    assert main(command(tiny_model, tmp_path / "out")) == 2
-    assert "--device cannot be the CPU for 2 processes that share a video: each needs a GPU" in capsys.readouterr().err
-    monkeypatch.setenv("RANK", "2")
-    assert main(command(tiny_model, tmp_path / "out")) == 2
-    assert "RANK must be a number below WORLD_SIZE" in capsys.readouterr().err

@@ -151,24 +151,12 @@ def test_linear_layers_are_quantised_and_come_back_or_not(wide: torch.nn.Module)
         ("stack-fast:linears=int4", "recipe.linears must be one of float8, float8-feed-forward, float8-weights"),
         ("stock:backend=fa3", "backend 'fa3' needs a Hopper GPU, got cpu"),
         ("stack-fast:linears=float8", "linears 'float8' needs a GPU of Ada, Hopper or newer"),
-        ("fast:linears=null", "recipe.linears is no known key; known: num_iterations, "),
         ("stack-fast:attention=stock", "recipe.attention must be an attention method, got the recipe 'stock'"),
-        ("stock:cache={kind: sea}", "recipe.cache is no known key; known: "),
-        ("stack-fast:attention.refresh.cache=0", "attention.refresh.cache must be above 0, or None, got 0"),
     ],
 )  # fmt: skip
 def test_what_a_recipe_cannot_do_is_said(recipe: str, problem: str, wide: torch.nn.Module, monkeypatch: Any) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
     with pytest.raises(InputError, match=problem):
-        recipes.apply(wide, recipe)
-
-
-@pytest.mark.parametrize("recipe", ["stock:linears=float8-weights", "stock:backend=fa3"])
-def test_a_package_that_is_missing_is_named(recipe: str, wide: torch.nn.Module, fa3: Any, monkeypatch: Any) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(
-        InputError, match=r"torchao: pip install 'vmonarch\[float8\]'|FlashAttention-3: pip install fa3-fwd"
-    ):
         recipes.apply(wide, recipe)
 
 

@@ -6,14 +6,12 @@ import http.client
 import json
 import os
 import re
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from PIL import Image
 
 from vmonarch.configs.methods import method_names, recipe_names
 from vmonarch.pipelines import recipes
@@ -137,22 +135,6 @@ def test_bad_input_is_said_at_its_field(visitor, field, value, said):
     assert list(wrong) == [field] and said in wrong[field]
 
 
-def test_a_picture_stays_beside_the_video_that_begins_with_it(tiny_token_timestep_model, tmp_path):
-    studio = ui.Studio((str(tiny_token_timestep_model),), str(tmp_path / "videos"), device="cpu")
-    picture = tmp_path / "uploaded.png"
-    Image.new("RGB", (48, 32), "red").save(picture)
-    assert studio.describe(studio.models[0])[0]["visible"]
-    values = VALUES | {"image": str(picture), "model": studio.models[0]}
-    request = ui.gr.Request(session_hash="one")
-    for given in (values, values | {"image": None}):
-        *_, (said, _) = studio.run(request, lambda *_, **__: None, *given.values())
-        assert "Made in" in said, said
-    first, second = (json.loads(path.read_text()) for path in sorted(studio.output.glob("*.json")))
-    kept = Path(first["config"]["image"])
-    assert kept.parent == studio.output and kept.read_bytes() == picture.read_bytes()
-    assert second["config"]["image"] is None
-
-
 def test_cancelling_stops_the_sampling_frees_memory_and_the_next_visitor_has_the_turn(
     studio, visitor, page, tiny_model, monkeypatch
 ):
@@ -232,10 +214,3 @@ def test_what_cannot_run_here_is_not_offered(monkeypatch):
 def test_what_cannot_be_served_ends_the_command(cli, words, said):
     code, out, err = cli("ui", "--port", 0, *words, tiny=False)
     assert (code, out) == (2, "") and said in err
-
-
-def test_without_the_extra_the_command_says_how_to_install_it(cli, monkeypatch):
-    monkeypatch.delitem(sys.modules, "vmonarch.eval.ui")
-    monkeypatch.setitem(sys.modules, "gradio", None)
-    code, _, err = cli("ui", tiny=False)
-    assert code == 2 and "pip install 'vmonarch[ui]'" in err

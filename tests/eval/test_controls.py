@@ -212,7 +212,7 @@ def test_a_method_runs_its_control_in_every_layer_and_goes_away(transformer, con
     method.install(transformer)
     processors = [block.attn1.processor.spec for block in transformer.blocks]
     assert all(isinstance(p, ControlProcessor) and p.control == control for p in processors)
-    again = ControlProcessor.from_config(processors[0].config)
+    again = ControlProcessor(**processors[0].config)
     assert again.config == processors[0].config == method.processor().config
     changed = forward(transformer)
     least, most = (0, 1e-4) if control == "exact" else (1e-3, math.inf)
@@ -316,7 +316,7 @@ def test_what_is_learnt_is_added_to_block_sparse_attention(inputs, control):
     chosen = torch.zeros(*q.shape[:2], 4, 4, dtype=torch.bool).scatter(-1, best, True)[:, :, tiles()][..., tiles()]
     scale = q.shape[-1] ** -0.5
     near = ((q @ k.mT * scale).masked_fill(~chosen, -torch.inf).softmax(-1) @ v).transpose(1, 2).flatten(2)
-    before = layer.mix(attn, x, rotary, Call(GRID), None)
+    before = layer.mix(attn, x, rotary, Call(GRID))
     torch.testing.assert_close(before, near)
     layer.learnt.weight.normal_(generator=torch.Generator().manual_seed(1))
     if control == "vsa":
@@ -325,4 +325,4 @@ def test_what_is_learnt_is_added_to_block_sparse_attention(inputs, control):
     else:
         weights = (q.softmax(-1) @ k.softmax(-1).mT).masked_fill(chosen, 0)
         added = layer.learnt(weights / weights.sum(-1, keepdim=True) @ v).transpose(1, 2).flatten(2)
-    torch.testing.assert_close(layer.mix(attn, x, rotary, Call(GRID), None) - before, added, atol=2e-5, rtol=2e-4)
+    torch.testing.assert_close(layer.mix(attn, x, rotary, Call(GRID)) - before, added, atol=2e-5, rtol=2e-4)

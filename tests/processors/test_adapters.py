@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import sys
 
 import accelerate
 import diffusers
@@ -103,31 +101,6 @@ def test_the_lora_part_is_diffusers_own(tiny, file):
         assert torch.equal(stock.transformer.state_dict()[name], tensor)
 
 
-def test_restore_leaves_the_lora_layers_of_others(tiny, file):
-    pipe = tiny.pipeline("t2v")
-    load_adapter(pipe, file)
-    pipe.transformer.add_adapter(LoraConfig(r=1, target_modules=["to_k"]), adapter_name="style")
-    vmonarch.restore(pipe)
-    assert list(pipe.transformer.peft_config) == ["style"]
-    assert {name.split(".")[-2] for name in pipe.transformer.state_dict() if ".lora_" in name} == {"style"}
-    trained, _ = adapted(tiny)
-    before = {name for name in trained.transformer.state_dict() if ".lora_" in name}
-    vmonarch.restore(trained)
-    assert before and before == {name for name in trained.transformer.state_dict() if ".lora_" in name}
-
-
-def test_nothing_is_overwritten_unless_asked_for(tiny, file):
-    before = file.read_bytes()
-    pipe, expected = adapted(tiny, lora=False)
-    with pytest.raises(FileExistsError, match="adapter.safetensors exists"):
-        save_adapter(pipe, file)
-    assert file.read_bytes() == before and os.listdir(file.parent) == [file.name]
-    save_adapter(pipe, file, overwrite=True)
-    fresh = tiny.pipeline("t2v")
-    load_adapter(fresh, file)
-    assert torch.equal(tiny.generate(fresh), expected)
-
-
 # ---------------------------------------------------------------------------------------------- files that do not fit
 
 
@@ -162,11 +135,6 @@ def test_what_does_not_fit_is_named_and_changes_nothing(tiny, file, name):
     assert not getattr(pipe.transformer, "peft_config", None)
 
 
-def test_a_file_for_one_transformer_is_not_for_two(tiny, file):
-    with pytest.raises(ValueError, match="is for transformer, but there is transformer and transformer_2"):
-        load_adapter(tiny.pipeline("t2v-2.2"), file)
-
-
 def test_files_that_are_no_adapters_are_refused(tiny, tmp_path):
     model = tiny.transformer()
     with pytest.raises(FileNotFoundError, match="there is no adapter file .*nowhere"):
@@ -178,39 +146,6 @@ def test_files_that_are_no_adapters_are_refused(tiny, tmp_path):
     with pytest.raises(ValueError, match="text.safetensors is no complete safetensors file"):
         load_adapter(model, tmp_path / "text.safetensors")
     assert not [name for name in model.state_dict() if "processor" in name]
-
-
-def test_what_is_there_already_is_not_lost_to_loading(tiny, file):
-    pipe, expected = adapted(tiny, lora=False, layers="both")
-    with pytest.raises(ValueError, match="transformer has a processor with parameters.*vmonarch.restore"):
-        load_adapter(pipe, file)
-    assert torch.equal(tiny.generate(pipe), expected)
-    pipe = tiny.pipeline("t2v")
-    pipe.transformer.add_adapter(LoraConfig(r=1, target_modules=["to_k"]), adapter_name="style")
-    with pytest.raises(ValueError, match="has adapters of PEFT already .style.: unload them"):
-        load_adapter(pipe, file)
-    assert list(pipe.transformer.peft_config) == ["style"]
-
-
-def test_lora_layers_need_peft(tiny, file, monkeypatch):
-    pipe = tiny.pipeline("t2v")
-    monkeypatch.setitem(sys.modules, "peft", None)
-    with pytest.raises(ImportError, match="has LoRA layers, which need PEFT: pip install peft"):
-        load_adapter(pipe, file)
-
-
-def test_bad_arguments_are_named(tiny, tmp_path, file):
-    pipe, _ = adapted(tiny)
-    cases = [
-        (lambda: save_adapter(pipe, tmp_path / "x.pt"), ValueError, "path must end with .safetensors"),
-        (lambda: save_adapter(pipe, tmp_path / "no" / "x.safetensors"), FileNotFoundError, "there is no folder"),
-        (lambda: save_adapter(None, tmp_path / "x.safetensors"), TypeError, "pipe_or_transformer must be"),
-        (lambda: load_adapter(pipe, file, layers="conv"), ValueError, "layers is .* in .*, got conv"),
-    ]
-    for call, error, message in cases:
-        with pytest.raises(error, match=message):
-            call()
-    assert sorted(os.listdir(tmp_path)) == [file.name]
 
 
 def test_what_cannot_be_saved_is_named(tiny, tmp_path):
@@ -243,30 +178,6 @@ def test_what_cannot_be_saved_is_named(tiny, tmp_path):
     with pytest.raises(ValueError, match="is offloaded"):
         save_adapter(offloaded, file)
     assert not file.exists()
-
-
-def test_lora_of_another_weight_or_disabled_is_refused(tiny, tmp_path):
-    """The file holds the layers alone."""
-    model, file = tiny.transformer(), tmp_path / "x.safetensors"
-    model.add_adapter(LoraConfig(r=4, target_modules=["to_k"], use_rslora=True), adapter_name="x")
-    vmonarch.apply(model, BasedProcessor(feature_dim=8))
-    model.set_adapters(["x"], [0.5])
-    with pytest.raises(ValueError, match="to_k has LoRA with another weight than 1, or disabled"):
-        save_adapter(model, file)
-    model.set_adapters(["x"], [1.0])
-    model.disable_lora()
-    with pytest.raises(ValueError, match="or disabled"):
-        save_adapter(model, file)
-    model.enable_lora()
-    save_adapter(model, file)
-
-
-def test_a_model_derived_from_one_of_diffusers_saves_what_that_loads(tiny, tmp_path):
-    model, file = tiny.transformer(), tmp_path / "x.safetensors"
-    model.__class__ = type("Derived", (type(model),), {})
-    vmonarch.apply(model, BasedProcessor(feature_dim=8))
-    save_adapter(model, file)
-    load_adapter(tiny.transformer(), file)
 
 
 def test_a_saved_folder_loads_in_the_way_that_the_error_tells(tiny, tmp_path):

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import gc
 import itertools
 import re
 import threading
-import weakref
 from concurrent.futures import ThreadPoolExecutor
 
-import diffusers
 import pytest
 import torch
 from diffusers.models.transformers.transformer_wan import WanAttnProcessor
 
 import vmonarch
 from vmonarch import Refresh, VMonarchProcessor
-from vmonarch.call import running
 from vmonarch.configs.methods import resolve_method
 from vmonarch.own import Bound
 
@@ -71,27 +67,6 @@ def test_both_transformers_are_changed_and_restored(tiny):
     assert torch.equal(tiny.generate(pipe), stock)
 
 
-@pytest.mark.parametrize("applied", ["before", "after", "never"])
-def test_restore_undoes_ours_that_was_set_on_single_modules(tiny, applied):
-    model = tiny.transformer()
-    before, stock, expected = snapshot(model), tiny.run(model), tiny.run(tiny.applied_transformer())
-    if applied == "before":
-        vmonarch.apply(model, VMonarchProcessor())
-    for block in model.blocks:
-        block.attn1.set_processor(VMonarchProcessor())
-    with pytest.raises(RuntimeError, match="vmonarch.apply"):
-        tiny.run(model)
-    if applied == "after":
-        # As the error says.
-        vmonarch.apply(model, VMonarchProcessor())
-        assert torch.equal(tiny.run(model), expected)
-    vmonarch.restore(model)
-    assert torch.equal(tiny.run(model), stock)
-    assert {type(processor) for processor in model.attn_processors.values()} == {WanAttnProcessor}
-    # Where nothing was applied, the model's own are new ones.
-    assert applied != "before" or snapshot(model) == before
-
-
 def test_processors_that_others_have_set_since_stay(tiny):
     model, own = tiny.transformer(), WanAttnProcessor()
     before = snapshot(model)
@@ -112,17 +87,6 @@ def test_processors_that_others_have_set_since_stay(tiny):
     assert snapshot(model) == before
 
 
-def test_from_pipe_shares_what_is_applied(tiny):
-    pipe = tiny.pipeline("t2v")
-    stock = tiny.quickly(pipe, 3)
-    vmonarch.apply(pipe, VMonarchProcessor(refresh=1))
-    expected = tiny.quickly(pipe, 3)
-    again = diffusers.WanPipeline.from_pipe(diffusers.WanVideoToVideoPipeline.from_pipe(pipe))
-    assert torch.equal(tiny.quickly(again, 3), expected) and not torch.equal(expected, stock)
-    vmonarch.restore(again)
-    assert torch.equal(tiny.quickly(pipe, 3), stock)
-
-
 def test_nothing_changes_when_apply_fails(tiny):
     pipe = tiny.pipeline("t2v-2.2")
     pipe.transformer_2 = tiny.transformer(num_layers=1)
@@ -130,18 +94,6 @@ def test_nothing_changes_when_apply_fails(tiny):
     with pytest.raises(ValueError, match="dense_layers"):
         vmonarch.apply(pipe, VMonarchProcessor(dense_layers=[1]))
     assert (snapshot(pipe.transformer), snapshot(pipe.transformer_2)) == before
-
-
-def test_applying_keeps_no_pipeline_alive(tiny):
-    pipe = tiny.pipeline()
-    model = pipe.transformer
-    vmonarch.apply(pipe, VMonarchProcessor(dense_steps=1))
-    watched = weakref.ref(pipe)
-    del pipe
-    gc.collect()
-    assert watched() is None
-    with pytest.raises(RuntimeError, match="dense_steps.*no pipeline calls"):
-        tiny.run(model)
 
 
 def test_two_threads_share_a_transformer(tiny):
@@ -202,26 +154,3 @@ def test_a_grid_that_the_transformer_is_not_given_is_refused(tiny, grid):
     model = tiny.applied_transformer(grid=grid)
     with pytest.raises(ValueError, match=re.escape(f"grid={grid}, but the transformer was given the grid (3, 2, 3)")):
         tiny.run(model)
-
-
-def test_a_transformer_inside_a_call_of_another_leaves_it_its_call(tiny):
-    outer, inner = tiny.applied_transformer(), tiny.applied_transformer()
-    expected, of_inner = tiny.run(outer), tiny.run(inner, grid=(2, 2, 2))
-    found = []
-    outer.blocks[0].register_forward_hook(lambda *_: found.append(tiny.run(inner, grid=(2, 2, 2))) or None)
-    assert torch.equal(tiny.run(outer), expected) and torch.equal(found[0], of_inner)
-    assert running.now["call"] is None and not running.outer
-
-
-def test_a_call_that_ctrl_c_has_ended_is_none_for_other_transformers(tiny):
-    ended, other = tiny.applied_transformer(), tiny.applied_transformer()
-    expected = tiny.run(other)
-
-    def press(*_):
-        raise KeyboardInterrupt
-
-    ended.blocks[0].register_forward_pre_hook(press)
-    with pytest.raises(KeyboardInterrupt):
-        tiny.run(ended)
-    assert torch.equal(tiny.run(other), expected)
-    assert running.now["call"] is None and not running.outer

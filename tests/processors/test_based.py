@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 import math
 import pickle
 
@@ -147,12 +146,6 @@ def test_logits_are_right_on_average_at_first():
     assert abs(q @ k / math.sqrt(D)) > 8 * error, "the test must tell the right average from 0"
 
 
-def test_it_starts_the_same_every_time_and_draws_no_random_number(tiny):
-    state, first, second = torch.get_rng_state(), learnt(applied(tiny)), learnt(applied(tiny))
-    assert torch.equal(torch.get_rng_state(), state)
-    assert first and all(torch.equal(parameter, second[name]) for name, parameter in first.items())
-
-
 @pytest.mark.parametrize("way", ["deepcopy", "pickle"])
 def test_copies_have_parameters_of_their_own(tiny, way):
     model = randomise(applied(tiny, layers=["both", "conv"]))
@@ -186,61 +179,25 @@ def test_autocast_keeps_the_sums_in_float32(tiny, monkeypatch, layers):
     assert seen == ([] if layers == "conv" else [(torch.bfloat16, False)] * 2)
 
 
-def set_one_by_one(model, processor):
-    for module in reversed(list(model.modules())):
-        if hasattr(module, "set_processor"):
-            module.set_processor(processor)
-
-
 REPLACED = {
-    "for-all": lambda model: model.set_attn_processor(VMonarchProcessor()),
-    "stock": lambda model: model.set_attn_processor(diffusers.models.transformers.transformer_wan.WanAttnProcessor()),
-    "based": lambda model: model.set_attn_processor(based()),
-    "one-by-one": lambda model: set_one_by_one(model, VMonarchProcessor()),
+    "for-all": VMonarchProcessor,
+    "stock": lambda: diffusers.models.transformers.transformer_wan.WanAttnProcessor(),
+    "based": based,
 }
 
 
-@pytest.mark.parametrize("twin", [lambda model: model, copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
 @pytest.mark.parametrize("way", REPLACED)
-def test_what_was_learnt_is_not_replaced_unasked(tiny, way, twin):
+def test_what_was_learnt_is_not_replaced_unasked(tiny, way):
     # Of layers that learn nothing, too: they belong to those that do.
-    first = applied(tiny, layers=["full", "both"])
-    model = randomise(twin(first))
+    model = randomise(applied(tiny, layers=["full", "both"]))
     expected, before = tiny.run(model), dict(model.attn_processors)
     with pytest.raises(ValueError, match=r"would lose.*save_adapter.*vmonarch.restore"):
-        REPLACED[way](model)
-    with pytest.raises(TypeError, match="torch.nn.Module or None expected"):
-        model.blocks[1].attn1.processor = VMonarchProcessor()
+        model.set_attn_processor(REPLACED[way]())
     assert model.attn_processors == before and torch.equal(tiny.run(model), expected)
     model.set_attn_processor(before)
     vmonarch.restore(model)
-    if model is not first:
-        with pytest.raises(ValueError, match="would lose"):
-            REPLACED[way](first)
-    REPLACED[way](model)
+    model.set_attn_processor(REPLACED[way]())
     assert bool(learnt(model)) == (way == "based")
-    assert len(learnt(first)) == (len(learnt(model)) if model is first else 3)
-
-
-@pytest.mark.parametrize("offload", ["block_level", "leaf_level", "sequential"])
-def test_offloaded_weights_are_refused_instead_of_left_behind(tiny, offload):
-    model = tiny.transformer()
-    tiny.offload(model, offload)
-    with pytest.raises(ValueError, match="apply.* before"):
-        vmonarch.apply(model, based())
-    assert not learnt(model)
-    vmonarch.apply(model, VMonarchProcessor())
-
-
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"layers": ["both", "conv"], "decay": True, "grid": (3, 2, 3), "dense_steps": 0.25, "window": [1, 3, 5]}],
-    ids=["defaults", "all"],
-)
-def test_config_goes_through_json(options):
-    processor = BasedProcessor(**options)
-    again = BasedProcessor.from_config(json.loads(json.dumps(processor.config)))
-    assert again.config == processor.config and repr(again) == repr(processor)
 
 
 @pytest.mark.parametrize(

@@ -153,18 +153,6 @@ def test_no_step_is_predicted_beside_a_cache(tiny, name):
     assert vmonarch.report(pipe).predicted
 
 
-def test_blocks_under_a_cache_are_compiled_in_parts(tiny, dynamo):
-    pipe = three_layers(tiny)
-    vmonarch.apply(pipe, VMonarchProcessor())
-    pipe.transformer.enable_cache(CACHES["mag"][1](pipe))
-    expected = generate(tiny, pipe, "mag")
-    for block in pipe.transformer.blocks:
-        for part in (block.attn1, block.attn2, block.ffn):
-            part.compile(backend="eager", fullgraph=True)
-    torch.testing.assert_close(generate(tiny, pipe, "mag"), expected)
-    assert dynamo["stats"]["unique_graphs"] == 3 and not dynamo["graph_break"]
-
-
 def test_faster_cache_leaves_half_of_a_batch_out_which_has_residuals_of_its_own(monkeypatch):
     # Whose guidance has both predictions in one batch.
     pipe, call = tiny_pipelines.pipeline("cogvideox")

@@ -31,25 +31,6 @@ def test_fused_projections(tiny, when):
     torch.testing.assert_close(tiny.run(model), stock, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("when", ["before", "after"])
-def test_lora_loaded_fused_and_unloaded(tiny, when, tmp_path):
-    save_lora(tiny, tmp_path)
-    pipe = tiny.pipeline("t2v")
-    close = {"rtol": 1e-4, "atol": 1e-4}
-    with vmonarch.apply(pipe, VMonarchProcessor()):
-        without = tiny.generate(pipe)
-    steps = [lambda: vmonarch.apply(pipe, VMonarchProcessor()), lambda: pipe.load_lora_weights(tmp_path)]
-    for step in steps if when == "after" else reversed(steps):
-        step()
-    with_lora = tiny.generate(pipe)
-    assert (with_lora - without).abs().max() > 1e-2
-    pipe.fuse_lora()
-    torch.testing.assert_close(tiny.generate(pipe), with_lora, **close)
-    pipe.unfuse_lora()
-    pipe.unload_lora_weights()
-    torch.testing.assert_close(tiny.generate(pipe), without, **close)
-
-
 def test_weighted_lora_adapters_of_either_transformer(tiny, tmp_path):
     """With all blocks exact ours is the stock processor, whatever LoRA makes of the projections."""
     save_lora(tiny, tmp_path)

@@ -11,12 +11,8 @@ import torch
 import torch.distributed as dist
 
 import vmonarch
-from vmonarch import BasedProcessor, LatentGrid, context_parallel
-from vmonarch.base import Layer
-from vmonarch.call import Call
-from vmonarch.context_parallel import ALIGNMENT, TokenSplit, split_evenly
-from vmonarch.eval.bench.parallel import ulysses_bytes
-from vmonarch.eval.calibrate.diagnosis import DiagnosisProcessor, Recorder
+from vmonarch import BasedProcessor
+from vmonarch.context_parallel import TokenSplit
 
 ALONE = worker.Alone()
 
@@ -67,16 +63,6 @@ def test_what_is_not_supported_is_refused_on_every_rank(results, name):
         assert worker.REFUSED[name][1] in rank[name]
 
 
-@pytest.mark.parametrize("name", ["sent"])
-def test_ranks_send_the_bytes_that_are_counted(results, name):
-    heads, grid = worker.COUNTED["heads"], LatentGrid(*worker.COUNTED["grid"])
-    tokens = split_evenly(grid.tokens, worker.RANKS)
-    sizes = dict(heads=heads, head_dim=12, dtype=torch.float32, batch=1)
-    for rank in range(worker.RANKS):
-        # Every one of at most 20 pieces of float32 is aligned.
-        assert 0 <= results[rank][name] - ulysses_bytes(tokens=tokens, rank=rank, **sizes) <= 20 * (ALIGNMENT - 4)
-
-
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_two_gpus_err_no_more_than_one_in_the_same_precision(child_environment, tmp_path):
@@ -110,35 +96,3 @@ def test_tangents_do_not_travel():
             torch.func.jvp(TokenSplit(None, 0, (6,)).gather_tokens, (q,), (q,))
     finally:
         dist.destroy_process_group()
-
-
-LAYOUTS = {
-    "whole": (lambda x: x, True),
-    "turned": (lambda x: x.transpose(1, 2), True),
-    "rows-turned": (lambda x: x.transpose(2, 3), False),
-    "beside-a-word": (lambda x: x[..., 1:17], False),
-    "empty": (lambda x: x[:, :0], True),
-}
-
-
-@pytest.mark.parametrize("kind", LAYOUTS)
-def test_copies_by_words_are_copies(kind):
-    """Of numbers in rows of whole words or not, which start at a word or beside one."""
-    lay_out, in_words = LAYOUTS[kind]
-    x = lay_out(torch.arange(3 * 5 * 6 * 24).view(3, 5, 6, 24).to(torch.bfloat16))
-    assert context_parallel._in_words(x) == in_words
-    for to in (
-        torch.zeros_like(x, memory_format=torch.contiguous_format),
-        torch.zeros(*x.shape, 2, dtype=x.dtype)[..., 0],
-    ):
-        context_parallel._copy(to, x)
-        assert torch.equal(to, x)
-
-
-def test_a_diagnosis_needs_all_heads():
-    q = torch.zeros(1, 18, 1, 12)
-    share = TokenSplit(None, 0, (9, 9)).share(2)
-    with pytest.raises(NotImplementedError, match="a diagnosis records all heads"):
-        DiagnosisProcessor(Recorder({"t1": {}})).attention(Layer(None, 0, 0, 1))(
-            q, q, q, Call(LatentGrid(3, 2, 3), heads=share)
-        )

@@ -11,7 +11,6 @@ from diffusers.modular_pipelines import WanBlocks
 
 import vmonarch
 from vmonarch import VMonarchProcessor
-from vmonarch.call import current_call
 from vmonarch.validation import DenseSet
 
 
@@ -123,19 +122,6 @@ def test_a_pipeline_may_call_another_inside_its_call(tiny, option):
     assert torch.equal(tiny.quickly(refining, 4), expected) and torch.equal(refining.first, alone)
 
 
-@pytest.mark.parametrize("own_scheduler", [False, True], ids=["one-scheduler", "two-schedulers"])
-def test_pipelines_that_share_a_transformer_take_turns(tiny, own_scheduler):
-    pipe = tiny.applied("t2v", dense_steps=2)
-    other = tiny.another(pipe, own_scheduler=own_scheduler)
-    seen = []
-    pipe.transformer.condition_embedder.register_forward_hook(lambda *_: seen.append(current_call().dense))
-    for _ in range(2):
-        tiny.quickly(other, 5)
-        assert tiny.taken(seen) == [True, True, False], "three of five steps run"
-        tiny.quickly(pipe, 4)
-        assert tiny.taken(seen) == [True, True, False, False]
-
-
 def test_a_schedule_that_another_pipeline_has_replaced_is_refused(tiny):
     pipe = tiny.pipeline("t2v")
     other = tiny.another(pipe)
@@ -158,19 +144,6 @@ def test_a_transformer_called_without_a_pipeline_has_no_step(tiny, option, off):
         with pytest.raises(RuntimeError, match=message):
             tiny.run(pipe.transformer)
         tiny.quickly(pipe, 1)
-
-
-class Early(diffusers.WanPipeline):
-    def encode_prompt(self, *args, **kwargs):
-        self.transformer(**self.inputs)
-
-
-def test_a_step_outside_of_the_loop_is_refused(tiny):
-    pipe = Early(**tiny.pipeline("t2v").components)
-    pipe.inputs = tiny.inputs()
-    vmonarch.apply(pipe, VMonarchProcessor(dense_steps=1))
-    with pytest.raises(RuntimeError, match="dense_steps needs.*Early calls this transformer outside of its"):
-        tiny.quickly(pipe, 2)
 
 
 @pytest.mark.parametrize("option", ["dense_steps", "refresh"])

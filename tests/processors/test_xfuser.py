@@ -75,20 +75,8 @@ def test_what_is_not_supported_is_refused_on_every_rank(results, device, name):
         assert worker.REFUSED[name][1] in rank[name]
 
 
-@pytest.mark.parametrize("version", [None, "0.4.0", "0.7.0"])
-def test_why_xfuser_cannot_be_imported(monkeypatch, version):
-    def installed(name):
-        if version is None:
-            raise engines.importlib.metadata.PackageNotFoundError(name)
-        return version
-
-    message = {
-        None: r"xfuser is not installed; .* pip install 'xfuser>=0.7,<0.8'",
-        "0.4.0": r"xfuser 0\.4\.0 is installed; supported is xfuser>=0",
-        "0.7.0": r"xfuser 0\.7\.0 cannot be imported: No module .*; supported is xfuser>=0",
-    }
-    monkeypatch.setattr(engines.importlib.metadata, "version", installed)
-    with pytest.raises(ImportError, match=message[version]):
+def test_why_xfuser_cannot_be_imported():
+    with pytest.raises(ImportError, match="xfuser cannot be imported: No module .*; supported is xfuser>=0"):
         engines.import_xfuser("vmonarch.no_such_module")
 
 

@@ -328,7 +328,6 @@ THREE_HEADS = {
     "dense-layers": VMonarch(dense_layers=1),
 }
 MAG_CACHE = MagCacheConfig(num_inference_steps=4, mag_ratios=[1.0] * 4, max_skip_steps=1)
-COUNTED = {"heads": 3, "grid": (5, 3, 3)}
 SAME = {
     **{
         f"{processor}-{split}": gradients(wan(processor, heads, grid, 2 + ("mixed" in processor)), **options)
@@ -375,24 +374,6 @@ SAME = {
     "joint-compiled": forward(family("hunyuan"), compiled=True),
     "joint-conditions": conditions,
 }  # fmt: skip
-
-
-def sent(tiny, ranks):
-    """Bytes that this rank sends to others in a forward call of one layer."""
-    model, sent_bytes, exchange = tiny.transformer(num_attention_heads=3, num_layers=1), 0, dist.all_to_all_single
-    vmonarch.apply(model, VMonarch())
-    ranks.enable(model, ulysses_anything=True)
-
-    def counted(output, tensor, output_splits, input_splits, *, group, **options):
-        nonlocal sent_bytes
-        assert tensor.dtype == torch.uint8 and sum(input_splits) == tensor.numel()
-        sent_bytes += sum(input_splits) - input_splits[dist.get_rank(group)]
-        return exchange(output, tensor, output_splits, input_splits, group=group, **options)
-
-    dist.all_to_all_single = counted
-    tiny.run(model, COUNTED["grid"])
-    dist.all_to_all_single = exchange
-    return sent_bytes
 
 
 def errors(tiny, ranks):
@@ -554,7 +535,7 @@ def main(tiny, folder, names):
     else:
         stand_for_accelerators()
     dist.init_process_group("nccl" if device == "cuda" else "gloo", timeout=datetime.timedelta(seconds=300))
-    cases = SAME | {name: case for name, (case, _) in REFUSED.items()} | {f.__name__: f for f in (sent, errors)}
+    cases = SAME | {name: case for name, (case, _) in REFUSED.items()} | {"errors": errors}
     ranks = Rank(device)
     results = {name: found_by(cases[name], tiny, ranks) for name in names}
     torch.save(results, Path(folder) / f"{dist.get_rank()}.pt")

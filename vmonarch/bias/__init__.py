@@ -2,21 +2,17 @@
 
 closed_form.py    ALiBi, squared distance, decay over space and time
 svd.py            a given matrix per head, by its singular values
-neural.py         any function of two points, by two small networks
 """
 
 from vmonarch.bias.closed_form import SpatioTemporalDecay, alibi_factors, alibi_slopes, distance_factors
-from vmonarch.bias.neural import NeuralFactors, fit_neural_factors
 from vmonarch.bias.svd import LowRankBias, low_rank_bias_attention, svd_factors
 
 __all__ = [
     "LowRankBias",
-    "NeuralFactors",
     "SpatioTemporalDecay",
     "alibi_factors",
     "alibi_slopes",
     "distance_factors",
-    "fit_neural_factors",
     "low_rank_bias_attention",
     "svd_factors",
 ]

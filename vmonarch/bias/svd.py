@@ -41,19 +41,6 @@ class LowRankBias:
         """R, columns of the factors."""
         return self.query_factor.shape[-1]
 
-    def to(self, *args: torch.device | torch.dtype | str) -> LowRankBias:
-        """The same with its tensors on another device or of another dtype."""
-        tensors = {name: getattr(self, name).to(*args) for name in ("query_factor", "key_factor", "dense")}
-        return LowRankBias(**{**self.__dict__, **tensors})
-
-    def report(self) -> str:
-        """A line per head: rank, energy kept, and how it is computed."""
-        lines = [f"{len(self.ranks)} heads, {self.energy:.1%} of the energy, rank {self.rank} for those of low rank"]
-        for head, (rank, energy) in enumerate(zip(self.ranks, self.energies, strict=True)):
-            how = "dense" if head in self.dense_heads else "factors"
-            lines.append(f"head {head:3d}: rank {rank:4d}, energy kept {energy:.4%}, {how}")
-        return "\n".join(lines)
-
 
 def svd_factors(
     bias: torch.Tensor, *, energy: float = 0.99, max_rank: int | None = None, multiple: int = 8

@@ -45,38 +45,17 @@ class BiasOption:
     def __repr__(self) -> str:
         return f"BiasOption({type(self.bias).__name__})"
 
-    def factors(
-        self,
-        grid: LatentGrid,
-        device: torch.device,
-        heads: Part | None = None,
-        shared: dict[Any, Any] | None = None,
-    ) -> Factors:
+    def factors(self, grid: LatentGrid, device: torch.device, heads: Part | None = None) -> Factors:
         """(φq, φk) for the tokens of a grid, on the device of the query; for some of the heads, or all (None).
-
-        Args:
-            shared: what the layers of a forward call have made so far, to which this adds; None to make them anew. What
-                a bias depends on may change from one call to the next in ways that do not show: values and parameters
-                are replaced, and a callable may be anything.
 
         Raises:
             ValueError: some heads are asked for, and the factors are of another number of heads than there are.
         """
-        # A gradient is of the factors that a layer has used, and torch.compile has no use for what is kept.
-        if shared is None or torch.compiler.is_compiling() or torch.is_grad_enabled():
-            query_factor, key_factor = self._made(grid, device)
-        else:
-            key = self, grid, device
-            if key not in shared:
-                shared[key] = self._made(grid, device)
-            query_factor, key_factor = shared[key]
+        query_factor, key_factor = self.bias if isinstance(self.bias, tuple) else self.bias(grid)
+        query_factor, key_factor = query_factor.to(device), key_factor.to(device)
         if heads is None:
             return query_factor, key_factor
         return _of_heads(query_factor, heads), _of_heads(key_factor, heads)
-
-    def _made(self, grid: LatentGrid, device: torch.device) -> Factors:
-        query_factor, key_factor = self.bias if isinstance(self.bias, tuple) else self.bias(grid)
-        return query_factor.to(device), key_factor.to(device)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         # What it learns is saved by its owner, and copies of a model share it.
