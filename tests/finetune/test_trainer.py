@@ -33,7 +33,7 @@ from vmonarch.plan import AttentionPlan
 def place(tmp_path_factory):
     """Folders of data, and of tiny models once they are asked for."""
     folder = tmp_path_factory.mktemp("finetune")
-    write_shard(folder / "clips" / "a.parquet", tiny.clips(0, 13), rows_per_group=4)
+    write_shard(folder / "clips" / "a.parquet", tiny.clips(0, 13))
     write_shard(folder / "held-out" / "a.parquet", tiny.clips(100, 5))
     write_shard(folder / "images" / "a.parquet", tiny.clips(0, 6, image=True))
     write_shard(folder / "huge" / "a.parquet", tiny.clips(0, 6, huge=3))
