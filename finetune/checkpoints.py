@@ -8,20 +8,20 @@ only then is the oldest removed. Reading one never runs code that it brings: all
 
 from __future__ import annotations
 
-import fcntl
 import json
 import re
 import shutil
 import time
 import warnings
 from collections.abc import Callable, Mapping
-from multiprocessing.util import register_after_fork
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
 from accelerate import PartialState
 from accelerate.utils import broadcast_object_list
+from filelock import FileLock, Timeout
 from safetensors.torch import load_file
 
 from vmonarch.configs import InputError, file_sha256
@@ -183,8 +183,8 @@ def load_weights(path: Path, weights: Mapping[str, torch.Tensor]) -> None:
             tensor.copy_(found[name])
 
 
-def hold(folder: Path, argument: str) -> IO[str]:
-    """Hold an output folder against other processes until what is returned is closed, or the process ends.
+def hold(folder: Path, argument: str) -> AbstractContextManager[object]:
+    """Hold an output folder against other processes until what is returned is left, or the process ends.
 
     Args:
         argument: that names the folder.
@@ -192,19 +192,11 @@ def hold(folder: Path, argument: str) -> IO[str]:
     Raises:
         InputError: another process holds it.
     """
-    # Network file systems lock files that are open for writing, and no folders.
-    file = (folder / ".lock").open("a")
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        file.close()
+        return FileLock(folder / ".lock", timeout=0).acquire()
+    except Timeout as error:
         problem = f"{str(folder)!r} is in use by another run; wait for its end or give another"
         raise InputError(argument, problem) from error
-    except OSError as error:
-        warnings.warn(f"{folder} cannot be locked ({error.strerror}): start no second run in it", stacklevel=2)
-    # A loader's workers outlive a killed run for a moment, in which it may be started anew.
-    register_after_fork(file, lambda inherited: inherited.close())
-    return file
 
 
 def _flush_all(folder: Path) -> None:

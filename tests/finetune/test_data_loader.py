@@ -88,8 +88,6 @@ def test_a_broken_row_says_why():
 
 def test_data_that_cannot_be_used_is_named(tmp_path):
     refused = lambda message: pytest.raises(DataError, match=message)
-    with refused("there is no .*nowhere"):
-        ParquetFolder(tmp_path / "nowhere")
     with refused(f"no .*parquet file in {tmp_path}"):
         ParquetFolder(tmp_path)
     path = tmp_path / "0.parquet"
@@ -98,11 +96,9 @@ def test_data_that_cannot_be_used_is_named(tmp_path):
         ParquetFolder(tmp_path)
     write_broken(path, 3, ())
     whole = path.read_bytes()
-    no_text = whole.replace(b"vae_latent_shape", b"vae_latent\xffshape")
-    for content in (whole[:-20], b"", b"not parquet at all", no_text):
-        path.write_bytes(content)
-        with refused("0.parquet is not a parquet file, or its end is missing"):
-            ParquetFolder(tmp_path)
+    path.write_bytes(whole[:-20])
+    with refused("0.parquet is not a parquet file, or its end is missing"):
+        ParquetFolder(tmp_path)
     path.write_bytes(whole)
     pq.write_table(pq.read_table(path).drop_columns(["vae_latent_shape", "caption"]), path)
     with refused(r"0.parquet lacks the column\(s\) caption, vae_latent_shape"):
@@ -200,17 +196,8 @@ def test_a_dropped_caption_is_the_encoding_that_the_folder_brings(tmp_path, work
     # A run with another one is another run.
     with pytest.raises(DataError, match="fingerprint"):
         make(folder).load_state_dict(make(without).state_dict())
-
-
-def test_an_empty_caption_that_cannot_be_used_is_named(tmp_path):
-    fill(tmp_path, 4)
-    path = tmp_path / parquet_module.EMPTY_CAPTION
-    save_file({"text_embedding": torch.zeros(1, DIM + 1)}, path)
-    with pytest.raises(DataError, match="text_dim is 5, but .*empty-caption.safetensors has text of 6"):
-        make(ParquetFolder(tmp_path))
-    path.write_bytes(b"torn")
-    with pytest.raises(DataError, match="empty-caption.safetensors cannot be read"):
-        ParquetFolder(tmp_path)
+    with pytest.raises(DataError, match="text_dim is 6, but .*empty-caption.safetensors has text of 5"):
+        make(folder, text_dim=6)
 
 
 # Resuming
@@ -240,11 +227,10 @@ def test_a_stopped_run_goes_on_bit_for_bit_from_every_position(tmp_path, workers
 # Bad rows
 
 
-@WORKERS
-def test_more_bad_rows_than_allowed_are_an_error_that_counts_them(tmp_path, workers):
+def test_more_bad_rows_than_allowed_are_an_error_that_counts_them(tmp_path):
     """29 / 100 is 0.29, while 0.29 * 100 is less than 29; slots that repeat rows count none twice."""
     folder = write_broken(tmp_path / "0.parquet", 100, range(29))
-    settings = dict(batch_size=16, workers=workers)
+    settings = dict(batch_size=16)
     assert len(list(islice(make(folder, **settings, bad_fraction=0.29), 28))) == 28
     message = (
         r"^29 of 100 rows in .* or more cannot be used, at most 28.0% may \(bad_fraction\): row \d+ .*: vae_latent"
@@ -258,9 +244,7 @@ def test_a_shape_of_which_no_row_can_be_used_ends_the_run(tmp_path):
     clips = [sample(n, latents=torch.zeros(C + (n == 1), T, H, W)) for n in range(5)]
     write(tmp_path / "0.parquet", clips)
     loader = make(ParquetFolder(tmp_path), bad_fraction=0.4)
-    with pytest.raises(
-        DataError, match="no row of one shape in .*row group 1 .*latents of .4, 2, 2, 4., the"
-    ):
+    with pytest.raises(DataError, match="no row of one shape in .*row group 1 .*latents of .4, 2, 2, 4., the"):
         epoch_ids(loader)
 
 

@@ -111,22 +111,16 @@ def test_weights_that_are_spread_learn_what_copied_ones_learn_and_resume_exactly
     assert len(stored) == len(spread) and all(".lora_" in name for name in stored) == bool(rank)
 
 
-@pytest.mark.parametrize(
-    "words,message",
-    [
-        (["optimizer.lr=3"], "optimizer.lr is no known key"),
-        (["steps"], "steps is no override"),
-        (["--config", "nothing"], "--config must be a YAML file or one of"),
-        (["data.path=nope"], "data.path must be a folder of parquet files, as `vmonarch preprocess` makes them: there"),
-        (["data.validation=nope"], "data.validation must be a folder of parquet files, as `vmonarch preprocess` makes"),
-        (["output_dir=/dev/null"], "output_dir must be a folder; '/dev/null' is a file"),
-        (["trackers=[tensorboard,nope]"], "trackers must be of all, tensorboard, which are installed, got nope"),
-    ],
-)
-def test_what_cannot_be_used_is_named_without_a_traceback(place, tmp_path, capsys, monkeypatch, words, message):
+def test_what_cannot_be_used_is_named_without_a_traceback(place, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("vmonarch.finetune.trainer.get_available_trackers", lambda: ["tensorboard"])
-    assert main(["finetune", *words_for(place, tmp_path), *words]) == 2
-    assert f"vmonarch finetune: error: {message}" in capsys.readouterr().err
+    for words, message in (
+        (["steps"], "steps is no override"),
+        (["data.path=nope"], "data.path must be a folder of parquet files, as `vmonarch preprocess` makes them: there"),
+        (["output_dir=/dev/null"], "output_dir must be a folder; '/dev/null' is a file"),
+        (["trackers=[nope]"], "trackers must be of all, tensorboard, which are installed, got nope"),
+    ):
+        assert main(["finetune", *words_for(place, tmp_path), *words]) == 2
+        assert f"vmonarch finetune: error: {message}" in capsys.readouterr().err
 
 
 def test_a_run_of_several_processes_ends_at_once_and_shows_where_it_broke(place, tmp_path, capsys, monkeypatch):
@@ -164,14 +158,10 @@ def test_a_run_that_is_done_says_what_is_left(place, tmp_path, capsys, monkeypat
         assert last == f"step 2 is saved; to export it: vmonarch export {tmp_path} --output …"
     bad = {
         ("nowhere", "--output", "m"): (2, "run must be the output folder of a run; there is no folder 'nowhere/checkp"),
-        (str(tmp_path), "--output", str(tmp_path)): (2, "--output must not exist, "),
         (str(tmp_path), "--output", "m.safetensors"): (2, "--output must be a folder for what this run trained, got"),
         (str(tmp_path), "--output", "/dev/null/m"): (2, "--output '/dev/null/m' cannot be written: File"),
         (str(tmp_path), "--output", "m", "--weights", "ema"): (2, "--weights cannot be ema: the run has no average"),
-        (str(tmp_path), "--output", "m", "--names", "comfyui"): (2, "--names cannot be comfyui: the run has no LoRA"),
         (str(tmp_path), "--output", "m", "--step", "7"): (1, f"{tmp_path} has no checkpoint of step 7; it has: 1, 2"),
-        (str(tmp_path), "--output", "m", "--model", str(tmp_path)): (1, f"{tmp_path} has no model_index.json"),
-        (str(tmp_path), "--output", "m", "--model", "nowhere"): (2, "--model must be 'embedded', a folder of a pipe"),
     }
     monkeypatch.chdir(tmp_path)
     for given, (code, message) in bad.items():

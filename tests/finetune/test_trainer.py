@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import math
-from contextlib import nullcontext
 from itertools import islice
 
 import diffusers
@@ -15,12 +14,11 @@ from safetensors.torch import load_file
 
 import vmonarch
 from vmonarch.configs import InputError
-from vmonarch.configs.methods import resolve_method
 from vmonarch.finetune.checkpoints import CheckpointError, newest, read_json, steps_in
 from vmonarch.finetune.config import FinetuneConfig, OptimizerConfig
 from vmonarch.finetune.data.parquet import Sample, write_shard
 from vmonarch.finetune.export import comfyui_name, export
-from vmonarch.finetune.models import Experts, anneal, compile_blocks, lora_layers, share_clips
+from vmonarch.finetune.models import anneal, compile_blocks, lora_layers
 from vmonarch.finetune.trainer import Trainer, TrainingError, _flat
 from vmonarch.own import ours_of
 from vmonarch.pipelines import config
@@ -227,43 +225,13 @@ def test_blocks_that_are_compiled_wrongly_are_not_trained(place, tmp_path, monke
     assert equal(weights(trainer), before)
 
 
-@pytest.mark.parametrize(
-    "size,attention,fits",
-    [(4, "vmonarch", False), (3, "full", False), (2, "vmonarch:dense_layers=1", True), (2, "full", True)],
-)
-def test_heads_that_processes_cannot_share_are_refused_before_training(monkeypatch, size, attention, fits):
-    model = tiny.transformer()
-    resolve_method(attention).install(model)
-    enabled = []
-    monkeypatch.setattr(model, "enable_parallelism", lambda config: enabled.append(config.ulysses_degree))
-    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: size)
-    meshes = {("ring", "ulysses"): None}
-    monkeypatch.setattr(torch.distributed.device_mesh, "init_device_mesh", lambda *_, **__: meshes)
-    message = f"sequence_parallel_size cannot be {size} for transformer: .*every rank needs a head of self-attention"
-    with nullcontext() if fits else pytest.raises(InputError, match=f"{message}, which has 2"):
-        share_clips(Experts({"transformer": model}), size, torch.device("cpu"))
-    assert enabled == [size] * fits
-
-
 def test_a_loss_that_is_not_finite_ends_the_run_before_the_update(place, tmp_path):
     trainer = Trainer(settings(place, tmp_path, clips="huge", steps=20))
-    before = None
-    update = trainer._update
-
-    def watched(batches):
-        nonlocal before
-        before = weights(trainer)
-        return update(batches)
-
-    trainer._update = watched
+    update, before = trainer._update, {}
+    trainer._update = lambda batches: before.update(weights(trainer)) or update(batches)
     with pytest.raises(TrainingError, match=r"step \d+: .* not finite .* no weight was changed.*rank 0: clip-3"):
         trainer.run()
     assert equal(weights(trainer), before)
-    [batch] = islice(trainer.loader, 1)
-    for loss, norm in ((math.inf, 1.0), (1.0, math.nan)):
-        with pytest.raises(TrainingError, match="not finite"):
-            trainer._stop_unless_finite([torch.tensor([loss])], [batch], torch.tensor(norm))
-    trainer._stop_unless_finite([torch.ones(1)], [batch], torch.tensor(1.0))
 
 
 def validating(place, clips, levels, **data):
@@ -411,8 +379,6 @@ def test_full_weights_become_a_folder_that_stock_diffusers_loads(place, tmp_path
     assert {tensor.dtype for tensor in stored.values()} == {torch.bfloat16, torch.float32}
     for name, tensor in stored.items():
         assert torch.equal(tensor, sixth[f"parts.transformer.{name}"].to(tensor.dtype))
-    with pytest.raises(CheckpointError, match="was trained from another model"):
-        export(tmp_path / "run", tmp_path / "other", model=str(model(place, "t2v-5b")))
     with pytest.raises(InputError, match="model must be of the Wan family.*LTXPipeline"):
         export(tmp_path / "run", tmp_path / "other", model=str(model(place, "ltx")))
 
