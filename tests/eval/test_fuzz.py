@@ -35,11 +35,6 @@ def ignore_strides(right):
     return lambda x: right(x.as_strided(x.shape, torch.empty(x.shape, device="meta").stride()))
 
 
-def round_products(right):
-    """Products of float32 tensors in bfloat16, as under autocast."""
-    return lambda x: right(x if x.dtype == torch.float64 else x.bfloat16())
-
-
 def leave_the_last_row(right):
     """The last row of the result is never written; in most processes it would hold what was there before."""
 
@@ -52,15 +47,9 @@ def leave_the_last_row(right):
     return wrong
 
 
-def lose_the_gradient(right):
-    """No gradient reaches the key."""
-    kept = lambda query, key: key if query.dtype == torch.float64 else key.detach()
-    return lambda query, key, *args, **options: right(query, kept(query, key), *args, **options)
-
-
-@pytest.mark.parametrize("plant", [ignore_strides, round_products, leave_the_last_row, lose_the_gradient])
+@pytest.mark.parametrize("plant", [ignore_strides, leave_the_last_row])
 def test_the_fuzzer_finds_a_planted_bug(monkeypatch, plant):
-    if plant in (ignore_strides, round_products):
+    if plant is ignore_strides:
         monkeypatch.setattr("vmonarch.kernels.flash_bias.reference.to_groups", plant(flash_entropy.to_groups))
     else:
         name = "flash_bias_attention_reference"

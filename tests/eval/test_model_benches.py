@@ -279,20 +279,13 @@ def test_a_pipelines_folder_brings_its_own_weights(tiny, tmp_path):
         assert torch.equal(loaded.get_submodule(name).weight, getattr(pipe, part).get_submodule(name).weight)
 
 
-BAD_MODELS = {
-    "unknown key": ("heads: 2", "heads"),
-    "unknown key of the VAE": ("vae: {z_dims: 4}", "vae.z_dims (did you mean z_dim?)"),
-    "unknown key of the text encoder": ("text_encoder: {width: 4}", "text_encoder.width"),
-    "a VAE that is no mapping": ("vae: wan", "a mapping as vae, got 'wan'"),
-    "boundary": ("boundary_ratio: 875", "boundary_ratio between 0 and 1, got 875"),
-    "timesteps": ("expand_timesteps: 3", "true or false as expand_timesteps, got 3"),
-    "image-to-video": ("image_dim: 1280", "supported: text-to-video models"),
-}
-
-
-@pytest.mark.parametrize("contents, message", BAD_MODELS.values(), ids=BAD_MODELS)
-def test_bad_configs_are_refused_by_key(tmp_path, contents, message):
-    (tmp_path / "bad.yaml").write_text(contents)
-    with pytest.raises(InputError) as caught:
-        read_model(str(tmp_path / "bad.yaml"))
-    assert caught.value.argument == "model" and message in str(caught.value)
+def test_bad_configs_are_refused_by_key(tmp_path):
+    for contents, message in (
+        ("heads: 2", "unexpected keyword argument 'heads'"),
+        ("vae: {z_dims: 4}", "AutoencoderKLWan: .*unexpected keyword argument 'z_dims'"),
+        ("boundary_ratio: 875", "boundary_ratio between 0 and 1, got 875"),
+        ("image_dim: 1280", "supported: text-to-video models"),
+    ):
+        (tmp_path / "bad.yaml").write_text(contents)
+        with pytest.raises(InputError, match=f"^model .*{message}"):
+            read_model(str(tmp_path / "bad.yaml"))
