@@ -45,13 +45,16 @@ from vmonarch.finetune.data.decode import BadVideo, Clip, ClipShape, decode_clip
 from vmonarch.finetune.data.parquet import EMPTY_CAPTION, TEXT_LENGTH, DataError, Sample, write_shard
 from vmonarch.pipelines.environment import DTYPES, choose_device, choose_dtype, environment, package_versions
 from vmonarch.pipelines.model_folder import ModelFolder, find_wan_model
-from vmonarch.pipelines.outputs import prepare_output_dir
+from vmonarch.pipelines.outputs import changes, prepare_output_dir
 from vmonarch.pipelines.sampling import deterministic_convolutions
 from vmonarch.pipelines.traits import IMAGE_TO_VIDEO
 
 FORMAT = "vmonarch-preprocess-1"
-# Settings that say where and how patiently, not what the rows are.
-_FREE = ("captions", "output", "model", "revision", "workers", "timeout")
+# What says where and how patiently, not what the rows are.
+_FREE = (
+    *("config.captions", "config.output", "config.model", "config.revision", "config.workers", "config.timeout"),
+    *("model.name", "model.revision"),
+)
 # Caption and clips of a video.
 Made = tuple[str, list[Clip]]
 
@@ -267,8 +270,7 @@ class _Output:
 
     def __init__(self, folder: Path, about: Mapping[str, Any]) -> None:
         self.folder, self.videos, self.bad = folder, list[str](), dict[str, str]()
-        # As JSON has them: tuples are lists.
-        self.manifest = json.loads(json.dumps(about))
+        self.manifest = dict(about)
         # Of a run that was killed.
         for path in folder.glob(".*.partial.*"):
             path.unlink()
@@ -276,9 +278,8 @@ class _Output:
         try:
             if self.shards or path.exists() or listed.exists():
                 before = json.loads(path.read_text(encoding="utf-8"))
-                old, now = _made_of(before), _made_of(self.manifest)
-                changed = [f"{key} was {old.get(key)!r}, is {now[key]!r}" for key in now if old.get(key) != now[key]]
-                problem = f"{str(folder)!r} holds other work: {'; '.join(changed)}; choose another folder"
+                changed = "; ".join(changes({key: before[key] for key in about}, self.manifest, _FREE))
+                problem = f"{str(folder)!r} holds other work: {changed}; choose another folder"
                 require(not changed, "output", problem)
                 self.manifest |= {key: before[key] for key in ("counts", "environment")}
             for path in self.shards:
@@ -316,14 +317,6 @@ class _Output:
         counts = {"clips": len(self.videos), "shards": len(self.shards), "quarantined": len(self.bad)}
         self.manifest["counts"] |= counts
         write_json(self.folder / "manifest.json", self.manifest)
-
-
-def _made_of(manifest: Mapping[str, Any]) -> dict[str, Any]:
-    """What the rows of a folder depend on, by its manifest."""
-    config = {key: value for key, value in manifest["config"].items() if key not in _FREE}
-    hashes = ("configs_sha256", "weights_sha256", "weights_sizes_sha256")
-    model = {f"{key} of the model": manifest["model"][key] for key in hashes}
-    return {"format": manifest["format"], **config, "captions_sha256": manifest["captions_sha256"], **model}
 
 
 def preprocess(

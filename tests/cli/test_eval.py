@@ -182,8 +182,8 @@ def test_what_changes_no_number_may_change(loaded, whole: Evaluation, copied: Pa
     assert (copied / "report.html").read_text(encoding="utf-8").count("<video") == 3
     # A plan may have moved, but not changed.
     before = {"methods": [{"plan": "/a/plan.json", "plan_sha256": "1"}]}
-    assert not list(module._changes(before, {"methods": [{"plan": "/b/plan.json", "plan_sha256": "1"}]}))
-    assert len(list(module._changes(before, {"methods": [{"plan": "/b/plan.json", "plan_sha256": "2"}]}))) == 2
+    assert not list(module.changes(before, {"methods": [{"plan": "/b/plan.json", "plan_sha256": "1"}]}))
+    assert len(list(module.changes(before, {"methods": [{"plan": "/b/plan.json", "plan_sha256": "2"}]}))) == 2
 
 
 def test_folders_and_files_that_cannot_be_gone_on_with_are_named(loaded, copied: Path, tmp_path: Path) -> None:

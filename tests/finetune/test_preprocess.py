@@ -387,8 +387,11 @@ def test_a_folder_of_other_work_or_not_free_is_refused_and_stays(folder, tmp_pat
     more = write_captions(tmp_path / "more", {"more.mp4": ""})
     refused = lambda message: pytest.raises(InputError, match=message)
     for changes, message in (
-        ({"fps": 5.0, "rows_per_shard": 4}, "fps was None, is 5.0; rows_per_shard was 3, is 4"),
-        ({"model": str(model)}, "configs_sha256 of the model was .*, is "),
+        (
+            {"fps": 5.0, "rows_per_shard": 4},
+            "config.fps was null, is 5.0; config.rows_per_shard was 3, is 4; choose",
+        ),
+        ({"model": str(model)}, "model.configs_sha256 was .*, is "),
         ({"captions": str(more)}, "captions_sha256 was .*, is "),
     ):
         with refused(message):

