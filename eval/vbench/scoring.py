@@ -197,7 +197,7 @@ def _check_lengths(videos: Sequence[PromptedVideo], dimension: str, timeout: flo
             stream = read_stream(path, timeout)
         except BadVideo as error:
             raise InputError("videos", f"must be ones that can be decoded: {path} {error}") from error
-        frames = len(stream.times)
+        frames = stream.frames
         # It samples 8 frames a second.
         seen = -(-frames // max(1, round(stream.rate / 8))) if dimension == "dynamic_degree" else frames
         if seen < FEWEST_FRAMES[dimension]:

@@ -1,7 +1,7 @@
 """Clips of one size from video files of any, by an ffmpeg that may be slow, wrong or stuck.
 
-A file is decoded twice: once whole, for the time of every frame and to find damage wherever it is, and once as far as
-its clips reach. Damage is what ffmpeg reports: noise within the data of a picture may well decode, to a picture of
+A file is decoded twice: once whole, to count its frames and to find damage wherever it is, and once as far as its clips
+reach. Damage is what ffmpeg reports: noise within the data of a picture may well decode, to a picture of
 noise.
 
 Frames become what a player shows on a BT.709 screen: pixels are made square, interlaced frames deinterlaced, HDR is
@@ -12,7 +12,6 @@ Legend: F frames, H and W pixels of a clip, h and w of its file.
 
 from __future__ import annotations
 
-import bisect
 import re
 import subprocess
 from collections.abc import Sequence
@@ -71,33 +70,29 @@ class Clip:
 
 @dataclass(frozen=True)
 class Stream:
-    """The decoded frames of a file: their times in seconds, h and w after rotation, and what their pixels are.
+    """The decoded frames of a file, at the clips' rate: how many, h and w after rotation, and what their pixels are.
 
     Args:
+        rate: frames per second; 0 if unknown.
         aspect: width of a pixel over its height.
         colours: matrix, primaries and transfer function, in ffmpeg's names.
     """
 
-    times: list[Fraction]
+    frames: int
+    rate: float
     height: int
     width: int
     aspect: Fraction
     transparent: bool
     colours: Sequence[str]
 
-    @property
-    def rate(self) -> float:
-        """Frames per second; 0 if unknown."""
-        seconds = self.times[-1] - self.times[0]
-        return float((len(self.times) - 1) / seconds) if seconds > 0 else 0.0
-
     def kept(self, shape: ClipShape) -> float:
         """The share of the picture that clips of a shape show."""
         excess = Fraction(self.width * shape.height, self.height * shape.width) * self.aspect
         return float(min(excess, 1 / excess))
 
-    def filters(self, wanted: Sequence[int], shape: ClipShape) -> str:
-        """ffmpeg's filters from decoded frames to those that are wanted, as a BT.709 screen shows them.
+    def filters(self, shape: ClipShape) -> str:
+        """ffmpeg's filters from decoded frames to those of clips, as a BT.709 screen shows them.
 
         They are scaled to cover the clip's H×W (bicubic, antialiased) with their shape kept, of which the centre stays.
         """
@@ -116,7 +111,8 @@ class Stream:
             filters += ["format=gbrap16", "premultiply=inplace=1"]
         # It needs a frame's neighbours, and passes frames that are not interlaced on as they are.
         filters.append("bwdif=send_frame:deint=interlaced")
-        filters.append("select=" + "+".join(rf"eq(n\,{index})" for index in wanted))
+        if shape.fps is not None:
+            filters.append(f"fps={shape.fps}")
         if not _PLAIN_COLOURS.issuperset(self.colours):
             if self.transparent:
                 raise BadVideo(f"has transparency, which is not supported with its colours ({'/'.join(self.colours)})")
@@ -144,55 +140,20 @@ def decode_clips(path: Path, shapes: Sequence[ClipShape], *, timeout: float) -> 
             over.
         OSError: ffmpeg cannot be started.
     """
-    stream = read_stream(path, timeout)
-    fitting = [shape for shape in shapes if len(_grid(stream.times, shape)) >= shape.num_frames]
-    shape = max(
-        fitting or [min(shapes, key=lambda shape: shape.num_frames)],
-        key=lambda shape: (stream.kept(shape), shape.num_frames, shape.height * shape.width),
-    )
-    clips = choose_frames(stream.times, shape)
-    wanted = sorted({index for clip in clips for index in clip})
-    output = ["-vf", stream.filters(wanted, shape), "-frames:v", str(len(wanted)), "-f", "rawvideo"]
+    stream = read_stream(path, timeout, shapes[0].fps)
+    fitting = [shape for shape in shapes if stream.frames >= shape.num_frames]
+    if not fitting:
+        rate = "" if shapes[0].fps is None else f" at {shapes[0].fps:g} frames per second"
+        fewest = min(shape.num_frames for shape in shapes)
+        raise BadVideo(f"is too short: it has {stream.frames} frames{rate}, {fewest} are needed")
+    shape = max(fitting, key=lambda shape: (stream.kept(shape), shape.num_frames, shape.height * shape.width))
+    count = shape.num_frames * min(shape.clips, stream.frames // shape.num_frames)
+    output = ["-vf", stream.filters(shape), "-frames:v", str(count), "-f", "rawvideo"]
     pixels, _ = _decode(path, output, timeout)
-    if len(pixels) < 3 * len(wanted) * shape.height * shape.width:
+    if len(pixels) < 3 * count * shape.height * shape.width:
         raise BadVideo("cannot be decoded: the decoder ended early")
-    frames = torch.frombuffer(pixels, dtype=torch.uint8).view(len(wanted), shape.height, shape.width, 3)
-    place = {index: n for n, index in enumerate(wanted)}
-    rate, kept = shape.fps or stream.rate, stream.kept(shape)
-    return [Clip(frames[[place[index] for index in clip]].permute(3, 0, 1, 2), rate, kept) for clip in clips]
-
-
-def _grid(times: Sequence[Fraction], shape: ClipShape) -> list[int]:
-    """Indices of the frames at the clips' frame rate: each is the nearest in time, of two the earlier."""
-    if shape.fps is None:
-        return list(range(len(times)))
-    # Frame rates are written with few digits; 29.97 shall not become a fraction of 2^50.
-    step = 1 / Fraction(shape.fps).limit_denominator(100_000)
-    # A tenth of a step for rates that were rounded: 61 frames at 30000/1001 are 61 frames at 29.97 and at 30, too.
-    count = int((times[-1] - times[0]) / step + Fraction(1, 10)) + 1
-    grid = []
-    for moment in (times[0] + k * step for k in range(count)):
-        after = bisect.bisect_left(times, moment)
-        beside = max(after - 1, 0), min(after, len(times) - 1)
-        grid.append(min(beside, key=lambda index: abs(times[index] - moment)))
-    return grid
-
-
-def choose_frames(times: Sequence[Fraction], shape: ClipShape) -> list[list[int]]:
-    """Indices of each clip's frames; to another frame rate by taking the frame nearest in time, the earlier of two.
-
-    Args:
-        times: of the video's frames, in seconds, never falling.
-
-    Raises:
-        BadVideo: the video is shorter than a clip.
-    """
-    grid, length = _grid(times, shape), shape.num_frames
-    clips = min(shape.clips, len(grid) // length)
-    if not clips:
-        rate = "" if shape.fps is None else f" at {shape.fps:g} frames per second"
-        raise BadVideo(f"is too short: it has {len(grid)} frames{rate}, {length} are needed")
-    return [grid[k * length : (k + 1) * length] for k in range(clips)]
+    frames = torch.frombuffer(pixels, dtype=torch.uint8).view(count, shape.height, shape.width, 3).permute(3, 0, 1, 2)
+    return [Clip(clip, stream.rate, stream.kept(shape)) for clip in frames.split(shape.num_frames, 1)]
 
 
 def _decode(path: Path, output: Sequence[str], timeout: float) -> tuple[bytearray, str]:
@@ -219,13 +180,17 @@ def _decode(path: Path, output: Sequence[str], timeout: float) -> tuple[bytearra
     return bytearray(done.stdout), report
 
 
-def read_stream(path: Path, timeout: float) -> Stream:
-    """Decode the whole video of a file for its frames' times and kind, in so many seconds.
+def read_stream(path: Path, timeout: float, fps: float | None = None) -> Stream:
+    """Decode the whole video of a file, in so many seconds, for its number of frames and what they are.
+
+    Args:
+        fps: of clips; None for that of the file.
 
     Raises:
         BadVideo, OSError: as `decode_clips`.
     """
-    found, report = _decode(path, ["-enc_time_base", "demux", "-f", "framecrc"], timeout)
+    filters = [] if fps is None else ["-vf", f"fps={fps}"]
+    found, report = _decode(path, [*filters, "-enc_time_base", "demux", "-f", "framecrc"], timeout)
     text, output = found.decode(), report.partition("[info] Output #0")[2]
     ticks = [int(tick) for tick in re.findall(r"^0,\s*-?\d+,\s*(-?\d+),", text, re.MULTILINE)]
     base = re.search(r"^#tb 0: (\d+/\d+)", text, re.MULTILINE)
@@ -234,8 +199,6 @@ def read_stream(path: Path, timeout: float) -> Stream:
     kind = re.search(line, output)
     if not ticks or base is None or kind is None:
         raise BadVideo("has no frame")
-    if ticks != sorted(ticks):
-        raise BadVideo("has frames whose times go backwards")
     if "Reconfiguring filter graph" in output:
         raise BadVideo("changes its picture size or its colours midway; cut it there")
     if re.search(r"alpha_mode\s*: 1", output):
@@ -244,8 +207,10 @@ def read_stream(path: Path, timeout: float) -> Stream:
     # Of three names that are the same number, ffmpeg writes the first.
     names = [trait for trait in traits.split(", ") if "/" in trait or trait in _PLAIN_COLOURS]
     colours = names[0].split("/") if names else ["unknown"]
+    seconds = float((max(ticks) - min(ticks)) * Fraction(base[1]))
     return Stream(
-        times=[tick * Fraction(base[1]) for tick in ticks],
+        frames=len(ticks),
+        rate=fps or ((len(ticks) - 1) / seconds if seconds else 0.0),
         height=int(height),
         width=int(width),
         aspect=Fraction(int(across), int(down)) if int(across or 0) and int(down or 0) else Fraction(1),

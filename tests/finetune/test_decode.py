@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import subprocess
-from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from vmonarch.finetune.data.decode import BadVideo, Clip, ClipShape, choose_frames, decode_clips
+from vmonarch.finetune.data.decode import BadVideo, Clip, ClipShape, decode_clips
 from vmonarch.pipelines.video_io import encode_video
 
 H264 = ("-c:v", "libx264", "-qp", "1")
@@ -40,24 +39,23 @@ def decoded(path: Path, frames: int = 3, height: int = 48, width: int = 48) -> C
 
 def test_clips_are_the_right_frames(tmp_path: Path) -> None:
     grey = np.arange(20, 200, 6, dtype=np.uint8)
-    encode_video(tmp_path / "a.mp4", np.broadcast_to(grey[:, None, None, None], (30, 32, 48, 3)).copy(), 20.0)
+    frames = np.broadcast_to(grey[:, None, None, None], (30, 32, 48, 3)).copy()
+    encode_video(tmp_path / "a.mp4", frames, 20.0)
 
     def numbers(**shape: Any) -> list[list[int]]:
         clips = decode_clips(tmp_path / "a.mp4", [ClipShape(32, 48, 5, **shape)], timeout=60)
         assert all(clip.fps == shape.get("fps", 20) for clip in clips)
         return [[round((float(frame.float().mean()) - 20) / 6) for frame in clip.frames.unbind(1)] for clip in clips]
 
-    assert numbers(fps=5) == [[0, 4, 8, 12, 16]] and numbers(fps=40) == [[0, 0, 1, 1, 2]]
+    assert numbers(fps=5) == [[1, 5, 9, 13, 17]] and numbers(fps=40) == [[0, 0, 1, 1, 2]]
     assert numbers(clips=2) == [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9]]
     assert len(numbers(clips=9)) == 6
-    # Frames of uneven times, and rates that were rounded.
-    uneven = [Fraction(time, 100) for time in (0, 10, 20, 90, 100, 110, 120)]
-    assert choose_frames(uneven, ClipShape(1, 1, 5, fps=4)) == [[0, 2, 2, 3, 4]]
-    even = [Fraction(1001 * k, 30000) for k in range(61)]
+    # Rates that were rounded.
+    encode_video(path := tmp_path / "b.mp4", frames, 30000 / 1001)
     for rate in (29.97, 30, 30000 / 1001):
-        assert choose_frames(even, ClipShape(1, 1, 61, fps=rate)) == [list(range(61))]
-    with pytest.raises(BadVideo, match="has 31 frames at 15 frames per second, 33 are needed"):
-        choose_frames(even, ClipShape(1, 1, 33, fps=15))
+        assert len(decode_clips(path, [ClipShape(32, 48, len(frames), fps=rate)], timeout=60)) == 1
+    with pytest.raises(BadVideo, match="has 15 frames at 15 frames per second, 33 are needed"):
+        decode_clips(path, [ClipShape(32, 48, 33, fps=15)], timeout=60)
 
 
 def test_frames_are_scaled_to_cover_and_cut_at_the_centre(tmp_path: Path) -> None:
