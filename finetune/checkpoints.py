@@ -1,8 +1,8 @@
 """Training checkpoints that are complete or not there.
 
-A checkpoint is a folder `step-00000100` with what `accelerator.save_state` writes, `run.json` (what is run) and
-`manifest.json` (size and SHA-256 of every file). It is filled under a hidden name, forced to disk and renamed;
-only then is the oldest removed. Reading one never runs code that it brings: all of it is safetensors, JSON, or read by
+A checkpoint is a folder `step-00000100` with what `accelerator.save_state` writes, and `run.json`: what is run, and the
+size and SHA-256 of every file. It is filled under a hidden name, forced to disk and renamed; only then is the oldest
+removed. Reading one never runs code that it brings: all of it is safetensors, JSON, or read by
 `torch.load` with `weights_only`.
 """
 
@@ -27,8 +27,8 @@ from safetensors.torch import load_file
 from vmonarch.configs import InputError, file_sha256
 from vmonarch.files import flush
 
-FORMAT = 2
-MANIFEST, RUN = "manifest.json", "run.json"
+FORMAT = 3
+RUN = "run.json"
 # By name: the trained weights (of FSDP in a folder of its own), and their average.
 WEIGHTS, AVERAGE = "model.safetensors", "ema.safetensors"
 
@@ -79,14 +79,13 @@ def save(folder: Path, step: int, write: Callable[[Path], object], run: Mapping[
         _flush_all(partial)
         state.wait_for_everyone()
         if state.is_main_process:
-            (partial / RUN).write_text(json.dumps(run, indent=1) + "\n", encoding="utf-8")
             entries = {
                 path.relative_to(partial).as_posix(): {"bytes": path.stat().st_size, "sha256": file_sha256(path)}
                 for path in sorted(partial.rglob("*"))
                 if path.is_file()
             }
-            body = {"format": FORMAT, "step": step, "world_size": state.num_processes, "files": entries}
-            (partial / MANIFEST).write_bytes(json.dumps(body, indent=1).encode())
+            body = {"format": FORMAT, "step": step, "world_size": state.num_processes, "files": entries, **run}
+            (partial / RUN).write_bytes(json.dumps(body, indent=1).encode())
             _flush_all(partial)
             partial.rename(target)
             flush(folder)
@@ -141,32 +140,26 @@ def resume_from(folder: Path) -> Path | None:
 
 
 def check(folder: Path) -> dict[str, Any]:
-    """The manifest of a checkpoint whose every file has the SHA-256 that it had when it was saved.
+    """What `run.json` of a checkpoint says, whose every file has the SHA-256 that it had when it was saved.
 
     Raises:
         CheckpointError: it is not complete, or a file is damaged; the message names it.
     """
-    path = folder / MANIFEST
+    path = folder / RUN
     try:
-        manifest = read_json(path)
-        if manifest["format"] != FORMAT:
-            raise CheckpointError(f"{path} has format {manifest['format']}; this version reads {FORMAT}")
-        if folder.name != path_of(folder, manifest["step"]).name:
-            raise CheckpointError(f"{path} is of step {manifest['step']}, not of {folder.name}")
-        for name, entry in manifest["files"].items():
+        run: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        if run["format"] != FORMAT:
+            raise CheckpointError(f"{path} has format {run['format']}; this version reads {FORMAT}")
+        if folder.name != path_of(folder, run["step"]).name:
+            raise CheckpointError(f"{path} is of step {run['step']}, not of {folder.name}")
+        for name, entry in run["files"].items():
             if (found := file_sha256(folder / name)) != entry["sha256"]:
                 raise CheckpointError(f"{folder / name} is damaged: its SHA-256 is {found}, not {entry['sha256']}")
     except OSError as error:
         raise CheckpointError(f"{error.filename or path}: {error.strerror or error}") from error
     except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise CheckpointError(f"{path} is no manifest: {error!r}") from error
-    return manifest
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """What a file of a checkpoint, `RUN` or `MANIFEST`, says."""
-    values: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    return values
+        raise CheckpointError(f"{path} is no record of a run: {error!r}") from error
+    return run
 
 
 def load_weights(path: Path, weights: Mapping[str, torch.Tensor]) -> None:

@@ -177,7 +177,7 @@ class Trainer:
 
     def save(self) -> Path:
         """Commit a checkpoint of this step."""
-        run = {"step": self.step, "loader": self.loader.state_dict(), **self.about}
+        run = {"loader": self.loader.state_dict(), **self.about}
         write = lambda folder: self.accelerator.save_state(str(folder))
         return checkpoints.save(self.saved, self.step, write, run, keep=self.config.checkpoints.keep)
 
@@ -198,13 +198,13 @@ class Trainer:
         if path is None:
             require(how.resume != "must", "checkpoints.resume", f"is must, but {self.saved} holds no checkpoint")
             return
-        manifest, run = (checkpoints.read_json(path / name) for name in (checkpoints.MANIFEST, checkpoints.RUN))
-        if self.spread == (checkpoints.WEIGHTS in manifest["files"]):
+        run = checkpoints.check(path)
+        if self.spread == (checkpoints.WEIGHTS in run["files"]):
             raise CheckpointError(f"{path} was saved with{'out' * self.spread} FSDP; go on with it as it began")
-        anew = manifest["world_size"] != self.world
+        anew = run["world_size"] != self.world
         if anew and set(how.waive) != set(WAIVABLE):
             raise CheckpointError(
-                f"{path} was saved by {manifest['world_size']} processes, there are {self.world};"
+                f"{path} was saved by {run['world_size']} processes, there are {self.world};"
                 f" checkpoints.waive=[{','.join(WAIVABLE)}] lets data and random numbers begin anew"
             )
         if run["model"] != self.about["model"]:

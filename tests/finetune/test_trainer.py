@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 import vmonarch
 from vmonarch.configs import InputError
-from vmonarch.finetune.checkpoints import CheckpointError, newest, read_json, steps_in
+from vmonarch.finetune.checkpoints import CheckpointError, check, newest, steps_in
 from vmonarch.finetune.config import FinetuneConfig
 from vmonarch.finetune.data.parquet import Sample, write_shard
 from vmonarch.finetune.export import comfyui_name, export
@@ -331,7 +331,7 @@ def test_a_run_is_found_from_any_folder(place, tmp_path, monkeypatch):
     Trainer(settings(place, "~/run", **given)).run()
     monkeypatch.chdir(tmp_path / "elsewhere")
     assert export("~/run", "~/model") == tmp_path / "model" and (tmp_path / "model").is_dir()
-    record = read_json(newest(tmp_path / "run" / "checkpoints") / "run.json")["config"]
+    record = check(newest(tmp_path / "run" / "checkpoints"))["config"]
     assert [record["model"], *map(record["data"].get, data), record["attention"]["plan"]] == [
         *(str(place / name) for name in ("t2v", "clips", "held-out")), str(tmp_path / "plan.json")
     ]  # fmt: skip
@@ -342,7 +342,7 @@ def test_a_run_is_found_from_any_folder(place, tmp_path, monkeypatch):
 
 def test_another_number_of_processes_goes_on_if_that_is_waived(place, tmp_path):
     Trainer(settings(place, tmp_path, steps=2)).run()
-    path = newest(tmp_path / "checkpoints") / "manifest.json"
+    path = newest(tmp_path / "checkpoints") / "run.json"
     path.write_text(path.read_text().replace('"world_size": 1', '"world_size": 3'))
     with pytest.raises(CheckpointError, match="was saved by 3 processes, there are 1; .*waive=.loader,random. lets"):
         Trainer(settings(place, tmp_path))
