@@ -123,20 +123,6 @@ def test_what_cannot_be_used_is_named_without_a_traceback(place, tmp_path, capsy
         assert f"vmonarch finetune: error: {message}" in capsys.readouterr().err
 
 
-def test_a_run_of_several_processes_ends_at_once_and_shows_where_it_broke(place, tmp_path, capsys, monkeypatch):
-    def broken(trainer):
-        assert (signal.getsignal(signal.SIGTERM) is signal.SIG_DFL) == (os.environ.get("WORLD_SIZE") == "2")
-        raise RuntimeError("CUDA error")
-
-    monkeypatch.setattr("vmonarch.finetune.trainer.Trainer.__init__", lambda trainer, config: None)
-    monkeypatch.setattr("vmonarch.finetune.trainer.Trainer.run", broken)
-    for processes in ("1", "2"):
-        monkeypatch.setenv("WORLD_SIZE", processes)
-        assert main(["finetune", *words_for(place, tmp_path)]) == 1
-        error = capsys.readouterr().err
-        assert "in broken" in error and error.endswith("vmonarch finetune: error: RuntimeError: CUDA error\n")
-
-
 def test_a_run_that_is_done_says_what_is_left(place, tmp_path, capsys, monkeypatch):
     words = ["finetune", *words_for(place, tmp_path), "steps=2"]
     update = Trainer._update
