@@ -260,13 +260,13 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], list[str]]] = {
     ),
     "truncated weights": (
         lambda m: truncate(weights(m, "transformer"), 0.9),
-        ["safetensors", "damaged", "header"],
+        ["safetensors", "cannot be loaded"],
     ),
     "missing shard": (
         lambda m: (m / "vae/diffusion_pytorch_model.safetensors.index.json").write_text(
             json.dumps({"metadata": {}, "weight_map": {"a": "model-00001-of-00002.safetensors"}})
         ),
-        ["weights are missing", "model-00001-of-00002.safetensors"],
+        ["cannot be loaded", "model-00001-of-00002.safetensors"],
     ),
     "missing tokenizer": (lambda m: (m / "tokenizer/tokenizer.json").unlink(), ["tokenizer", "cannot be loaded"]),
     "weights of another shape": (lambda m: edit_json(m / "transformer/config.json", ffn_dim=48), ["cannot be loaded"]),
