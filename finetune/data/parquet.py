@@ -167,7 +167,7 @@ class ParquetFolder:
             killed; links to folders are not followed), or one file.
 
     Raises:
-        DataError: nothing at `path`; no parquet file or no row in it; a file that cannot be read or has lost its end;
+        DataError: no parquet file or no row at `path`; a file that cannot be read or has lost its end;
             missing columns; files with other extra tensors than the first; an EMPTY_CAPTION that is damaged.
 
     Attributes:
@@ -177,8 +177,6 @@ class ParquetFolder:
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
-        if not self.path.exists():
-            raise DataError(f"there is no {self.path}")
         self.root = self.path.parent if self.path.is_file() else self.path
         found = [self.path] if self.path.is_file() else self.root.rglob("*.parquet")
         self.files = sorted(f.relative_to(self.root).as_posix() for f in found if f.is_file() and f.name[0] != ".")

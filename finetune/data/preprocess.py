@@ -114,8 +114,6 @@ class PreprocessConfig(Settings):
         source = "must be given, or procedural=N for clips without videos; not both"
         require((self.procedural is None) != (self.videos is None), "videos", source)
         require(self.videos or self.captions is None, "captions", "must be given with videos only")
-        device = f"must be auto, cpu, cuda or cuda:N, got {self.device!r}"
-        require(re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device), "device", device)
         sizes = self.procedural or self.height or self.width or self.num_frames
         require(not (self.buckets and sizes), "buckets", "is for videos, and in place of height, width and num_frames")
         for bucket in self.buckets:

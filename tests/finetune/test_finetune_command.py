@@ -115,7 +115,7 @@ def test_what_cannot_be_used_is_named_without_a_traceback(place, tmp_path, capsy
     monkeypatch.setattr("vmonarch.finetune.trainer.get_available_trackers", lambda: ["tensorboard"])
     for words, message in (
         (["steps"], "steps is no override"),
-        (["data.path=nope"], "data.path must be a folder of parquet files, as `vmonarch preprocess` makes them: there"),
+        (["data.path=nope"], "data.path must be a folder of parquet files, as `vmonarch preprocess` makes them: no"),
         (["output_dir=/dev/null"], "output_dir must be a folder; '/dev/null' is a file"),
         (["trackers=[nope]"], "trackers must be of all, tensorboard, which are installed, got nope"),
     ):
