@@ -154,27 +154,3 @@ def test_a_run_that_is_done_says_what_is_left(place, tmp_path, capsys, monkeypat
         assert main(["export", *given]) == code
         assert f"vmonarch export: error: {message}" in capsys.readouterr().err
         assert not list(tmp_path.glob("*m*.partial*"))
-
-
-def weights(output):
-    return load_file(newest(output / "checkpoints") / "model.safetensors")
-
-
-@pytest.mark.deep
-def test_processes_that_share_clips_train_as_one_that_has_them(place, launch, tmp_path):
-    words = ["steps=3", "anneal=2", f"data.validation={place / 'held-out'}.parquet", "validation.every=3"]
-    assert main(["finetune", *words_for(place, tmp_path / "alone"), *words]) == 0
-    words += ["sequence_parallel_size=2"]
-    code, output = launch(tmp_path / "shared", *words, program=AS_WITH_GPUS)
-    assert code == 0, output[-3000:]
-    wanted, learnt = log(tmp_path / "alone"), weights(tmp_path / "alone")
-    lines = log(tmp_path / "shared")
-    assert len(lines) == len(wanted) > 4
-    for found, line in zip(lines, wanted, strict=True):
-        for key in ("loss", "gradient_norm", "validation_loss"):
-            assert (key in found) == (key in line)
-            assert key not in found or found[key] == pytest.approx(line[key], rel=1e-4), (found["step"], key)
-    shared = weights(tmp_path / "shared")
-    assert shared.keys() == learnt.keys()
-    for name, tensor in shared.items():
-        torch.testing.assert_close(tensor, learnt[name], atol=2e-5, rtol=1e-3, msg=name)
