@@ -14,7 +14,6 @@ from vmonarch.eval.calibrate.diagnosis import (
     FORMAT,
     Recorder,
     document,
-    head_times,
     measure,
     recorded,
     replaced_layers,
@@ -209,17 +208,6 @@ def test_a_plan_for_a_time_spends_what_was_measured():
     found["candidates"]["default"]["options"] = {"coarse": 2}
     with pytest.raises(InputError, match="time is relative to VMonarch with its defaults"):
         plan_within_work(found, 1.0, "layer_error", cost="time")
-
-
-@pytest.mark.gpu
-def test_the_time_of_a_head_is_that_of_all_heads_over_their_number():
-    # Of smaller videos, the host may take longer than the GPU.
-    grid = LatentGrid(43, 28, 52)
-    tensors = tuple(torch.randn(1, grid.tokens, 12, 128, device="cuda", dtype=torch.bfloat16) for _ in range(3))
-    found = head_times(tensors, grid, {"default": VMonarchOptions(), "t3": VMonarchOptions(num_iterations=3)})
-    half = head_times(tuple(x[:, :, :6] for x in tensors), grid, {"default": VMonarchOptions()})
-    assert found["default"] < found["t3"] < 3 * found["default"] and found["full"] > 0
-    assert 0.4 < half["default"] / found["default"] < 2.5
 
 
 def test_plans_weigh_the_error_of_layers_too():

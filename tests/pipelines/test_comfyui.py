@@ -104,18 +104,6 @@ def test_every_step_that_is_due_renews_residuals_once(schedule, asked):
     assert (seam.report.attended, seam.report.exact, seam.report.refreshed) == (len(asked), len(DUE), set(DUE))
 
 
-def test_a_tolerance_chooses_the_exact_steps():
-    patcher, seam = patched(WanModel(blocks=1), refresh="tolerance=0.9")
-    with sampling(patcher, SCHEDULE) as ask:
-        found = [ask(sigma)[0] for sigma in SCHEDULE[:-1]]
-    exact = sorted(seam.report.refreshed)
-    assert exact[:2] == [0, 1] and 2 <= len(exact) <= 4 and seam.report.exact == len(exact)
-    # As if these had been asked for.
-    patcher, seam = patched(WanModel(blocks=1), refresh=", ".join(map(str, exact)))
-    with sampling(patcher, SCHEDULE) as ask:
-        assert all(torch.equal(ask(sigma)[0], out) for sigma, out in zip(SCHEDULE, found, strict=False))
-
-
 def test_exact_steps_after_the_first_are_in_eight_bits():
     model = WanModel(blocks=1)
     patcher, seam = patched(model, refresh='steps=0.5, precision="int8"')
@@ -171,17 +159,6 @@ def test_outputs_are_predicted_along_the_line_through_the_latest_two(calls, refr
     assert f"Predicted steps: {min(predicted)}, " in str(seam.report)
     # Outside of the part of the schedule in which the preset is used, all is computed.
     assert LONG[max(predicted)] > 0.2 > LONG[19]
-
-
-def test_every_call_of_a_step_has_its_line_over_the_noise_level():
-    model = Smooth(bend=0)
-    patcher, seam = patched(model, refresh="steps=1.0, cache=0.02")
-    with sampling(patcher, LONG) as ask:
-        for level, following in zip(LONG[:-2], LONG[1:-1], strict=True):
-            # As in the midpoint method.
-            for sigma in (level, (level + following) / 2):
-                close(ask(sigma), model.output(sigma, ("cond", "uncond")))
-    assert len(seam.report.schedule.predicted) > 8 and len(model.computed) < 24
 
 
 def test_the_step_is_that_of_the_level_before():
