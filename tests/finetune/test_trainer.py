@@ -363,11 +363,11 @@ def test_full_weights_become_a_folder_that_stock_diffusers_loads(place, tmp_path
     assert tiny.generate(pipe).isfinite().all()
     with pytest.raises(InputError, match="output must not exist"):
         export(tmp_path / "run", tmp_path / "model")
-    options = {"step": 6, "weights": "last", "dtype": torch.bfloat16}
+    options = {"step": 6, "dtype": torch.bfloat16}
     stored = load_file(
         export(tmp_path / "run", tmp_path / "sixth", **options) / "transformer" / "diffusion_pytorch_model.safetensors"
     )
-    sixth = load_file(tmp_path / "run" / "checkpoints" / "step-00000006" / "model.safetensors")
+    sixth = load_file(tmp_path / "run" / "checkpoints" / "step-00000006" / "ema.safetensors")
     assert {tensor.dtype for tensor in stored.values()} == {torch.bfloat16, torch.float32}
     for name, tensor in stored.items():
         assert torch.equal(tensor, sixth[f"parts.transformer.{name}"].to(tensor.dtype))
