@@ -182,10 +182,9 @@ def uncompiled(monkeypatch):
     return blocks
 
 
-@pytest.mark.parametrize("name", ["hunyuan", "cosmos"])
-def test_families_pass_the_gate_and_vmonarch_approximates(name, uncompiled):
+def test_families_pass_the_gate_and_vmonarch_approximates(uncompiled):
     found = {}
-    for method, make in families.ways(small(name), CPU, torch.float32).items():
+    for method, make in families.ways(small("hunyuan"), CPU, torch.float32).items():
         way = make()
         (found[method],) = results = way.run()
         errors, problem = compare(way.found(results), way.expected(), torch.float32)

@@ -301,8 +301,10 @@ def test_the_command_scores_a_suite(bench: Bench, tmp_path: Path, capsys: pytest
         for some in (items, all_of_them)
     ]
     assert seeds[0].items() <= seeds[1].items() and len({item["seed"] for item in [*items[:4], *all_of_them]}) == 29
-    with pytest.raises(InputError, match="videos_per_prompt must be 1 to 25, got 26"):
-        suite(["overall_consistency"], 26, 0, bench.environment)
+    # Prompts of one's own.
+    own = suite(["dynamic_degree"], 2, 7, bench.environment, ["a cat", "a dog, naïve"])
+    assert [item["prompt"] for item in own] == ["a cat", "a cat", "a dog, naïve", "a dog, naïve"]
+    assert own[0]["seed"] == 7 and len({item["seed"] for item in own}) == 4
     listed = [json.dumps(item | {"file": f"{number}.mp4"}) for number, item in enumerate(items)]
     prompts.write_text("\n".join(listed))
     output = tmp_path / "scores.json"
@@ -317,13 +319,3 @@ def test_the_command_scores_a_suite(bench: Bench, tmp_path: Path, capsys: pytest
     capsys.readouterr()
     assert main(asked) == 2
     assert f"vmonarch vbench score: error: --output {output} exists and is not overwritten" in capsys.readouterr().err
-    assert main([*asked, "--output", str(tmp_path / "b.json"), "--weights", str(tmp_path)]) == 1
-    assert "raft-things.pth" in capsys.readouterr().err
-    # Prompts of one's own.
-    (tmp_path / "own.txt").write_text("a cat\n\na dog, naïve\n", encoding="utf-8")
-    output = tmp_path / "folder/prompts.jsonl"
-    asked = ["vbench", "prompts", "--prompt-file", str(tmp_path / "own.txt"), "--videos-per-prompt", "2", "--seed", "7"]
-    assert main([*asked, "--output", str(output)]) == 0
-    items = [json.loads(line) for line in output.read_text(encoding="utf-8").splitlines()]
-    assert [item["prompt"] for item in items] == ["a cat", "a cat", "a dog, naïve", "a dog, naïve"]
-    assert items[0]["seed"] == 7 and len({item["seed"] for item in items}) == 4
