@@ -373,7 +373,7 @@ def write_pictures(
         notes[row["method"]] = f"{close} · {row['seconds']:.1f} s"
     video = side_by_side(pictures, notes=notes)
     encode_video(files.stage(target / f"{item.number:04d}-side-by-side.mp4"), video, config.fps)
-    picture = strips(pictures, notes=notes, title=f"{item.prompt} · seed {item.seed}", count=config.strip_frames)
+    picture = strips(pictures, notes=notes, title=f"{item.prompt} · seed {item.seed}")
     picture.save(files.stage(target / f"{item.number:04d}-strips.png"))
 
 

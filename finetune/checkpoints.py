@@ -139,15 +139,21 @@ def resume_from(folder: Path) -> Path | None:
     return broadcast_object_list(found)[0]
 
 
+def read(folder: Path) -> dict[str, Any]:
+    """What `run.json` of a checkpoint says."""
+    run: dict[str, Any] = json.loads((folder / RUN).read_text(encoding="utf-8"))
+    return run
+
+
 def check(folder: Path) -> dict[str, Any]:
-    """What `run.json` of a checkpoint says, whose every file has the SHA-256 that it had when it was saved.
+    """`read` of a checkpoint whose every file has the SHA-256 that it had when it was saved.
 
     Raises:
         CheckpointError: it is not complete, or a file is damaged; the message names it.
     """
     path = folder / RUN
     try:
-        run: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        run = read(folder)
         if run["format"] != FORMAT:
             raise CheckpointError(f"{path} has format {run['format']}; this version reads {FORMAT}")
         if folder.name != path_of(folder, run["step"]).name:

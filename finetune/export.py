@@ -84,7 +84,7 @@ def export(
     require(not output.exists(), "output", f"must not exist, {str(output)!r} does; nothing is overwritten")
     require(names in NAMES, "names", f"must be one of {', '.join(NAMES)}, got {names!r}")
     path = _find_checkpoint(run, step)
-    record = checkpoints.check(path)
+    record = checkpoints.read(path)
     # Validation has had other settings, and is of no account here.
     told = record["config"] | {"validation": {}, "gradient_checkpointing": False} | ({"model": model} if model else {})
     config = build_config(FinetuneConfig, told, {"objective": {"distillation": 0.0}})
@@ -111,13 +111,15 @@ def export(
 
 
 def _find_checkpoint(run: Path, step: int | None) -> Path:
-    """The run's checkpoint of a step, or its newest that is whole."""
+    """The run's checkpoint of a step, or its newest, whose files are what was saved."""
     saved = run / "checkpoints"
     require(saved.is_dir(), "run", f"must be the output folder of a run; there is no folder {str(saved)!r}")
     path = checkpoints.newest(saved) if step is None else checkpoints.path_of(saved, step)
     if path is None or not path.exists():
         listed = ", ".join(map(str, checkpoints.steps_in(saved))) or "none"
         raise CheckpointError(f"{run} has no checkpoint{'' if step is None else f' of step {step}'}; it has: {listed}")
+    if step is not None:
+        checkpoints.check(path)
     return path
 
 

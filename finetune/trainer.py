@@ -198,7 +198,7 @@ class Trainer:
         if path is None:
             require(how.resume != "must", "checkpoints.resume", f"is must, but {self.saved} holds no checkpoint")
             return
-        run = checkpoints.check(path)
+        run = checkpoints.read(path)
         if self.spread == (checkpoints.WEIGHTS in run["files"]):
             raise CheckpointError(f"{path} was saved with{'out' * self.spread} FSDP; go on with it as it began")
         anew = run["world_size"] != self.world

@@ -10,7 +10,7 @@ import pytest
 from accelerate import PartialState
 
 from vmonarch.finetune import checkpoints
-from vmonarch.finetune.checkpoints import CheckpointError, check, newest, resume_from, steps_in
+from vmonarch.finetune.checkpoints import CheckpointError, check, newest, read, resume_from, steps_in
 
 
 def save(folder, step, keep=2):
@@ -28,7 +28,7 @@ def assert_sound(folder, step):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         path = resume_from(folder)
-    assert path == folder / f"step-{step:08d}" and check(path)["config"] == step
+    assert path == folder / f"step-{step:08d}" and read(path)["config"] == step
     assert (path / "weights" / "part.bin").read_bytes() == bytes([step % 256]) * 1000
 
 

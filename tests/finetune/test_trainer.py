@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 import vmonarch
 from vmonarch.configs import InputError
-from vmonarch.finetune.checkpoints import CheckpointError, check, newest, steps_in
+from vmonarch.finetune.checkpoints import CheckpointError, newest, read, steps_in
 from vmonarch.finetune.config import FinetuneConfig
 from vmonarch.finetune.data.parquet import Sample, write_shard
 from vmonarch.finetune.export import comfyui_name, export
@@ -328,7 +328,7 @@ def test_a_run_is_found_from_any_folder(place, tmp_path, monkeypatch):
     Trainer(settings(place, "~/run", **given)).run()
     monkeypatch.chdir(tmp_path / "elsewhere")
     assert export("~/run", "~/model") == tmp_path / "model" and (tmp_path / "model").is_dir()
-    record = check(newest(tmp_path / "run" / "checkpoints"))["config"]
+    record = read(newest(tmp_path / "run" / "checkpoints"))["config"]
     assert [record["model"], *map(record["data"].get, data), record["attention"]["plan"]] == [
         *(str(place / name) for name in ("t2v", "clips", "held-out")), str(tmp_path / "plan.json")
     ]  # fmt: skip
