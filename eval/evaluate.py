@@ -19,12 +19,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import itertools
 import json
 import os
 import shutil
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -44,7 +43,14 @@ from vmonarch.pipelines.config import complete
 from vmonarch.pipelines.environment import choose_device, choose_dtype
 from vmonarch.pipelines.loading import LoadedModel, complete_and_load
 from vmonarch.pipelines.model_folder import PROXY_RECORD, ModelFolder, find_model
-from vmonarch.pipelines.outputs import GenerationError, frames_sha256, lora_sha256, next_number, prepare_output_dir
+from vmonarch.pipelines.outputs import (
+    GenerationError,
+    changes,
+    frames_sha256,
+    lora_sha256,
+    next_number,
+    prepare_output_dir,
+)
 from vmonarch.pipelines.processes import Shard
 from vmonarch.pipelines.sampling import Batch, sample
 
@@ -178,26 +184,8 @@ def _check_settings(output: Path, config: EvalConfig, folder: ModelFolder) -> No
         before = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise InputError("output_dir", f"holds {path}, which cannot be read: {error}; give another folder") from error
-    # JSON has no tuples.
-    if changed := list(_changes(before, json.loads(json.dumps(settings)))):
+    if changed := list(changes(before, settings)):
         raise InputError("output_dir", f"{str(output)!r} holds an evaluation with other settings: {'; '.join(changed)}")
-
-
-def _changes(before: Any, now: Any, place: str = "") -> Iterator[str]:
-    """What differs between two JSON values, in words, each with its place such as `methods[1].num_iterations`."""
-    if isinstance(before, dict) and isinstance(now, dict):
-        for key in sorted(before.keys() | now.keys()):
-            hashes = before.get(f"{key}_sha256"), now.get(f"{key}_sha256")
-            # The same file, wherever it lies.
-            if hashes[0] is None or hashes[0] != hashes[1]:
-                yield from _changes(before.get(key), now.get(key), f"{place}.{key}".lstrip("."))
-    elif isinstance(before, list) and isinstance(now, list):
-        for i, (old, new) in enumerate(itertools.zip_longest(before, now)):
-            yield from _changes(old, new, f"{place}[{i}]")
-    elif before != now:
-        texts = [json.dumps(value, ensure_ascii=False) for value in (before, now)]
-        was, is_now = (text if len(text) <= 160 else text[:159] + "…" for text in texts)
-        yield f"{place} was {was}, is {is_now}"
 
 
 def _run_items(
@@ -385,7 +373,7 @@ def write_pictures(
         notes[row["method"]] = f"{close} · {row['seconds']:.1f} s"
     video = side_by_side(pictures, notes=notes)
     encode_video(files.stage(target / f"{item.number:04d}-side-by-side.mp4"), video, config.fps)
-    picture = strips(pictures, notes=notes, title=f"{item.prompt} · seed {item.seed}", count=config.strip_frames)
+    picture = strips(pictures, notes=notes, title=f"{item.prompt} · seed {item.seed}")
     picture.save(files.stage(target / f"{item.number:04d}-strips.png"))
 
 

@@ -87,11 +87,6 @@ class EvalConfig(SamplingConfig):
 
 @dataclass(frozen=True)
 class CompareConfig(EvalConfig):
-    """`EvalConfig`, plus the pictures. Every call has a new folder in `output_dir`.
-
-    Args:
-        strip_frames: columns of the PNG strips (default 6).
-    """
+    """`EvalConfig`, plus the pictures. Every call has a new folder in `output_dir`."""
 
     output_dir: str = "outputs/compare"
-    strip_frames: int = number(6, "[1, inf)")

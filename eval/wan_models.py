@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from vmonarch.configs import InputError, read_yaml, suggest
+from vmonarch.configs import InputError, read_yaml
 from vmonarch.finetune.models import cast
 from vmonarch.grid import LatentGrid
 from vmonarch.pipelines.model_folder import ModelFolder, find_model, read_json
@@ -131,23 +131,15 @@ def read_model_config(name: str) -> WanModel:
     from transformers import UMT5Config
 
     transformer = read_yaml(name, group="models", argument="model")
-    beside: dict[str, Any] = {"vae": {}, "text_encoder": {}, "boundary_ratio": None, "expand_timesteps": False}
-    vae, text, boundary, expand = (transformer.pop(key, default) for key, default in beside.items())
-    for prefix, values, cls, more in (
-        ("", transformer, WanTransformer3DModel, beside),
-        ("vae.", vae, AutoencoderKLWan, ()),
-        ("text_encoder.", text, UMT5Config, ()),
-    ):
-        if not isinstance(values, Mapping):
-            raise InputError("model", f"{name!r} must have a mapping as {prefix[:-1]}, got {values!r}")
-        known = [*inspect.signature(cls).parameters, *more]
-        for key in (key for key in values if key not in known):
-            problem = f"no usable key {prefix}{key}{suggest(key, known)}; known: {', '.join(sorted(known))}"
-            raise InputError("model", f"{name!r} has {problem}")
+    vae, text = transformer.pop("vae", {}), transformer.pop("text_encoder", {})
+    boundary, expand = transformer.pop("boundary_ratio", None), transformer.pop("expand_timesteps", False)
+    try:
+        for cls, values in ((WanTransformer3DModel, transformer), (AutoencoderKLWan, vae), (UMT5Config, text)):
+            inspect.signature(cls).bind(**values)
+    except TypeError as error:
+        raise InputError("model", f"{name!r} does not fit {cls.__name__}: {error}") from error
     if boundary is not None and not (isinstance(boundary, float) and 0 < boundary < 1):
         raise InputError("model", f"{name!r} must have a boundary_ratio between 0 and 1, got {boundary!r}")
-    if not isinstance(expand, bool):
-        raise InputError("model", f"{name!r} must have true or false as expand_timesteps, got {expand!r}")
     defaults = {key: given.default for key, given in inspect.signature(WanTransformer3DModel).parameters.items()}
     # Folders of this machine are nobody else's.
     return WanModel(Path(name).name, defaults | transformer, dict(vae), UMT5_XXL | dict(text), boundary, expand)

@@ -1,34 +1,34 @@
 """Training checkpoints that are complete or not there.
 
-A checkpoint is a folder `step-00000100` with what `accelerator.save_state` writes, `run.json` (what is run) and
-`manifest.json` (size and SHA-256 of every file). It is filled under a hidden name, forced to disk and renamed;
-only then is the oldest removed. Reading one never runs code that it brings: all of it is safetensors, JSON, or read by
+A checkpoint is a folder `step-00000100` with what `accelerator.save_state` writes, and `run.json`: what is run, and the
+size and SHA-256 of every file. It is filled under a hidden name, forced to disk and renamed; only then is the oldest
+removed. Reading one never runs code that it brings: all of it is safetensors, JSON, or read by
 `torch.load` with `weights_only`.
 """
 
 from __future__ import annotations
 
-import fcntl
 import json
 import re
 import shutil
 import time
 import warnings
 from collections.abc import Callable, Mapping
-from multiprocessing.util import register_after_fork
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
 from accelerate import PartialState
 from accelerate.utils import broadcast_object_list
+from filelock import FileLock, Timeout
 from safetensors.torch import load_file
 
 from vmonarch.configs import InputError, file_sha256
 from vmonarch.files import flush
 
-FORMAT = 2
-MANIFEST, RUN = "manifest.json", "run.json"
+FORMAT = 3
+RUN = "run.json"
 # By name: the trained weights (of FSDP in a folder of its own), and their average.
 WEIGHTS, AVERAGE = "model.safetensors", "ema.safetensors"
 
@@ -79,14 +79,13 @@ def save(folder: Path, step: int, write: Callable[[Path], object], run: Mapping[
         _flush_all(partial)
         state.wait_for_everyone()
         if state.is_main_process:
-            (partial / RUN).write_text(json.dumps(run, indent=1) + "\n", encoding="utf-8")
             entries = {
                 path.relative_to(partial).as_posix(): {"bytes": path.stat().st_size, "sha256": file_sha256(path)}
                 for path in sorted(partial.rglob("*"))
                 if path.is_file()
             }
-            body = {"format": FORMAT, "step": step, "world_size": state.num_processes, "files": entries}
-            (partial / MANIFEST).write_bytes(json.dumps(body, indent=1).encode())
+            body = {"format": FORMAT, "step": step, "world_size": state.num_processes, "files": entries, **run}
+            (partial / RUN).write_bytes(json.dumps(body, indent=1).encode())
             _flush_all(partial)
             partial.rename(target)
             flush(folder)
@@ -140,33 +139,33 @@ def resume_from(folder: Path) -> Path | None:
     return broadcast_object_list(found)[0]
 
 
+def read(folder: Path) -> dict[str, Any]:
+    """What `run.json` of a checkpoint says."""
+    run: dict[str, Any] = json.loads((folder / RUN).read_text(encoding="utf-8"))
+    return run
+
+
 def check(folder: Path) -> dict[str, Any]:
-    """The manifest of a checkpoint whose every file has the SHA-256 that it had when it was saved.
+    """`read` of a checkpoint whose every file has the SHA-256 that it had when it was saved.
 
     Raises:
         CheckpointError: it is not complete, or a file is damaged; the message names it.
     """
-    path = folder / MANIFEST
+    path = folder / RUN
     try:
-        manifest = read_json(path)
-        if manifest["format"] != FORMAT:
-            raise CheckpointError(f"{path} has format {manifest['format']}; this version reads {FORMAT}")
-        if folder.name != path_of(folder, manifest["step"]).name:
-            raise CheckpointError(f"{path} is of step {manifest['step']}, not of {folder.name}")
-        for name, entry in manifest["files"].items():
+        run = read(folder)
+        if run["format"] != FORMAT:
+            raise CheckpointError(f"{path} has format {run['format']}; this version reads {FORMAT}")
+        if folder.name != path_of(folder, run["step"]).name:
+            raise CheckpointError(f"{path} is of step {run['step']}, not of {folder.name}")
+        for name, entry in run["files"].items():
             if (found := file_sha256(folder / name)) != entry["sha256"]:
                 raise CheckpointError(f"{folder / name} is damaged: its SHA-256 is {found}, not {entry['sha256']}")
     except OSError as error:
         raise CheckpointError(f"{error.filename or path}: {error.strerror or error}") from error
     except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise CheckpointError(f"{path} is no manifest: {error!r}") from error
-    return manifest
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """What a file of a checkpoint, `RUN` or `MANIFEST`, says."""
-    values: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    return values
+        raise CheckpointError(f"{path} is no record of a run: {error!r}") from error
+    return run
 
 
 def load_weights(path: Path, weights: Mapping[str, torch.Tensor]) -> None:
@@ -183,8 +182,8 @@ def load_weights(path: Path, weights: Mapping[str, torch.Tensor]) -> None:
             tensor.copy_(found[name])
 
 
-def hold(folder: Path, argument: str) -> IO[str]:
-    """Hold an output folder against other processes until what is returned is closed, or the process ends.
+def hold(folder: Path, argument: str) -> AbstractContextManager[object]:
+    """Hold an output folder against other processes until what is returned is left, or the process ends.
 
     Args:
         argument: that names the folder.
@@ -192,19 +191,11 @@ def hold(folder: Path, argument: str) -> IO[str]:
     Raises:
         InputError: another process holds it.
     """
-    # Network file systems lock files that are open for writing, and no folders.
-    file = (folder / ".lock").open("a")
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        file.close()
+        return FileLock(folder / ".lock", timeout=0).acquire()
+    except Timeout as error:
         problem = f"{str(folder)!r} is in use by another run; wait for its end or give another"
         raise InputError(argument, problem) from error
-    except OSError as error:
-        warnings.warn(f"{folder} cannot be locked ({error.strerror}): start no second run in it", stacklevel=2)
-    # A loader's workers outlive a killed run for a moment, in which it may be started anew.
-    register_after_fork(file, lambda inherited: inherited.close())
-    return file
 
 
 def _flush_all(folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""From a run's checkpoint to what others load: `vmonarch export checkpoints.RUN --output FOLDER`.
+"""From a run's checkpoint to what others load: `vmonarch export RUN --output FOLDER`.
 
 Full weights become a pipeline folder that stock diffusers loads, LoRA layers a file for `pipe.load_lora_weights` (a
 folder of them for Wan2.2's two transformers) or for ComfyUI, and the parameters of an attention processor (with LoRA
@@ -31,7 +31,7 @@ from vmonarch.installation import is_applied
 from vmonarch.pipelines.config import build_config
 from vmonarch.pipelines.model_folder import ModelFolder, find_wan_model
 
-WHICH, NAMES = ("auto", "last", "ema"), ("diffusers", "comfyui")
+NAMES = ("diffusers", "comfyui")
 # Of FSDP in a checkpoint, by accelerate.
 SPREAD_WEIGHTS = "pytorch_model_fsdp_0"
 # Names of Wan's layers in diffusers, and those that its authors gave them.
@@ -57,22 +57,23 @@ def export(
     output: str | Path,
     *,
     step: int | None = None,
-    weights: str = "auto",
     names: str = "diffusers",
     dtype: torch.dtype | None = None,
     model: str | None = None,
 ) -> Path:
-    """Write the weights of a checkpoint as files that need no training code; returns `output`.
+    """Write the weights of a checkpoint, averaged if the run has an average, as files that need no training code.
 
     Args:
         run: the run's output folder.
         output: the .safetensors file to write; of a run on full weights, or on LoRA layers of two transformers, the
             folder. Must not exist.
         step: of the checkpoint; None for the newest.
-        weights: "ema" for the averaged ones, "last" for those of the step, "auto" for the averaged if there are any.
         names: of LoRA layers: "diffusers", for `pipe.load_lora_weights`, or "comfyui", for both.
         dtype: to store in; None for that of the model's own weights.
         model: where the model is now, if it was moved since.
+
+    Returns:
+        `output`.
 
     Raises:
         InputError: an argument that cannot be used.
@@ -81,20 +82,18 @@ def export(
     """
     run, output = Path(run).expanduser(), Path(output).expanduser()
     require(not output.exists(), "output", f"must not exist, {str(output)!r} does; nothing is overwritten")
-    require(weights in WHICH, "weights", f"must be one of {', '.join(WHICH)}, got {weights!r}")
     require(names in NAMES, "names", f"must be one of {', '.join(NAMES)}, got {names!r}")
     path = _find_checkpoint(run, step)
-    record = checkpoints.read_json(path / checkpoints.RUN)
+    record = checkpoints.read(path)
     # Validation has had other settings, and is of no account here.
     told = record["config"] | {"validation": {}, "gradient_checkpointing": False} | ({"model": model} if model else {})
     config = build_config(FinetuneConfig, told, {"objective": {"distillation": 0.0}})
     folder = find_wan_model(config.model, config.revision)
     if folder.fingerprint() != record["model"]:
         raise CheckpointError(f"{path} was trained from another model than {folder.path}")
-    require(config.ema or weights != "ema", "weights", "cannot be ema: the run has no average")
     require(config.lora.rank > 0 or names == "diffusers", "names", f"cannot be {names}: the run has no LoRA layers")
     experts, _ = load_experts(folder, objective_of(folder, config).experts, config)
-    _fill(experts.eval(), path, checkpoints.AVERAGE if config.ema > 0 and weights != "last" else checkpoints.WEIGHTS)
+    _fill(experts.eval(), path, checkpoints.AVERAGE if config.ema else checkpoints.WEIGHTS)
     dtypes = {name: dtype or _stored_dtype(folder.path / name) for name in experts.parts}
     learns = any(".processor." in name for name, _ in experts.named_parameters())
     form = "end with .safetensors" if learns or (config.lora.rank and len(dtypes) == 1) else "be a folder"

@@ -13,7 +13,7 @@ import json
 import math
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -49,12 +49,12 @@ from vmonarch.finetune.models import (
 from vmonarch.finetune.objective import Draw, generator_for
 from vmonarch.pipelines.environment import environment
 from vmonarch.pipelines.model_folder import ModelError, find_wan_model
-from vmonarch.pipelines.outputs import prepare_output_dir
+from vmonarch.pipelines.outputs import changes, prepare_output_dir
 
 # What may change between a run and the one that resumes it; all else would make it another run. Model and data may have
 # moved: what they are is compared instead. The number of steps may change where the learning rate does not follow it.
-FREE = ("output_dir", "steps", "trackers", "log_every", "validation", "checkpoints", "data.workers", "data.validation",
-        "data.path", "model", "revision", "attention.plan", "attention.adapter", "attention.label")  # fmt: skip
+FREE = ("output_dir", "trackers", "log_every", "validation", "checkpoints", "data.workers", "data.validation",
+        "data.path", "model", "revision", "attention.label")  # fmt: skip
 # That a process waits for the others, of which a launcher ends all when one dies.
 WAITING = timedelta(hours=6)
 # By how much the gradient of compiled blocks may differ from that of eager ones, relative to its norm: bfloat16 gives
@@ -177,7 +177,7 @@ class Trainer:
 
     def save(self) -> Path:
         """Commit a checkpoint of this step."""
-        run = {"step": self.step, "loader": self.loader.state_dict(), **self.about}
+        run = {"loader": self.loader.state_dict(), **self.about}
         write = lambda folder: self.accelerator.save_state(str(folder))
         return checkpoints.save(self.saved, self.step, write, run, keep=self.config.checkpoints.keep)
 
@@ -198,20 +198,20 @@ class Trainer:
         if path is None:
             require(how.resume != "must", "checkpoints.resume", f"is must, but {self.saved} holds no checkpoint")
             return
-        manifest, run = (checkpoints.read_json(path / name) for name in (checkpoints.MANIFEST, checkpoints.RUN))
-        if self.spread == (checkpoints.WEIGHTS in manifest["files"]):
+        run = checkpoints.read(path)
+        if self.spread == (checkpoints.WEIGHTS in run["files"]):
             raise CheckpointError(f"{path} was saved with{'out' * self.spread} FSDP; go on with it as it began")
-        anew = manifest["world_size"] != self.world
+        anew = run["world_size"] != self.world
         if anew and set(how.waive) != set(WAIVABLE):
             raise CheckpointError(
-                f"{path} was saved by {manifest['world_size']} processes, there are {self.world};"
+                f"{path} was saved by {run['world_size']} processes, there are {self.world};"
                 f" checkpoints.waive=[{','.join(WAIVABLE)}] lets data and random numbers begin anew"
             )
         if run["model"] != self.about["model"]:
             raise CheckpointError(f"{path} was trained from another model than {self.folder.name}")
-        if different := self._differences(run["config"]):
-            listed = ", ".join(f"{key} ({before!r}, now {now!r})" for key, (before, now) in different.items())
-            raise CheckpointError(f"{path} cannot be resumed with other settings: {listed}; give another output_dir")
+        free = (*FREE, "steps") if self.config.optimizer.schedule == "constant" else FREE
+        if changed := "; ".join(changes(run["config"], self.about["config"], free)):
+            raise CheckpointError(f"{path} cannot be resumed with other settings: {changed}; give another output_dir")
         random = torch.get_rng_state()
         self.accelerator.load_state(str(path))
         if anew:
@@ -225,16 +225,6 @@ class Trainer:
             shadow = dict(zip(self.trained, self.average.shadow_params, strict=True))
             checkpoints.load_weights(path / checkpoints.AVERAGE, shadow)
             self.average.optimization_step = self.step
-
-    def _differences(self, config: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-        """(before, now) of the settings that make this another run than the one of a record."""
-        before, now = _flat(config), _flat(self.about["config"])
-        free = [name for name in FREE if name != "steps" or self.config.optimizer.schedule == "constant"]
-        return {
-            key: (before.get(key), now.get(key))
-            for key in sorted(before.keys() | now.keys())
-            if before.get(key) != now.get(key) and not any(f"{key}.".startswith(f"{name}.") for name in free)
-        }
 
     # Training
 
@@ -253,7 +243,7 @@ class Trainer:
             if config.compile:
                 self._check_compiled()
             if config.trackers:
-                accelerator.init_trackers("vmonarch", {k: str(v) for k, v in _flat(self.about["config"]).items()})
+                accelerator.init_trackers("vmonarch", {k: str(v) for k, v in self.about["config"].items()})
                 held.callback(accelerator.end_training)
             # In a file a line every half a minute.
             every = 0.1 if sys.stderr.isatty() else 30.0
@@ -529,11 +519,3 @@ def _open_clips(name: str, path: str) -> ParquetFolder:
     except (DataError, OSError) as error:
         problem = f"must be a folder of parquet files, as `vmonarch preprocess` makes them: {error}"
         raise InputError(name, problem) from error
-
-
-def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested mappings as one, with dotted keys."""
-    flat: dict[str, Any] = {}
-    for key, value in values.items():
-        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {prefix + key: value}
-    return flat

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -113,8 +112,6 @@ class SamplingConfig(Settings):
             )
         self._check_sigmas()
         check_sizes(self, (16, 16), 4)
-        if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device):
-            raise InputError("device", f"must be auto, cpu, cuda or cuda:N, got {self.device!r}")
         if not self.output_dir or "\0" in self.output_dir:
             raise InputError("output_dir", f"must be a folder, got {self.output_dir!r}")
 

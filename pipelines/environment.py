@@ -41,10 +41,12 @@ def choose_device(device: str) -> torch.device:
     """The torch device for `auto`, `cpu`, `cuda` or `cuda:N`; auto takes CUDA when there is any.
 
     Raises:
-        InputError: CUDA was asked for and is not there, or has no device of that number.
+        InputError: it is none of these, or CUDA was asked for and is not there, or has no device of that number.
     """
     import torch
 
+    if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", device):
+        raise InputError("device", f"must be auto, cpu, cuda or cuda:N, got {device!r}")
     if device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     chosen, count = torch.device(device), torch.cuda.device_count()

@@ -182,8 +182,10 @@ def find_model(name: str, revision: str | None = None) -> ModelFolder:
     for component in components:
         if not (path / component).is_dir():
             raise ModelError(f"{path} has no folder {component}/, which its model_index.json names")
-        if component in MODELS:
-            _check_weights(path / component)
+        # What the libraries say of missing and damaged files names them.
+        if component in MODELS and not any((path / component).glob("*.safetensors")):
+            problem = "has no weights; safetensors files are supported, pickled ones are not"
+            raise ModelError(f"{path / component} {problem}")
     configs = {"vae": read_json(path / "vae" / "config.json")}
     configs["transformer"] = read_json(path / transformers[0] / "config.json")
     if "guider" in components:
@@ -256,34 +258,8 @@ def read_json(path: Path) -> dict[str, Any]:
         ModelError: there is no such file, or it holds no JSON object.
     """
     try:
-        contents = json.loads(path.read_text(encoding="utf-8"))
+        return {**json.loads(path.read_text(encoding="utf-8"))}
     except FileNotFoundError as error:
         raise ModelError(f"{path.parent} has no {path.name}; is it the folder of a diffusers pipeline?") from error
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ModelError(f"{path} cannot be read as JSON: {error}") from error
-    if not isinstance(contents, dict):
-        raise ModelError(f"{path} must hold a JSON object, got {type(contents).__name__}")
-    return contents
-
-
-def _check_weights(folder: Path) -> None:
-    """Check that a model component has all its safetensors, and that their headers and lengths are right."""
-    from safetensors import safe_open
-
-    read_json(folder / "config.json")
-    # The index of its shards where there is one.
-    files = sorted(folder.glob("*.safetensors.index.json"))[:1] or sorted(folder.glob("*.safetensors"))
-    if not files:
-        raise ModelError(f"{folder} has no weights; safetensors files are supported, pickled ones are not")
-    if files[0].suffix == ".json":
-        shards = read_json(files[0]).get("weight_map")
-        if not isinstance(shards, dict):
-            raise ModelError(f"{files[0]} has no weight_map")
-        files = [folder / name for name in sorted(set(shards.values()))]
-    for file in files:
-        try:
-            with safe_open(file, "numpy"):
-                pass
-        except Exception as error:
-            # safetensors' own is no more than an Exception.
-            raise ModelError(f"weights are missing or damaged: {file}: {error}") from error
+    except (OSError, ValueError, TypeError) as error:
+        raise ModelError(f"{path} cannot be read as a JSON object: {error}") from error

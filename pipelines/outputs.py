@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
+import json
 import re
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -117,6 +119,30 @@ def facts(config: SamplingConfig, model: LoadedModel) -> dict[str, Any]:
         },
         "environment": environment(model.device),
     }
+
+
+def changes(before: Any, now: Any, free: Collection[str] = (), place: str = "") -> Iterator[str]:
+    """What differs between the settings of two runs, in words, each with its place such as `methods[1].num_iterations`.
+
+    Args:
+        before: as JSON has it. free: places that may differ.
+    """
+    if place in free:
+        return
+    if isinstance(before, dict) and isinstance(now, dict):
+        for key in sorted(before.keys() | now.keys()):
+            hashes = before.get(f"{key}_sha256"), now.get(f"{key}_sha256")
+            # The same file, wherever it lies.
+            if hashes[0] is None or hashes[0] != hashes[1]:
+                yield from changes(before.get(key), now.get(key), free, f"{place}.{key}".lstrip("."))
+    # JSON has no tuples.
+    elif isinstance(before, list) and isinstance(now, (list, tuple)):
+        for i, (old, new) in enumerate(itertools.zip_longest(before, now)):
+            yield from changes(old, new, free, f"{place}[{i}]")
+    elif before != now:
+        texts = [json.dumps(value, ensure_ascii=False) for value in (before, now)]
+        was, is_now = (text if len(text) <= 160 else text[:159] + "…" for text in texts)
+        yield f"{place} was {was}, is {is_now}"
 
 
 def prepare_output_dir(output_dir: str, argument: str = "output_dir") -> Path:

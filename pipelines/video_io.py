@@ -151,15 +151,15 @@ def contact_sheet(frames: NDArray[np.uint8], *, title: str = "") -> Image.Image:
 
 
 def strips(
-    videos: Mapping[str, NDArray[np.uint8]], *, notes: Mapping[str, str] | None = None, title: str = "", count: int = 6
+    videos: Mapping[str, NDArray[np.uint8]], *, notes: Mapping[str, str] | None = None, title: str = ""
 ) -> Image.Image:
-    """A picture of labelled videos [F, H, W, 3] of one shape: a row each, evenly spaced frames as columns.
+    """A picture of labelled videos [F, H, W, 3] of one shape: a row each, six evenly spaced frames as columns.
 
     Args:
         notes: a line under a label, such as its metrics.
     """
     first = next(iter(videos.values()))
-    chosen = evenly_spaced(len(first), count)
+    chosen = evenly_spaced(len(first), 6)
     cells: list[_Cell] = []
     for name, frames in videos.items():
         cells += [(name, (notes or {}).get(name, ""), None), *((f"frame {i}", "", frames[i]) for i in chosen)]

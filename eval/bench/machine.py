@@ -7,7 +7,6 @@ import math
 import multiprocessing
 import os
 import platform
-import re
 import statistics
 import sys
 import time
@@ -20,7 +19,7 @@ import torch
 
 from vmonarch.configs import InputError
 from vmonarch.kernels.common.launch import interpreted
-from vmonarch.pipelines.environment import device_name, environment, git_commit, package_versions
+from vmonarch.pipelines.environment import choose_device, device_name, environment, git_commit, package_versions
 
 # Rounds that every way gets, however long its calls take.
 MIN_ROUNDS = 3
@@ -34,21 +33,14 @@ def check_device(name: str) -> torch.device:
     Raises:
         InputError: there is no such device, or the kernels cannot run there.
     """
-    if not re.fullmatch(r"cpu|cuda(:\d+)?", name):
-        raise InputError("device", f"must be cuda, cuda:N, or cpu with TRITON_INTERPRET=1; got {name!r}")
-    if name == "cpu":
+    device = choose_device(name)
+    if device.type == "cpu":
         if not interpreted():
             raise InputError("device", "cpu needs TRITON_INTERPRET=1 and tells nothing of speed; supported: cuda")
-        return torch.device(name)
-    if not torch.cuda.is_available():
-        problem = f"{name!r} cannot be used: there is no CUDA device here, and speed is measured on one"
-        raise InputError("device", problem)
-    index = int(name.partition(":")[2] or torch.cuda.current_device())
-    if index >= torch.cuda.device_count():
-        raise InputError("device", f"must be up to cuda:{torch.cuda.device_count() - 1}, got {name!r}")
+        return device
     if interpreted():
         raise InputError("device", f"{name!r} cannot be measured with TRITON_INTERPRET=1: unset it")
-    return torch.device("cuda", index)
+    return torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
 
 
 def measured_dtype(device: torch.device) -> torch.dtype:

@@ -403,8 +403,4 @@ def _plain(tensor: torch.Tensor) -> list[Any]:
     """
     if not tensor.isfinite().all():
         raise ValueError("a statistic is not finite: the model gives NaN or infinity, or an output that is all zero")
-
-    def rounded(value: Any) -> Any:
-        return [rounded(entry) for entry in value] if isinstance(value, list) else float(f"{value:.6g}")
-
-    return rounded(tensor.tolist())
+    return [[[float(f"{value:.6g}") for value in row] for row in rows] for rows in tensor.tolist()]

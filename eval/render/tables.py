@@ -1,4 +1,4 @@
-"""Tables as markdown; and those of results files put into documents: `python -m vmonarch.eval.render.tables [--check]`.
+"""Tables as markdown; and those of results files put into documents: `python -m vmonarch.eval.render.tables`.
 
 What stands between `<!-- table: FILE -->` and `<!-- end -->` in a tracked Markdown file is what
 `docs/benchmarks/FILE.json` holds: under `tables` a list of {"header": […], "rows": [[…]]}, each with a "title" above it
@@ -8,11 +8,9 @@ where it needs one, and under `caption` a line on hardware, date, versions and t
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
 import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -97,29 +95,18 @@ def render(text: str, folder: Path) -> str:
     return BLOCK.sub(block, text)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Command line; exit code 1 if `--check` finds a document that differs from its JSON."""
-    parser = argparse.ArgumentParser(prog="python -m vmonarch.eval.render.tables", description=__doc__)
-    parser.add_argument("--check", action="store_true", help="write nothing; fail if a document is out of date")
-    parser.add_argument("--root", type=Path, default=Path(), help="the repository (default: this folder)")
-    options = parser.parse_args(arguments)
-    listed = subprocess.run(
-        ["git", "-C", str(options.root), "ls-files", "*.md"], capture_output=True, text=True, check=True
-    )
-    stale = []
-    for path in sorted(options.root / name for name in listed.stdout.splitlines()):
-        if not path.is_file():
-            continue
-        old = path.read_text(encoding="utf-8")
-        new = render(old, options.root / "docs" / "benchmarks")
-        if new != old:
-            stale.append(path)
-            if not options.check:
-                path.write_text(new, encoding="utf-8")
-    for path in stale:
-        print(f"{'out of date' if options.check else 'written'}: {path}")
-    return 1 if stale and options.check else 0
+def outdated(root: Path) -> dict[Path, str]:
+    """What is to be in those tracked documents of a repository whose tables are not those of the results files."""
+    listed = subprocess.run(["git", "-C", str(root), "ls-files", "*.md"], capture_output=True, text=True, check=True)
+    found = {}
+    for path in (root / name for name in listed.stdout.splitlines()):
+        old = path.read_text(encoding="utf-8") if path.is_file() else ""
+        if (new := render(old, root / "docs" / "benchmarks")) != old:
+            found[path] = new
+    return found
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    for path, text in outdated(Path()).items():
+        path.write_text(text, encoding="utf-8")
+        print(f"written: {path}")

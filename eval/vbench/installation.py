@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -104,28 +103,25 @@ def manifest(folder: Path) -> dict[str, Any]:
 
 
 def run(command: Sequence[str], *, timeout: float | None = None, variables: Mapping[str, str] | None = None) -> str:
-    """What a command writes, which runs in a process group of its own that ends with it or with us.
+    """What a command writes.
 
     Args:
-        timeout: seconds after which the group is killed.
+        timeout: seconds after which it is killed.
         variables: of the environment, added to ours.
 
     Raises:
         VBenchError: it failed or ran into the time-out; tells the lines that pip marks as errors, or the last ones.
         OSError: it cannot be started.
     """
+    environment = {**os.environ, **(variables or {})}
+    # Not a pipe, which what it has started would keep open.
     with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as output:
-        settings: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": output}
-        process = subprocess.Popen(command, env={**os.environ, **(variables or {})}, process_group=0, **settings)
+        told: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": output, "env": environment}
         try:
-            code = process.wait(timeout)
+            code = subprocess.run(command, timeout=timeout, **told).returncode
             reason = f"failed (exit code {code})" if code else ""
         except subprocess.TimeoutExpired:
             reason = f"did not end within {timeout:g} s and was killed"
-        finally:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
         output.seek(0)
         # Progress bars rewrite their line with carriage returns.
         lines = [line for line in output.read().replace("\r", "\n").splitlines() if line.strip()]

@@ -190,14 +190,14 @@ def score_videos(
 
 def _check_lengths(videos: Sequence[PromptedVideo], dimension: str, timeout: float) -> None:
     """Decode every video, and count the frames that a dimension sees; the package skips what it cannot read."""
-    from vmonarch.finetune.data.decode import BadVideo, read_stream, time_limit
+    from vmonarch.finetune.data.decode import BadVideo, read_stream
 
     for path in dict.fromkeys(video.path for video in videos):
         try:
-            stream = read_stream(path, time_limit(timeout))
+            stream = read_stream(path, timeout)
         except BadVideo as error:
             raise InputError("videos", f"must be ones that can be decoded: {path} {error}") from error
-        frames = len(stream.times)
+        frames = stream.frames
         # It samples 8 frames a second.
         seen = -(-frames // max(1, round(stream.rate / 8))) if dimension == "dynamic_degree" else frames
         if seen < FEWEST_FRAMES[dimension]:

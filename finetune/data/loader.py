@@ -1,8 +1,6 @@
 """Batches of clips for training, in an order that a run which was stopped takes up exactly.
 
-A position is a number of batches. The order of an epoch follows from seed, epoch and the rows' layout alone: the
-row groups are shuffled and cut into windows of WINDOW_BYTES, and rows are shuffled within a window, so that a process
-reads each row group about once (each worker of each rank does). Small data sets are one window.
+A position is a number of batches. The order of an epoch follows from seed, epoch and the number of rows alone.
 
 The clips of a batch have one shape. Rows of one shape are a bucket, which keeps their order; a bucket's slot p is row
 `order[p mod rows]`, and the slots of a batch, over all ranks, are the next `batch_size * world_size` of one bucket.
@@ -26,8 +24,6 @@ from torch.utils.data import DataLoader, Dataset
 
 from vmonarch.finetune.data.parquet import EMPTY_CAPTION, BadRow, DataError, ParquetFolder, Sample
 
-# Half of what a process keeps of row groups (`parquet.CACHE_BYTES`): batches made ahead reach into the next window.
-WINDOW_BYTES = 1 << 29
 # Where each bad row is and why it is one, by its number.
 BadRows = dict[int, str]
 
@@ -117,7 +113,8 @@ class LatentLoader(Dataset[tuple[Batch | Exception, BadRows]]):
             (bucket, first slot over all ranks) of each batch; rows of each bucket; for each bucket and slot, whether
             its caption is dropped.
         """
-        order = epoch_order(self.folder, self.seed, epoch) if self.shuffle else np.arange(len(self.folder))
+        rows = len(self.folder)
+        order = np.argsort(_random_bits(rows, self.seed, epoch, 0)) if self.shuffle else np.arange(rows)
         place = np.argsort(order)
         orders = [order[self._buckets[order] == number] for number in range(self._buckets.max() + 1)]
         padded = [-(-len(rows) // self._unit) * self._unit for rows in orders]
@@ -224,17 +221,3 @@ class LatentLoader(Dataset[tuple[Batch | Exception, BadRows]]):
 def _random_bits(count: int, seed: int, epoch: int, purpose: int) -> np.ndarray:
     """[count] uint64. Streams of numpy's bit generators stay as they are from version to version; shuffles may not."""
     return np.random.PCG64(np.random.SeedSequence((seed, epoch, purpose))).random_raw(count)
-
-
-def epoch_order(folder: ParquetFolder, seed: int, epoch: int) -> np.ndarray:
-    """[rows] int64: every row once, row groups shuffled, rows shuffled within windows of WINDOW_BYTES."""
-    sizes = np.diff(folder.group_starts)
-    groups = np.argsort(_random_bits(len(sizes), seed, epoch, 0), kind="stable")
-    windows, window, filled = np.zeros(len(sizes), np.int64), 0, 0
-    for place, size in enumerate(folder.group_bytes[groups].tolist()):
-        if filled and filled + size > WINDOW_BYTES:
-            window, filled = window + 1, 0
-        windows[place] = window
-        filled += size
-    rows = np.concatenate([np.arange(folder.group_starts[group], folder.group_starts[group + 1]) for group in groups])
-    return rows[np.lexsort((_random_bits(len(rows), seed, epoch, 1), np.repeat(windows, sizes[groups])))]

@@ -4,9 +4,8 @@ A tensor is three columns: `NAME_bytes`, `NAME_shape`, `NAME_dtype`. Latents are
 [C, T, H, W]; training normalises them with the VAE's statistics. (`first_frame_latent` is stored normalised.) Text is
 [L, D] without padding. Read are the columns that training needs: those of TENSORS, and where they are, EXTRA_TENSORS.
 
-A row group is the least that can be read, so a folder keeps the last ones in memory and the order of training stays
-within a few of them at a time (`loader.py`). Files are opened for each read and closed again: nothing that a worker
-process could share with its parent stays open.
+A row group is the least that can be read, so each row that is written here has its own. Files are opened for each read
+and closed again: nothing that a worker process could share with its parent stays open.
 
 Source: https://github.com/hao-ai-lab/FastVideo (`pyarrow_schema_t2v`, `pyarrow_schema_i2v`).
 """
@@ -16,7 +15,6 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
-from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -45,8 +43,6 @@ PLAIN = {
 TEXT_LENGTH = 512
 # Beside the shards: what the text encoder makes of "", for captions that are dropped.
 EMPTY_CAPTION = "empty-caption.safetensors"
-# Row groups that a process keeps, in bytes of memory; the last one is kept whatever its size.
-CACHE_BYTES = 1 << 30
 # What Arrow raises on damaged files: its own errors, OSError without a number, ValueError for names that are no text.
 _UNREADABLE = (pa.ArrowException, OSError, ValueError)
 
@@ -141,13 +137,12 @@ def decode_row(row: Mapping[str, Any]) -> Sample:
     return Sample(row["id"], latents, text, row["caption"], extras=tensors)
 
 
-def write_shard(path: Path, samples: Iterable[Sample], rows_per_group: int = 16) -> None:
+def write_shard(path: Path, samples: Iterable[Sample]) -> None:
     """Write clips as one parquet file, which appears under its name when it is complete and on disk.
 
     Args:
         path: of the file; its folder is made.
         samples: clips, which all have the extras of the first. None makes a file without rows.
-        rows_per_group: rows that are read together.
 
     Raises:
         FileExistsError: there is a file of that name.
@@ -160,9 +155,8 @@ def write_shard(path: Path, samples: Iterable[Sample], rows_per_group: int = 16)
         compression="zstd", use_dictionary=False, write_statistics=False, write_page_checksum=True
     )
     with AtomicFiles() as files, pq.ParquetWriter(files.stage(path), schema, **options) as writer:
-        for first in range(0, len(samples), rows_per_group):
-            rows = [encode_row(sample) for sample in samples[first : first + rows_per_group]]
-            writer.write_table(pa.Table.from_pylist(rows, schema=schema), row_group_size=rows_per_group)
+        for sample in samples:
+            writer.write_table(pa.Table.from_pylist([encode_row(sample)], schema=schema))
 
 
 class ParquetFolder:
@@ -173,19 +167,16 @@ class ParquetFolder:
             killed; links to folders are not followed), or one file.
 
     Raises:
-        DataError: nothing at `path`; no parquet file or no row in it; a file that cannot be read or has lost its end;
+        DataError: no parquet file or no row at `path`; a file that cannot be read or has lost its end;
             missing columns; files with other extra tensors than the first; an EMPTY_CAPTION that is damaged.
 
     Attributes:
-        group_starts: [G + 1], the first row of each row group. group_bytes: [G], of it, not compressed.
         shapes: by row, the shapes of its tensors other than text, as they are written; rows of one batch share them.
         empty_caption: [L, D] float32, the encoding of ""; None where the folder has none.
     """
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
-        if not self.path.exists():
-            raise DataError(f"there is no {self.path}")
         self.root = self.path.parent if self.path.is_file() else self.path
         found = [self.path] if self.path.is_file() else self.root.rglob("*.parquet")
         self.files = sorted(f.relative_to(self.root).as_posix() for f in found if f.is_file() and f.name[0] != ".")
@@ -194,15 +185,12 @@ class ParquetFolder:
         self.extras: tuple[str, ...] | None = None
         self.shapes: list[tuple[tuple[int, ...], ...]] = []
         self._sizes = [(self.root / name).stat().st_size for name in self.files]
-        # Its file, its number in the file, rows, bytes.
-        self._groups: list[tuple[str, int, int, int]] = []
+        # Of each row its file, its row group there and its number in that.
+        self._places: list[tuple[str, int, int]] = []
         for name in self.files:
             self._read_footer(name)
-        self.group_starts = np.cumsum([0, *(rows for _, _, rows, _ in self._groups)])
-        self.group_bytes = np.array([size for _, _, _, size in self._groups], np.int64)
         if not len(self):
             raise DataError(f"no rows in {self.path}: {len(self.files)} parquet file(s) are all empty")
-        self._cache: OrderedDict[int, pa.Table] = OrderedDict()
         self.empty_caption: torch.Tensor | None = None
         if (empty := self.root / EMPTY_CAPTION).exists():
             try:
@@ -211,7 +199,7 @@ class ParquetFolder:
                 raise DataError(f"{empty} cannot be read: {error}") from error
 
     def _read_footer(self, name: str) -> None:
-        """Note the row groups of a file and the shapes of its rows."""
+        """Note the rows of a file and their shapes."""
         path = self.root / name
         try:
             with pq.ParquetFile(path, pre_buffer=False) as file:
@@ -219,7 +207,7 @@ class ParquetFolder:
                 extras = tuple(extra for extra in EXTRA_TENSORS if f"{extra}_bytes" in columns)
                 wanted = ("id", "caption", *_columns((*TENSORS, *extras)))
                 missing = [column for column in wanted if column not in columns]
-                groups = [file.metadata.row_group(number) for number in range(file.metadata.num_row_groups)]
+                groups = [file.metadata.row_group(group).num_rows for group in range(file.metadata.num_row_groups)]
                 kept = [f"{tensor}_shape" for tensor in ("vae_latent", *extras) if not missing]
                 table = file.read(columns=kept, use_threads=False).to_pydict()
         except _UNREADABLE as error:
@@ -232,33 +220,22 @@ class ParquetFolder:
             raise DataError(f"{path} has the extra tensors [{', '.join(extras)}], but files before it have [{others}]")
         self.extras = extras if shapes else self.extras
         self.shapes += shapes
-        self._groups += [(name, number, group.num_rows, group.total_byte_size) for number, group in enumerate(groups)]
+        self._places += [(name, group, row) for group, rows in enumerate(groups) for row in range(rows)]
 
     def __len__(self) -> int:
-        return int(self.group_starts[-1])
-
-    def __getstate__(self) -> dict[str, Any]:
-        # A worker process fills its own.
-        return {**self.__dict__, "_cache": OrderedDict()}
+        return len(self._places)
 
     def fingerprint(self) -> str:
-        """SHA-256 of the files' relative names and sizes, the rows and bytes of their groups, and the empty caption."""
-        digest = hashlib.sha256(json.dumps([self.files, self._sizes, self._groups]).encode())
+        """SHA-256 of the files' relative names and sizes, the number of rows, and the empty caption."""
+        digest = hashlib.sha256(json.dumps([self.files, self._sizes, len(self)]).encode())
         if self.empty_caption is not None:
             digest.update(self.empty_caption.numpy().tobytes())
         return digest.hexdigest()
 
-    def _find(self, index: int) -> tuple[int, int]:
-        """(number of the row group, row in it)."""
-        # Groups without rows start where the next one does; "right" steps over them.
-        group = int(np.searchsorted(self.group_starts, index, side="right")) - 1
-        return group, int(index - self.group_starts[group])
-
     def place(self, index: int) -> str:
         """Where row `index` is, in words."""
-        group, row = self._find(index)
-        file, number, *_ = self._groups[group]
-        return f"row {row} of row group {number} of {self.root / file}"
+        file, group, row = self._places[index]
+        return f"row {row} of row group {group} of {self.root / file}"
 
     def read(self, index: int) -> Sample:
         """The clip in row `index`.
@@ -267,31 +244,22 @@ class ParquetFolder:
             BadRow: the row, or the row group that it is in, cannot be decoded.
             DataError, OSError: the file is gone, has changed or cannot be opened; the message names it.
         """
-        group, row = self._find(index)
-        if group not in self._cache:
-            self._cache[group] = self._read_group(group)
-        self._cache.move_to_end(group)
-        while len(self._cache) > 1 and sum(table.nbytes for table in self._cache.values()) > CACHE_BYTES:
-            self._cache.popitem(last=False)
-        table = self._cache[group]
-        try:
-            columns = {name: table[name][row].as_py() for name in table.column_names}
-        except ValueError as error:
-            raise BadRow(f"a column has a value of the wrong kind: {error}") from error
-        return decode_row(columns)
-
-    def _read_group(self, group: int) -> pa.Table:
-        name, number, *_ = self._groups[group]
+        name, group, row = self._places[index]
         path = self.root / name
         if path.stat().st_size != self._sizes[self.files.index(name)]:
             raise DataError(f"{path} has changed since its footer was read")
-        columns = ["id", "caption", *_columns((*TENSORS, *(self.extras or ())))]
+        wanted = ["id", "caption", *_columns((*TENSORS, *(self.extras or ())))]
         try:
             # No threads of Arrow: worker processes are forked.
             with pq.ParquetFile(path, pre_buffer=False, page_checksum_verification=True) as file:
-                return file.read_row_group(number, columns=columns, use_threads=False)
+                table = file.read_row_group(group, columns=wanted, use_threads=False)
         except _UNREADABLE as error:
             # Arrow's errors have no number. What the system refuses ends the run, but for a block that a disk has lost.
             if getattr(error, "errno", None) not in (None, errno.EIO):
                 raise
             raise BadRow(f"the row group cannot be read: {error}") from error
+        try:
+            columns = {name: table[name][row].as_py() for name in wanted}
+        except ValueError as error:
+            raise BadRow(f"a column has a value of the wrong kind: {error}") from error
+        return decode_row(columns)

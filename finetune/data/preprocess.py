@@ -9,8 +9,7 @@ Work that was broken off, at any moment, goes on where it was: the order of the 
 holds whole videos and appears complete or not at all, and a video is not tried again once it is in a shard or in
 quarantine.
 
-Tensors are stored as float32 unless told otherwise: FastVideo's reader takes every tensor for float32, whatever the
-column of its dtype says. float16 would do for the latents (it costs 2e-4 of their norm) where only our reader matters.
+Tensors are stored as float32: FastVideo's reader takes every tensor for that, whatever the column of its dtype says.
 
 Legend: F frames, H and W pixels, C latent channels, T latent frames, y and x latent pixels, L tokens, D their size.
 """
@@ -22,13 +21,10 @@ import hashlib
 import json
 import random
 import re
-import threading
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import closing
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -49,13 +45,16 @@ from vmonarch.finetune.data.decode import BadVideo, Clip, ClipShape, decode_clip
 from vmonarch.finetune.data.parquet import EMPTY_CAPTION, TEXT_LENGTH, DataError, Sample, write_shard
 from vmonarch.pipelines.environment import DTYPES, choose_device, choose_dtype, environment, package_versions
 from vmonarch.pipelines.model_folder import ModelFolder, find_wan_model
-from vmonarch.pipelines.outputs import prepare_output_dir
+from vmonarch.pipelines.outputs import changes, prepare_output_dir
 from vmonarch.pipelines.sampling import deterministic_convolutions
 from vmonarch.pipelines.traits import IMAGE_TO_VIDEO
 
 FORMAT = "vmonarch-preprocess-1"
-# Settings that say where and how patiently, not what the rows are.
-_FREE = ("captions", "output", "model", "revision", "workers", "timeout")
+# What says where and how patiently, not what the rows are.
+_FREE = (
+    *("config.captions", "config.output", "config.model", "config.revision", "config.workers", "config.timeout"),
+    *("model.name", "model.revision"),
+)
 # Caption and clips of a video.
 Made = tuple[str, list[Clip]]
 
@@ -76,17 +75,15 @@ class PreprocessConfig(Settings):
         buckets: sizes and lengths in place of the three, each as `480x832x81` (height, width, frames). A video becomes
             clips of the one that keeps most of its picture and is not longer than it is.
         fps: frames per second of the clips; None leaves those of each file.
-        start: where clips begin: `begin` or `middle`.
-        clips_per_video: at most, one after the other.
+        clips_per_video: at most, one after the other from its beginning.
         image_to_video: also store the first frame's latents, and its image features if the model has an image encoder;
             None stores them for models that need them.
         dtype: auto, float32, bfloat16 or float16, of the text and image encoders; the VAE runs in float32.
-        store_dtype: float32, which FastVideo reads, or float16, of all tensors but the text.
         device: auto, cpu, cuda or cuda:N.
         rows_per_shard: clips of a file, which are in memory until it is written; the last video may bring more.
         workers: videos decoded at a time, ahead of the encoders, each by one thread.
         seed: of the procedural clips.
-        timeout: seconds that decoding one video may take.
+        timeout: seconds that decoding a video may take; it is decoded twice.
 
     Raises:
         InputError: a value that no model supports; the error names the field.
@@ -103,11 +100,9 @@ class PreprocessConfig(Settings):
     num_frames: int | None = number(None, "[1, inf)")
     buckets: tuple[str, ...] = ()
     fps: float | None = number(None, "[0.001, 1000]")
-    start: str = choice("begin", "begin", "middle")
     clips_per_video: int = number(1, "[1, 10000]")
     image_to_video: bool | None = None
     dtype: str = choice("auto", *DTYPES)
-    store_dtype: str = choice("float32", "float32", "float16")
     device: str = "auto"
     rows_per_shard: int = number(32, "[1, inf)")
     workers: int = number(4, "[1, inf)")
@@ -119,8 +114,6 @@ class PreprocessConfig(Settings):
         source = "must be given, or procedural=N for clips without videos; not both"
         require((self.procedural is None) != (self.videos is None), "videos", source)
         require(self.videos or self.captions is None, "captions", "must be given with videos only")
-        device = f"must be auto, cpu, cuda or cuda:N, got {self.device!r}"
-        require(re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device), "device", device)
         sizes = self.procedural or self.height or self.width or self.num_frames
         require(not (self.buckets and sizes), "buckets", "is for videos, and in place of height, width and num_frames")
         for bucket in self.buckets:
@@ -132,7 +125,7 @@ class PreprocessConfig(Settings):
         """Of each bucket, or the one of all clips, whose sizes may be None."""
         sizes: list[Any] = [tuple(map(int, bucket.split("x"))) for bucket in self.buckets]
         sizes = sizes or [(self.height, self.width, self.num_frames)]
-        return [ClipShape(h, w, f, self.fps, self.start, self.clips_per_video) for h, w, f in sizes]
+        return [ClipShape(h, w, f, self.fps, self.clips_per_video) for h, w, f in sizes]
 
 
 def complete(config: PreprocessConfig, model: ModelFolder) -> PreprocessConfig:
@@ -153,7 +146,7 @@ def complete(config: PreprocessConfig, model: ModelFolder) -> PreprocessConfig:
     for shape in config.shapes:
         check_sizes(shape, model.multiples, model.temporal, " for this model")
     if config.procedural is not None:
-        own = dict(height=HEIGHT, width=WIDTH, num_frames=NUM_FRAMES, fps=None, start="begin", clips_per_video=1)
+        own = dict(height=HEIGHT, width=WIDTH, num_frames=NUM_FRAMES, fps=None, clips_per_video=1)
         for name, only in own.items():
             problem = f"must be {only} for procedural clips, got {getattr(config, name)}"
             require(getattr(config, name) == only, name, problem)
@@ -248,25 +241,15 @@ def procedural_clip(seed: int, number: int) -> tuple[str, Clip]:
     return text, Clip(render(scenes)[0], float(EMBEDDED_SETTINGS.fps))
 
 
-def _ahead(
-    files: Iterable[str], make: Callable[[str, threading.Event], Made], workers: int
-) -> Generator[tuple[str, Future[Made]]]:
-    """What `make` makes of each file, in order, by so many threads and before it is asked for.
-
-    It gets an event that is set when nothing more is wanted.
-    """
-    stop, left = threading.Event(), iter(files)
-    pool = ThreadPoolExecutor(workers, thread_name_prefix="decode")
-    waiting: deque[tuple[str, Future[Made]]] = deque()
-    try:
+def _ahead(files: Iterable[str], make: Callable[[str], Made], workers: int) -> Iterator[tuple[str, Future[Made]]]:
+    """What `make` makes of each file, in order, by so many threads and before it is asked for."""
+    left, waiting = iter(files), deque[tuple[str, Future[Made]]]()
+    with ThreadPoolExecutor(workers, thread_name_prefix="decode") as pool:
         while True:
-            waiting.extend((file, pool.submit(make, file, stop)) for file in islice(left, 1 + workers - len(waiting)))
+            waiting.extend((file, pool.submit(make, file)) for file in islice(left, 1 + workers - len(waiting)))
             if not waiting:
                 return
             yield waiting.popleft()
-    finally:
-        stop.set()
-        pool.shutdown(cancel_futures=True)
 
 
 class _Output:
@@ -280,28 +263,25 @@ class _Output:
 
     Attributes:
         manifest: what its file holds, or will hold when it is written next.
-        done: videos in its shards. bad: reasons by video.
+        videos: that of each row in its shards. bad: reasons by video.
     """
 
     def __init__(self, folder: Path, about: Mapping[str, Any]) -> None:
-        self.folder, self.done, self.bad = folder, set[str](), dict[str, str]()
-        # As JSON has them: tuples are lists.
-        self.manifest = json.loads(json.dumps(about)) | {"complete": False, "counts": {}, "shards": []}
+        self.folder, self.videos, self.bad = folder, list[str](), dict[str, str]()
+        self.manifest = dict(about)
         # Of a run that was killed.
         for path in folder.glob(".*.partial.*"):
             path.unlink()
-        shards = sorted(folder.glob("shard-*.parquet"), key=lambda path: (len(path.name), path.name))
         path, listed = folder / "manifest.json", folder / "quarantine.jsonl"
         try:
-            if shards or path.exists() or listed.exists():
+            if self.shards or path.exists() or listed.exists():
                 before = json.loads(path.read_text(encoding="utf-8"))
-                old, now = _made_of(before), _made_of(self.manifest)
-                changed = [f"{key} was {old.get(key)!r}, is {now[key]!r}" for key in now if old.get(key) != now[key]]
-                problem = f"{str(folder)!r} holds other work: {'; '.join(changed)}; choose another folder"
+                changed = "; ".join(changes({key: before[key] for key in about}, self.manifest, _FREE))
+                problem = f"{str(folder)!r} holds other work: {changed}; choose another folder"
                 require(not changed, "output", problem)
-                self.manifest |= {key: before[key] for key in ("complete", "counts", "environment", "updated")}
-            for path in shards:
-                self._add(path)
+                self.manifest |= {key: before[key] for key in ("counts", "environment")}
+            for path in self.shards:
+                self.videos += pq.read_table(path, columns=["file_name"])["file_name"].to_pylist()
             if (path := listed).exists():
                 entries = [json.loads(line) for line in path.read_bytes().split(b"\n") if line]
                 self.bad = {entry["file"]: entry["reason"] for entry in entries}
@@ -310,10 +290,10 @@ class _Output:
         except (OSError, ValueError, KeyError, TypeError, AttributeError, pa.ArrowException) as error:
             raise InputError("output", f"holds {path}, which cannot be read: {error!r}") from error
 
-    def _add(self, path: Path) -> None:
-        videos = pq.read_table(path, columns=["file_name"])["file_name"].to_pylist()
-        self.done |= set(videos)
-        self.manifest["shards"].append({"file": path.name, "rows": len(videos)})
+    @property
+    def shards(self) -> list[Path]:
+        """All that are there."""
+        return sorted(self.folder.glob("shard-*.parquet"))
 
     def quarantine(self, file: str, reason: str) -> None:
         """Note a bad video."""
@@ -323,29 +303,18 @@ class _Output:
             path = files.stage(self.folder / "quarantine.jsonl")
             path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
 
-    def write_shard(self, samples: Iterable[Sample]) -> None:
-        """Write the next shard, then the manifest."""
-        numbers = [int(re.sub(r"\D", "", shard["file"])) for shard in self.manifest["shards"]]
-        path = self.folder / f"shard-{max(numbers, default=-1) + 1:05d}.parquet"
-        write_shard(path, samples)
-        self._add(path)
-        self.write_manifest()
+    def write_shard(self, samples: Sequence[Sample]) -> None:
+        """Write the next shard."""
+        last = max((int(path.stem.removeprefix("shard-")) for path in self.shards), default=-1)
+        write_shard(self.folder / f"shard-{last + 1:05d}.parquet", samples)
+        self.videos += [sample.file_name for sample in samples]
 
     def write_manifest(self, **facts: Any) -> None:
         """Write what is in the folder and what it was made from."""
-        shards = self.manifest["shards"]
-        counts = {"clips": sum(shard["rows"] for shard in shards), "shards": len(shards), "quarantined": len(self.bad)}
-        self.manifest |= {"updated": datetime.now(UTC).isoformat(timespec="seconds"), **facts}
+        self.manifest |= facts
+        counts = {"clips": len(self.videos), "shards": len(self.shards), "quarantined": len(self.bad)}
         self.manifest["counts"] |= counts
         write_json(self.folder / "manifest.json", self.manifest)
-
-
-def _made_of(manifest: Mapping[str, Any]) -> dict[str, Any]:
-    """What the rows of a folder depend on, by its manifest."""
-    config = {key: value for key, value in manifest["config"].items() if key not in _FREE}
-    hashes = ("configs_sha256", "weights_sha256", "weights_sizes_sha256")
-    model = {f"{key} of the model": manifest["model"][key] for key in hashes}
-    return {"format": manifest["format"], **config, "captions_sha256": manifest["captions_sha256"], **model}
 
 
 def preprocess(
@@ -385,14 +354,14 @@ def preprocess(
     names = list(captions) or [f"procedural-{config.seed}-{k}" for k in range(config.procedural or 0)]
     with hold(path, "output"):
         output = _Output(path, about)
-        todo = [name for name in names if name not in output.done and name not in output.bad]
+        done = {*output.videos, *output.bad}
+        todo = [name for name in names if name not in done]
         if todo:
             bar = tqdm(total=len(names), initial=len(names) - len(todo), disable=not progress, unit="video")
             with bar, deterministic_convolutions():
                 _fill(output, config, captions, todo, encoders or load_encoders(config, folder), bar)
-        if not output.manifest["complete"]:
-            output.write_manifest(complete=True)
-    if not output.done:
+        output.write_manifest()
+    if not output.videos:
         file, reason = next(iter(output.bad.items()))
         why = f"{path / 'quarantine.jsonl'} says why, and first: {file} {reason}"
         raise DataError(f"no clip could be made of {len(names)} videos; {why}")
@@ -411,31 +380,29 @@ def _fill(
     """Write the shards of the videos in `todo`, in order; bad ones go to quarantine on the way."""
     versions = environment(choose_device(config.device)) | {"decoder": package_versions(("imageio-ffmpeg", "pyarrow"))}
     cropped, cut = 0, sum(map(encoders.cut, captions.values()))
-    output.manifest["counts"] = {"videos": bar.total, "captions_cut": cut}
-    output.write_manifest(complete=False, environment=versions)
+    output.write_manifest(environment=versions, counts={"videos": bar.total, "captions_cut": cut})
     if not (empty := output.folder / EMPTY_CAPTION).exists():
         with AtomicFiles() as files:
             save_file({"text_embedding": encoders.text("")}, files.stage(empty))
     rows: list[Sample] = []
-    with closing(_ahead(todo, partial(_clips, config, captions), config.workers)) as ahead:
-        for name, future in ahead:
-            try:
-                caption, clips = future.result()
-                rows += _rows(name, caption, clips, encoders, config)
-                # Sizes are whole pixels: no more than that is lost of a picture that has the shape of the clips.
-                cropped += clips[0].kept < 0.98
-            except BadVideo as error:
-                output.quarantine(name, str(error))
-            bar.update()
-            bar.set_postfix(bad=len(output.bad), cropped=cropped, captions_cut=cut, refresh=False)
-            if len(rows) >= config.rows_per_shard:
-                output.write_shard(rows)
-                rows = []
+    for name, future in _ahead(todo, partial(_clips, config, captions), config.workers):
+        try:
+            caption, clips = future.result()
+            rows += _rows(name, caption, clips, encoders, config)
+            # Sizes are whole pixels: no more than that is lost of a picture that has the shape of the clips.
+            cropped += clips[0].kept < 0.98
+        except BadVideo as error:
+            output.quarantine(name, str(error))
+        bar.update()
+        bar.set_postfix(bad=len(output.bad), cropped=cropped, captions_cut=cut, refresh=False)
+        if len(rows) >= config.rows_per_shard:
+            output.write_shard(rows)
+            rows = []
     if rows:
         output.write_shard(rows)
 
 
-def _clips(config: PreprocessConfig, captions: Mapping[str, str], name: str, stop: threading.Event) -> Made:
+def _clips(config: PreprocessConfig, captions: Mapping[str, str], name: str) -> Made:
     """Caption and clips of a video.
 
     Raises:
@@ -446,7 +413,7 @@ def _clips(config: PreprocessConfig, captions: Mapping[str, str], name: str, sto
         return caption, [clip]
     try:
         path = Path(str(config.videos), name)
-        return captions[name], decode_clips(path, config.shapes, timeout=config.timeout, stop=stop)
+        return captions[name], decode_clips(path, config.shapes, timeout=config.timeout)
     except OSError:
         # The video is not to blame when ffmpeg cannot be started.
         raise
@@ -458,14 +425,13 @@ def _rows(
     name: str, caption: str, clips: Sequence[Clip], encoders: PipelineEncoders, config: PreprocessConfig
 ) -> list[Sample]:
     """The clips of a video, encoded."""
-    samples, text, store = [], encoders.text(caption), getattr(torch, config.store_dtype)
+    samples, text = [], encoders.text(caption)
     for k, clip in enumerate(clips):
         video = clip.frames if clip.frames.is_floating_point() else clip.frames.float() / 127.5 - 1
         frames, height, width = video.shape[1:]
         tensors = {"latents": encoders.latents(video), **(encoders.image(video) if config.image_to_video else {})}
         if not all(x.isfinite().all() for x in (text, *tensors.values())):
             raise BadVideo("has encodings that are not finite")
-        tensors = {key: tensor.to(store) for key, tensor in tensors.items()}
         sample = Sample(
             id=name if config.procedural else f"{name}-{k}",
             latents=tensors.pop("latents"),

@@ -12,7 +12,6 @@ where the embedded model has 60 tokens. Its `proxy.json` says how it was trained
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import math
 import operator
@@ -213,20 +212,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--output", type=Path, required=True, help="folder of the pipeline to write; must not exist")
     parser.add_argument("--proxy", action="store_true", help="train the larger model")
-    sizes = ("clips", "steps", "batch", "learning_rate", "seed")
-    for name in sizes:
-        value, proxy = getattr(Settings(), name), getattr(PROXY, name)
-        help = f"default {value}, {proxy} for a proxy"
-        parser.add_argument(f"--{name.replace('_', '-')}", type=type(value), help=help)
     options = parser.parse_args(arguments)
-
-    chosen = {name: value for name in sizes if (value := getattr(options, name)) is not None}
-    for name, value in chosen.items():
-        if not (value >= 0 if name == "seed" else value > 0):
-            parser.error(f"--{name.replace('_', '-')} must be positive, got {value}")
     if options.output.exists():
         parser.error(f"--output: {options.output} exists; nothing is overwritten")
-    settings = dataclasses.replace(PROXY if options.proxy else Settings(), **chosen)
+    settings = PROXY if options.proxy else Settings()
     command = shown_command(("python", "-m", "vmonarch.finetune.embedded"), arguments)
     run(settings, options.output, options.proxy, command)
     return 0

@@ -210,7 +210,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], list[str]]] = {
     "missing weights": (lambda m: weights(m, "transformer").unlink(), ["transformer", "no weights", "safetensors"]),
     "truncated weights": (
         lambda m: truncate(weights(m, "transformer"), 0.9),
-        ["safetensors", "damaged", "header"],
+        ["safetensors", "cannot be loaded"],
     ),
     "text encoder without a tensor": (
         lambda m: drop_tensor(m, "text_encoder", "encoder.block.0.layer.0.SelfAttention.q.weight"),

@@ -43,8 +43,7 @@ def measured(bench, seconds=100.0, rounds=5):
 
 
 @in_interpreter
-@pytest.mark.parametrize("pass_", ["forward", "backward"])
-def test_a_wrong_kernel_gets_no_speed_up(run_command, monkeypatch, capsys, pass_):
+def test_a_wrong_kernel_gets_no_speed_up(run_command, monkeypatch, capsys):
     from vmonarch.kernels.monarch import op
 
     right = op.monarch_attention_triton
@@ -54,7 +53,7 @@ def test_a_wrong_kernel_gets_no_speed_up(run_command, monkeypatch, capsys, pass_
         return out + 0.1, lse
 
     monkeypatch.setattr(op, "monarch_attention_triton", wrong)
-    code, results = run_command("kernels", *TINY, "--methods", "vmonarch", "--passes", pass_)
+    code, results = run_command("kernels", *TINY, "--methods", "vmonarch", "--passes", "forward")
     (row,) = results["cases"][0]["rows"]
     assert code == 1 and row["status"] == "wrong" and "out is off" in row["problem"] and "ms" not in row
     printed, error = capsys.readouterr()
@@ -113,16 +112,6 @@ def test_rows_that_are_not_right_have_no_speed_nor_are_others_compared_with_them
         tables({**run, "cases": [{"case": "a", "rows": list(rows.values())}]}, "peer")["tables"][0]["rows"][0][1]
         == "2.00"
     )
-
-
-def test_what_fails_a_run():
-    rows = [
-        {"method": m, "status": s, "problem": "p"} for m in ("ours", "peer") for s in ("wrong", "failed", "left out")
-    ]
-    wrong = runner.wrong_rows([{"case": "c", "rows": rows}], ["ours"])
-    assert wrong == ["ours at c: p", "ours at c: p", "peer at c: p"]
-    with pytest.raises(RuntimeError, match="CUDA error"):
-        runner.failure(RuntimeError("CUDA error: an illegal memory access"))
 
 
 def test_the_budget_ends_rounds_rows_and_cases(monkeypatch):
@@ -184,14 +173,13 @@ def test_speed_is_measured_on_a_gpu_without_the_interpreter(command, tmp_path, m
         return capsys.readouterr().err
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert "--device 'cuda' cannot be used: there is no CUDA device" in problem()
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    assert "--device must be auto or cpu, as this torch sees no CUDA device; got cuda" in problem()
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     assert "--device cpu needs TRITON_INTERPRET=1" in problem("--device", "cpu", "--output", "x.json")
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     assert "TRITON_INTERPRET=1: unset it" in problem()
-    assert "--device must be up to cuda:0" in problem("--device", "cuda:1")
+    assert "--device must be cuda:0 to cuda:0; got cuda:1" in problem("--device", "cuda:1")
     assert list(tmp_path.iterdir()) == []

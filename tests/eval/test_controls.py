@@ -85,19 +85,13 @@ def with_exact_first_frame(out, q, k, v, grid):
     return torch.cat([exact[:, :first], out[:, first:]], 1)
 
 
-# All pairs of grid, iterations, cR and cL.
 @pytest.mark.parametrize(
     ("grid", "iterations", "fix_cr", "fix_cl"),
     [
         ((3, 2, 5), 1, "none", "first"),
-        ((3, 2, 5), 2, "all", "none"),
         ((3, 2, 5), 3, "first", "all"),
-        ((5, 7, 3), 1, "first", "none"),
-        ((5, 7, 3), 2, "none", "all"),
-        ((5, 7, 3), 3, "all", "first"),
-        ((1, 3, 2), 1, "all", "all"),
+        ((5, 7, 3), 2, "all", "none"),
         ((1, 3, 2), 2, "first", "first"),
-        ((1, 3, 2), 3, "none", "none"),
     ],
     ids=str,
 )
@@ -120,8 +114,8 @@ def test_without_control_it_is_vmonarch_attention(recompute, exact):
     torch.testing.assert_close(attend("controlled", q, k, v, grid, recompute=recompute), expected, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("grid", [(5, 7, 3), (1, 3, 2)], ids=str)
-def test_the_sink_average_is_the_mean_of_two_maps(grid):
+def test_the_sink_average_is_the_mean_of_two_maps():
+    grid = (5, 7, 3)
     q, k, v = qkv(grid)
     time, row, column = coordinates(grid)
     monarch = per_head(monarch_map(time, row * grid[2] + column, 2), q, k, v)
@@ -161,8 +155,8 @@ def test_factors_along_an_axis_are_a_monarch_map_of_permuted_tokens(grid, axis, 
 
 @pytest.mark.parametrize(
     "pattern",
-    [dict(band=0), dict(band=1, columns=(0,)), dict(columns=(0,)), dict(band=0, rows=(0,)), dict(band=5)],
-    ids=["own", "band and first", "first", "own and first row", "all"],
+    [dict(band=1, columns=(0,)), dict(columns=(0,)), dict(band=0, rows=(0,))],
+    ids=["band and first", "first", "own and first row"],
 )
 def test_local_attention_is_softmax_over_the_pattern(pattern):
     grid = (5, 7, 3)
@@ -249,29 +243,19 @@ def test_another_exact_kernel_attends_to_text_and_masks_it(monkeypatch):
     torch.testing.assert_close(first(model(**inputs)), stock, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("spec", "words"),
-    [
-        ("vmonarch-controlled:fix_cr=some", ["fix_cr", "none, first, all"]),
-        ("vmonarch-controlled:fix=all", ["fix is no known option", "fix_cr, fix_cl", "dense_steps"]),
-        ("vmonarch-sink-average:min_mass=-1", ["min_mass"]),
-        ("monarch-h4:axis=D", ["axis", "T, H, W"]),
-        ("monarch-h4:blocks=0", ["blocks"]),
-        ("local:exact={columns: [], band: null}", ["exact", "band or columns"]),
-        ("local:exact=first_frame", ["exact", "mapping"]),
-        ("vsa:rest=true", ["rest must be False"]),
-        ("sla:refresh=2", ["refresh must be None with 'sla'"]),
-        ("two-resolution:share=0", ["share", "above 0"]),
-        ("two-resolution:beta=1.0", ["share must be None where beta is given", "share=0.1 and beta=1.0"]),
-        ("two-resolution:share=null", ["share must be None where beta is given", "share=None and beta=None"]),
-        ("two-resolution:share=null,beta=.nan", ["beta", "finite"]),
-        ("two-resolution:tile=[1, 4, 0]", ["tile.width", "at least 1"]),
-    ],
-)
-def test_bad_options_are_errors_that_name_them(spec, words):
-    with pytest.raises(InputError) as error:
-        resolve_method(spec)
-    assert all(word in str(error.value) for word in words), error.value
+def test_bad_options_are_errors_that_name_them():
+    for spec, words in (
+        ("vmonarch-controlled:fix_cr=some", "fix_cr must be one of none, first, all"),
+        ("vmonarch-controlled:fix=all", "fix is no known option.*fix_cr, fix_cl"),
+        ("monarch-h4:axis=D", "axis must be one of T, H, W"),
+        ("local:exact={columns: [], band: null}", "exact must have a band or columns"),
+        ("local:exact=first_frame", "exact must be a mapping"),
+        ("vsa:rest=true", "rest must be False"),
+        ("sla:refresh=2", "refresh must be None with 'sla'"),
+        ("two-resolution:beta=1.0", "share must be None where beta is given"),
+    ):
+        with pytest.raises(InputError, match=words):
+            resolve_method(spec)
 
 
 # --- Those that learn ---

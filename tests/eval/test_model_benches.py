@@ -24,7 +24,7 @@ from vmonarch.cli import main
 from vmonarch.configs import InputError, preset_names
 from vmonarch.eval.bench import e2e, families
 from vmonarch.eval.bench.runner import Way, compare, run_bench, wrong_rows
-from vmonarch.eval.wan_models import UMT5_XXL, WanModel, read_model
+from vmonarch.eval.wan_models import UMT5_XXL, read_model
 from vmonarch.families import family_of
 from vmonarch.grid import LatentGrid
 from vmonarch.kernels.common.launch import interpreted
@@ -92,22 +92,6 @@ def test_a_compiler_that_is_wrong_or_does_nothing_is_noticed(measure, monkeypatc
     monkeypatch.setattr(WanTransformer3DModel, "compile_repeated_blocks", lambda *_, **__: None)
     (row,) = measure("full", modes=("compiled",)).values()
     assert row["status"] == "failed" and "compiled nothing" in row["problem"]
-
-
-def test_a_part_that_does_not_fit_is_recorded(measure, monkeypatch):
-    build = WanModel.build
-
-    def fail(self, part, *inputs):
-        if part in missing:
-            raise torch.OutOfMemoryError("too large")
-        return build(self, part, *inputs)
-
-    monkeypatch.setattr(WanModel, "build", fail)
-    missing = ["vae"]
-    (row,) = measure("full", transformer_only=False).values()
-    assert row["denoise_s"] > 0 and row["video_s"] is None
-    missing = ["transformer"]
-    assert [row["status"] for row in measure("full", "vmonarch").values()] == ["out of memory"] * 2
 
 
 def test_dense_steps_a_cache_and_a_second_transformer_count(measure, monkeypatch, tiny_yaml, tmp_path):
@@ -199,10 +183,9 @@ def uncompiled(monkeypatch):
     return blocks
 
 
-@pytest.mark.parametrize("name", ["hunyuan", "cosmos"])
-def test_families_pass_the_gate_and_vmonarch_approximates(name, uncompiled):
+def test_families_pass_the_gate_and_vmonarch_approximates(uncompiled):
     found = {}
-    for method, make in families.ways(small(name), CPU, torch.float32).items():
+    for method, make in families.ways(small("hunyuan"), CPU, torch.float32).items():
         way = make()
         (found[method],) = results = way.run()
         errors, problem = compare(way.found(results), way.expected(), torch.float32)
@@ -280,20 +263,13 @@ def test_a_pipelines_folder_brings_its_own_weights(tiny, tmp_path):
         assert torch.equal(loaded.get_submodule(name).weight, getattr(pipe, part).get_submodule(name).weight)
 
 
-BAD_MODELS = {
-    "unknown key": ("heads: 2", "heads"),
-    "unknown key of the VAE": ("vae: {z_dims: 4}", "vae.z_dims (did you mean z_dim?)"),
-    "unknown key of the text encoder": ("text_encoder: {width: 4}", "text_encoder.width"),
-    "a VAE that is no mapping": ("vae: wan", "a mapping as vae, got 'wan'"),
-    "boundary": ("boundary_ratio: 875", "boundary_ratio between 0 and 1, got 875"),
-    "timesteps": ("expand_timesteps: 3", "true or false as expand_timesteps, got 3"),
-    "image-to-video": ("image_dim: 1280", "supported: text-to-video models"),
-}
-
-
-@pytest.mark.parametrize("contents, message", BAD_MODELS.values(), ids=BAD_MODELS)
-def test_bad_configs_are_refused_by_key(tmp_path, contents, message):
-    (tmp_path / "bad.yaml").write_text(contents)
-    with pytest.raises(InputError) as caught:
-        read_model(str(tmp_path / "bad.yaml"))
-    assert caught.value.argument == "model" and message in str(caught.value)
+def test_bad_configs_are_refused_by_key(tmp_path):
+    for contents, message in (
+        ("heads: 2", "unexpected keyword argument 'heads'"),
+        ("vae: {z_dims: 4}", "AutoencoderKLWan: .*unexpected keyword argument 'z_dims'"),
+        ("boundary_ratio: 875", "boundary_ratio between 0 and 1, got 875"),
+        ("image_dim: 1280", "supported: text-to-video models"),
+    ):
+        (tmp_path / "bad.yaml").write_text(contents)
+        with pytest.raises(InputError, match=f"^model .*{message}"):
+            read_model(str(tmp_path / "bad.yaml"))

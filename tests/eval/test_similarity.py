@@ -45,24 +45,20 @@ def test_psnr_and_ssim_are_those_of_torchmetrics(shape: tuple[int, ...], noise: 
         assert measured[f"{prefix}ssim"] == pytest.approx(ssim, abs=1e-12)
 
 
-GOOD = torch.rand(2, 3, 16, 16)
-BAD = {
-    "other frame count": (torch.rand(1, 3, 16, 16), "one shape"),
-    "channels last": (torch.rand(2, 16, 16, 3), r"\[F, 3, H, W\]"),
-    "nan": (torch.where(GOOD == GOOD.max(), torch.nan, GOOD), "video must have finite"),
-    "values to 255": (255 * GOOD, "video must have .*" + r"\[0, 1\]"),
-    "uint8": (GOOD.byte(), "video must have .*floating-point"),
-}
-
-
-@pytest.mark.parametrize(("video", "message"), BAD.values(), ids=BAD)
-def test_refuses(video, message) -> None:
-    with pytest.raises(ValueError, match=message):
-        similarity(video, GOOD)
-    with pytest.raises(ValueError, match=message.replace("video", "reference")):
-        similarity(GOOD, video)
+def test_refuses() -> None:
+    good = torch.rand(2, 3, 16, 16)
+    for video, message in (
+        (good[:1], "one shape"),
+        (good.movedim(1, -1), r"\[F, 3, H, W\]"),
+        (torch.where(good == good.max(), torch.nan, good), "video must have finite"),
+        (255 * good, "video must have .*" + r"\[0, 1\]"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            similarity(video, good)
+        with pytest.raises(ValueError, match=message.replace("video", "reference")):
+            similarity(good, video)
     with pytest.raises(ValueError, match="6×6"):
-        similarity(GOOD[..., :5], GOOD[..., :5])
+        similarity(good[..., :5], good[..., :5])
 
 
 def alexnet_features() -> torch.nn.Sequential:

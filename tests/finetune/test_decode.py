@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import subprocess
-from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +11,11 @@ import numpy as np
 import pytest
 import torch
 
-from vmonarch.finetune.data.decode import BadVideo, Clip, ClipShape, choose_frames, decode_clips, resize_and_crop
+from vmonarch.finetune.data.decode import BadVideo, Clip, ClipShape, decode_clips
 from vmonarch.pipelines.video_io import encode_video
 
 H264 = ("-c:v", "libx264", "-qp", "1")
+LOSSLESS = ("-c:v", "libx264rgb", "-qp", "0")
 HEVC = ("-c:v", "libx265", "-x265-params", "log-level=error:qp=4")
 BROWN = (120, 60, 40)
 
@@ -39,38 +39,39 @@ def decoded(path: Path, frames: int = 3, height: int = 48, width: int = 48) -> C
 
 def test_clips_are_the_right_frames(tmp_path: Path) -> None:
     grey = np.arange(20, 200, 6, dtype=np.uint8)
-    encode_video(tmp_path / "a.mp4", np.broadcast_to(grey[:, None, None, None], (30, 32, 48, 3)).copy(), 20.0)
+    frames = np.broadcast_to(grey[:, None, None, None], (30, 32, 48, 3)).copy()
+    encode_video(tmp_path / "a.mp4", frames, 20.0)
 
     def numbers(**shape: Any) -> list[list[int]]:
         clips = decode_clips(tmp_path / "a.mp4", [ClipShape(32, 48, 5, **shape)], timeout=60)
         assert all(clip.fps == shape.get("fps", 20) for clip in clips)
         return [[round((float(frame.float().mean()) - 20) / 6) for frame in clip.frames.unbind(1)] for clip in clips]
 
-    assert numbers() == [[0, 1, 2, 3, 4]] and numbers(start="middle") == [[12, 13, 14, 15, 16]]
-    assert numbers(fps=5) == [[0, 4, 8, 12, 16]] and numbers(fps=40) == [[0, 0, 1, 1, 2]]
-    assert numbers(clips=2, start="middle") == [[10, 11, 12, 13, 14], [15, 16, 17, 18, 19]]
+    assert numbers(fps=5) == [[1, 5, 9, 13, 17]] and numbers(fps=40) == [[0, 0, 1, 1, 2]]
+    assert numbers(clips=2) == [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9]]
     assert len(numbers(clips=9)) == 6
-    # Frames of uneven times, and rates that were rounded.
-    uneven = [Fraction(time, 100) for time in (0, 10, 20, 90, 100, 110, 120)]
-    assert choose_frames(uneven, ClipShape(1, 1, 5, fps=4)) == [[0, 2, 2, 3, 4]]
-    even = [Fraction(1001 * k, 30000) for k in range(61)]
+    # Rates that were rounded.
+    encode_video(path := tmp_path / "b.mp4", frames, 30000 / 1001)
     for rate in (29.97, 30, 30000 / 1001):
-        assert choose_frames(even, ClipShape(1, 1, 61, fps=rate)) == [list(range(61))]
-    with pytest.raises(BadVideo, match="has 31 frames at 15 frames per second, 33 are needed"):
-        choose_frames(even, ClipShape(1, 1, 33, fps=15))
+        assert len(decode_clips(path, [ClipShape(32, 48, len(frames), fps=rate)], timeout=60)) == 1
+    with pytest.raises(BadVideo, match="has 15 frames at 15 frames per second, 33 are needed"):
+        decode_clips(path, [ClipShape(32, 48, 33, fps=15)], timeout=60)
 
 
-def test_frames_are_scaled_to_cover_and_cut_at_the_centre() -> None:
+def test_frames_are_scaled_to_cover_and_cut_at_the_centre(tmp_path: Path) -> None:
     # Of the second nothing is to be scaled: the very rows.
-    for size, inside in ((64, 200), (..., slice(48, 152))), ((200, 48), (slice(84, 116),)):
-        frame = torch.zeros(3, *size, dtype=torch.uint8)
-        frame[:, *inside] = 200
-        assert torch.equal(resize_and_crop(frame, 32, 48), torch.full((3, 32, 48), 200, dtype=torch.uint8))
+    for size, inside in (((64, 200), (slice(None), slice(48, 152))), ((200, 48), (slice(84, 116),))):
+        frames = np.zeros((3, *size, 3), np.uint8)
+        frames[:, *inside] = 200
+        clip = decoded(encode(tmp_path / "a.mp4", frames, *LOSSLESS), height=32)
+        assert bool((clip.frames == 200).all())
     # Antialiased: a fine grid becomes grey instead of stripes.
-    grid = (255 * (torch.arange(384) % 2)).to(torch.uint8).expand(3, 256, 384)
-    assert resize_and_crop(grid, 32, 48)[:, 4:-4, 4:-4].float().std() < 3
+    grid = np.broadcast_to((255 * (np.arange(384) % 2)).astype(np.uint8)[:, None], (3, 256, 384, 3))
+    clip = decoded(encode(tmp_path / "a.mp4", np.ascontiguousarray(grid), *LOSSLESS), height=32)
+    assert clip.frames[:, :, 4:-4, 4:-4].float().std() < 3
+    path = encode(tmp_path / "a.mp4", np.zeros((3, 2, 5000, 3), np.uint8), *LOSSLESS)
     with pytest.raises(BadVideo, match="cannot be scaled"):
-        resize_and_crop(torch.zeros(3, 1, 5000, dtype=torch.uint8), 480, 832)
+        decoded(path, height=480, width=832)
 
 
 def test_pixels_become_square(tmp_path: Path) -> None:
@@ -151,18 +152,16 @@ def boxes(data: bytes) -> dict[bytes, bytes]:
     return found
 
 
-def test_a_still_before_the_video_is_passed_over(tmp_path: Path) -> None:
+def test_a_cover_before_the_video_is_passed_over(tmp_path: Path) -> None:
     encode(tmp_path / "cover.png", flat(16, 16)[:1])
     options = ("-i", str(tmp_path / "cover.png"), "-map", "1", "-map", "0", "-c:v:0", "png", "-c:v:1", "libx264")
-    for name in ("a.mkv", "a.mp4"):
-        path = encode(tmp_path / name, flat(48, 64, (250, 250, 250)), *options, "-disposition:v:0", "attached_pic")
-        if name == "a.mp4":
-            # ffmpeg writes the cover behind the video.
-            file = boxes(path.read_bytes())
-            parts = boxes(file[b"moov"][8:])
-            file[b"moov"] = file[b"moov"][:8] + parts.pop(b"mvhd") + parts.pop(b"udta") + b"".join(parts.values())
-            path.write_bytes(b"".join(file.values()))
-        assert float(decoded(path).frames.float().min()) > 240
+    path = encode(tmp_path / "a.mp4", flat(48, 64, (250, 250, 250)), *options, "-disposition:v:0", "attached_pic")
+    # ffmpeg writes the cover behind the video.
+    file = boxes(path.read_bytes())
+    parts = boxes(file[b"moov"][8:])
+    file[b"moov"] = file[b"moov"][:8] + parts.pop(b"mvhd") + parts.pop(b"udta") + b"".join(parts.values())
+    path.write_bytes(b"".join(file.values()))
+    assert float(decoded(path).frames.float().min()) > 240
 
 
 def test_what_cannot_be_shown_is_set_aside_with_the_reason(tmp_path: Path) -> None:

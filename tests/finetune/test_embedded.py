@@ -37,7 +37,7 @@ def run(folder, *words, train=command.run):
 def proxy(tmp_path_factory):
     """A folder with a proxy that the command has made."""
     folder = tmp_path_factory.mktemp("proxy")
-    run(folder, "--proxy", "--learning-rate", "7e-4")
+    run(folder, "--proxy")
     return folder
 
 
@@ -50,8 +50,8 @@ def test_the_command_writes_a_stock_pipeline_and_how_it_was_made(proxy):
     size = sum(p.numel() for m in (pipe.vae, pipe.text_encoder, pipe.transformer) for p in m.parameters())
     assert 2 * size < folder_bytes(folder) < 2 * size + 200_000
     record = json.loads((folder / "proxy.json").read_text())
-    assert record["command"].endswith("--proxy --learning-rate 7e-4") and record["log"][-1]["step"] == 2
-    assert record["training"]["learning_rate"] == 7e-4
+    assert record["command"].endswith("--proxy") and record["log"][-1]["step"] == 2
+    assert record["training"]["learning_rate"] == 1e-3
     assert record["parameters"] == sum(parameter.numel() for parameter in pipe.transformer.parameters())
     recommended = recommended_settings(find_model(str(folder)))
     assert recommended["flow_shift"] == 5.0 and (recommended["height"], recommended["width"]) == (96, 160)

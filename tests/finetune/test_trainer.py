@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import math
-from contextlib import nullcontext
 from itertools import islice
 
 import diffusers
@@ -15,13 +14,12 @@ from safetensors.torch import load_file
 
 import vmonarch
 from vmonarch.configs import InputError
-from vmonarch.configs.methods import resolve_method
-from vmonarch.finetune.checkpoints import CheckpointError, newest, read_json, steps_in
-from vmonarch.finetune.config import FinetuneConfig, OptimizerConfig
+from vmonarch.finetune.checkpoints import CheckpointError, newest, read, steps_in
+from vmonarch.finetune.config import FinetuneConfig
 from vmonarch.finetune.data.parquet import Sample, write_shard
 from vmonarch.finetune.export import comfyui_name, export
-from vmonarch.finetune.models import Experts, anneal, compile_blocks, lora_layers, share_clips
-from vmonarch.finetune.trainer import Trainer, TrainingError, _flat
+from vmonarch.finetune.models import anneal, compile_blocks, lora_layers
+from vmonarch.finetune.trainer import Trainer, TrainingError
 from vmonarch.own import ours_of
 from vmonarch.pipelines import config
 from vmonarch.pipelines.config import build_config, recommended_settings
@@ -33,7 +31,7 @@ from vmonarch.plan import AttentionPlan
 def place(tmp_path_factory):
     """Folders of data, and of tiny models once they are asked for."""
     folder = tmp_path_factory.mktemp("finetune")
-    write_shard(folder / "clips" / "a.parquet", tiny.clips(0, 13), rows_per_group=4)
+    write_shard(folder / "clips" / "a.parquet", tiny.clips(0, 13))
     write_shard(folder / "held-out" / "a.parquet", tiny.clips(100, 5))
     write_shard(folder / "images" / "a.parquet", tiny.clips(0, 6, image=True))
     write_shard(folder / "huge" / "a.parquet", tiny.clips(0, 6, huge=3))
@@ -227,43 +225,13 @@ def test_blocks_that_are_compiled_wrongly_are_not_trained(place, tmp_path, monke
     assert equal(weights(trainer), before)
 
 
-@pytest.mark.parametrize(
-    "size,attention,fits",
-    [(4, "vmonarch", False), (3, "full", False), (2, "vmonarch:dense_layers=1", True), (2, "full", True)],
-)
-def test_heads_that_processes_cannot_share_are_refused_before_training(monkeypatch, size, attention, fits):
-    model = tiny.transformer()
-    resolve_method(attention).install(model)
-    enabled = []
-    monkeypatch.setattr(model, "enable_parallelism", lambda config: enabled.append(config.ulysses_degree))
-    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: size)
-    meshes = {("ring", "ulysses"): None}
-    monkeypatch.setattr(torch.distributed.device_mesh, "init_device_mesh", lambda *_, **__: meshes)
-    message = f"sequence_parallel_size cannot be {size} for transformer: .*every rank needs a head of self-attention"
-    with nullcontext() if fits else pytest.raises(InputError, match=f"{message}, which has 2"):
-        share_clips(Experts({"transformer": model}), size, torch.device("cpu"))
-    assert enabled == [size] * fits
-
-
 def test_a_loss_that_is_not_finite_ends_the_run_before_the_update(place, tmp_path):
     trainer = Trainer(settings(place, tmp_path, clips="huge", steps=20))
-    before = None
-    update = trainer._update
-
-    def watched(batches):
-        nonlocal before
-        before = weights(trainer)
-        return update(batches)
-
-    trainer._update = watched
+    update, before = trainer._update, {}
+    trainer._update = lambda batches: before.update(weights(trainer)) or update(batches)
     with pytest.raises(TrainingError, match=r"step \d+: .* not finite .* no weight was changed.*rank 0: clip-3"):
         trainer.run()
     assert equal(weights(trainer), before)
-    [batch] = islice(trainer.loader, 1)
-    for loss, norm in ((math.inf, 1.0), (1.0, math.nan)):
-        with pytest.raises(TrainingError, match="not finite"):
-            trainer._stop_unless_finite([torch.tensor([loss])], [batch], torch.tensor(norm))
-    trainer._stop_unless_finite([torch.ones(1)], [batch], torch.tensor(1.0))
 
 
 def validating(place, clips, levels, **data):
@@ -294,9 +262,6 @@ def test_validation_is_always_the_same(place, tmp_path):
     # Neither the batches of training nor what is dropped from them bears on it.
     others = validating(place, 3, 2, caption_dropout=1.0) | {"objective": {"distillation": 1.0}, "batch_size": 4}
     assert Trainer(settings(place, tmp_path / "again", **others)).validate() == first
-    # There are five: no clip counts twice.
-    five, twelve = (Trainer(settings(place, tmp_path / f"{n}", **validating(place, n, 2))) for n in (5, 12))
-    assert five.validate() == twelve.validate() != first
 
 
 def test_validation_is_of_the_average_and_asks_each_transformer_for_its_levels(place, tmp_path):
@@ -321,19 +286,11 @@ def test_validation_is_of_the_average_and_asks_each_transformer_for_its_levels(p
 
 
 def test_another_run_is_not_resumed(place, tmp_path):
-    trainer = Trainer(settings(place, tmp_path, steps=2))
-    trainer.run()
-    free = {"output_dir", "model", "revision", "steps", "trackers", "log_every", "data.path", "data.validation",
-            "data.workers", "attention.plan", "attention.label",
-            *("validation." + key for key in vars(trainer.config.validation)),
-            *("checkpoints." + key for key in vars(trainer.config.checkpoints))}  # fmt: skip
-    run = _flat(trainer.about["config"])
-    for schedule, allowed in (("constant", free), ("cosine", free - {"steps"})):
-        trainer.config = dataclasses.replace(trainer.config, optimizer=OptimizerConfig(schedule=schedule))
-        for key in run:
-            assert set(trainer._differences(run | {key: "another"})) == {key} - allowed
+    Trainer(settings(place, tmp_path, steps=2)).run()
     for changes, message in (
-        ({"optimizer": {"learning_rate": 2e-3}}, r"optimizer.learning_rate \(0.001, now 0.002\)"),
+        ({"optimizer": {"learning_rate": 2e-3}}, "other settings: optimizer.learning_rate was 0.001, is 0.002; give"),
+        # The learning rate follows the number of steps.
+        ({"optimizer": {"schedule": "cosine"}, "steps": 9}, "schedule was .*; steps was 2, is 9; give"),
         ({"attention": "vmonarch-t3"}, "attention.num_iterations"),
         ({"model": str(model(place, "t2v-5b"))}, "was trained from another model"),
     ):
@@ -341,6 +298,9 @@ def test_another_run_is_not_resumed(place, tmp_path):
             Trainer(settings(place, tmp_path, **changes))
     with pytest.raises(InputError, match="checkpoints.resume is never, but .* holds some"):
         Trainer(settings(place, tmp_path, checkpoints={"resume": "never"}))
+    # What may change.
+    free = {"log_every": 5, "data": {"workers": 1}, "checkpoints": {"keep": 3}, "validation": {"clips": 2}, "steps": 9}
+    assert Trainer(settings(place, tmp_path, **free)).step == 2
 
 
 def test_a_second_run_in_a_folder_is_refused_until_the_first_has_ended(place, tmp_path):
@@ -368,7 +328,7 @@ def test_a_run_is_found_from_any_folder(place, tmp_path, monkeypatch):
     Trainer(settings(place, "~/run", **given)).run()
     monkeypatch.chdir(tmp_path / "elsewhere")
     assert export("~/run", "~/model") == tmp_path / "model" and (tmp_path / "model").is_dir()
-    record = read_json(newest(tmp_path / "run" / "checkpoints") / "run.json")["config"]
+    record = read(newest(tmp_path / "run" / "checkpoints"))["config"]
     assert [record["model"], *map(record["data"].get, data), record["attention"]["plan"]] == [
         *(str(place / name) for name in ("t2v", "clips", "held-out")), str(tmp_path / "plan.json")
     ]  # fmt: skip
@@ -379,7 +339,7 @@ def test_a_run_is_found_from_any_folder(place, tmp_path, monkeypatch):
 
 def test_another_number_of_processes_goes_on_if_that_is_waived(place, tmp_path):
     Trainer(settings(place, tmp_path, steps=2)).run()
-    path = newest(tmp_path / "checkpoints") / "manifest.json"
+    path = newest(tmp_path / "checkpoints") / "run.json"
     path.write_text(path.read_text().replace('"world_size": 1', '"world_size": 3'))
     with pytest.raises(CheckpointError, match="was saved by 3 processes, there are 1; .*waive=.loader,random. lets"):
         Trainer(settings(place, tmp_path))
@@ -403,16 +363,14 @@ def test_full_weights_become_a_folder_that_stock_diffusers_loads(place, tmp_path
     assert tiny.generate(pipe).isfinite().all()
     with pytest.raises(InputError, match="output must not exist"):
         export(tmp_path / "run", tmp_path / "model")
-    options = {"step": 6, "weights": "last", "dtype": torch.bfloat16}
+    options = {"step": 6, "dtype": torch.bfloat16}
     stored = load_file(
         export(tmp_path / "run", tmp_path / "sixth", **options) / "transformer" / "diffusion_pytorch_model.safetensors"
     )
-    sixth = load_file(tmp_path / "run" / "checkpoints" / "step-00000006" / "model.safetensors")
+    sixth = load_file(tmp_path / "run" / "checkpoints" / "step-00000006" / "ema.safetensors")
     assert {tensor.dtype for tensor in stored.values()} == {torch.bfloat16, torch.float32}
     for name, tensor in stored.items():
         assert torch.equal(tensor, sixth[f"parts.transformer.{name}"].to(tensor.dtype))
-    with pytest.raises(CheckpointError, match="was trained from another model"):
-        export(tmp_path / "run", tmp_path / "other", model=str(model(place, "t2v-5b")))
     with pytest.raises(InputError, match="model must be of the Wan family.*LTXPipeline"):
         export(tmp_path / "run", tmp_path / "other", model=str(model(place, "ltx")))
 

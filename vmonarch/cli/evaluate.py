@@ -37,7 +37,7 @@ _BUDGET = ("flops", "time", "measure")
 def add_compare(parser: argparse.ArgumentParser) -> None:
     add_sampling_arguments(parser, group="compare")
     add_method_arguments(parser)
-    add_options(parser, CompareConfig, "strip_frames", "lpips")
+    add_options(parser, CompareConfig, "lpips")
 
 
 def run_compare(arguments: argparse.Namespace) -> None:

@@ -102,9 +102,6 @@ def add_export(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--step", type=int, metavar="N", help="of the checkpoint (default: the newest)")
     parser.add_argument(
-        "--weights", default="auto", metavar="WHICH", help="ema, last, or auto (default: ema if the run has it)"
-    )
-    parser.add_argument(
         "--names", default="diffusers", metavar="WHOSE", help="of LoRA layers: diffusers (default) or comfyui"
     )
     parser.add_argument("--dtype", choices=DTYPES[1:], help="to store in (default: the model's own)")
@@ -127,5 +124,5 @@ def run_export(arguments: argparse.Namespace) -> None:
     from vmonarch.finetune.export import export
 
     dtype = None if arguments.dtype is None else getattr(torch, arguments.dtype)
-    given = {name: getattr(arguments, name) for name in ("step", "weights", "names", "model")}
+    given = {name: getattr(arguments, name) for name in ("step", "names", "model")}
     print(export(arguments.run, arguments.output, dtype=dtype, **given))
