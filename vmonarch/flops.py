@@ -83,7 +83,7 @@ def two_resolution_pairs(n: Tiling, options: TwoResolutionOptions) -> float:
     """
     if options.share is None:
         raise ValueError(f"beta must be None where work is counted, which it leaves to the data; got {options.beta}")
-    exact = exact_tiles(n, options)
+    exact = exact_tiles(n, options.share)
     positions = n.rows * n.columns
     keys = exact * n.frames * positions / n.tiles + (n.tiles - exact) * n.cells * options.rest
     return n.query_frames * positions * keys + n.of_queries.tiles * n.tiles / 2

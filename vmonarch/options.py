@@ -255,12 +255,6 @@ class TwoResolutionOptions(Options):
         query_tile: the same of the queries that share a choice of tiles; None for the best box as for `tile`, but of
             at most 128 tokens.
         rest: whether tiles that are not exact leave their means. Without them this is block-sparse attention.
-        local: tiles at most this many tiles away, along every axis, from one that holds a query of the query tile are
-            always exact; None for no such tiles.
-        sink: whether the tiles that hold the first frame are always exact.
-
-    With `share` the tiles that are always exact count as the first of them; there may be more of them than `share` asks
-    for, and then every query tile has as many exact tiles as the one with the most.
 
     Raises:
         TypeError, ValueError: an option has an unsupported value; the message begins with its name.
@@ -277,8 +271,6 @@ class TwoResolutionOptions(Options):
     cell: tuple[int, int, int] | None = None
     query_tile: tuple[int, int, int] | None = None
     rest: bool = True
-    local: int | None = None
-    sink: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -294,11 +286,8 @@ class TwoResolutionOptions(Options):
             if getattr(self, name) is not None:
                 object.__setattr__(self, name, tuple(LatentGrid.parse(getattr(self, name), argument=name)))
         check_flag("rest", self.rest)
-        check_flag("sink", self.sink)
         if self.cell is not None and not self.rest:
             raise ValueError(f"cell must be None with rest=False, which has no means, got {self.cell}")
-        if self.local is not None:
-            check_integer("local", self.local)
 
 
 def row_options(options: VMonarchOptions) -> TwoResolutionOptions:

@@ -88,7 +88,7 @@ class Rows:
         self.frames, self.positions = call.exact.rows, grid.tokens_per_frame
         self.options = row_options(call.options)
         self.tiling = tiling_of(grid, self.options, query_frames=1)
-        self.width = exact_tiles(self.tiling, self.options)
+        self.width = exact_tiles(self.tiling, call.options.row_share)
 
     def _selected(self, pooled: op.Pooled) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
         """Of every frame its tokens, their queries, and their exact tiles [B, H, n, m]."""

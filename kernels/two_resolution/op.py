@@ -7,7 +7,6 @@ operator takes numbers, not objects: a `Tiling` travels as a list of integers.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -173,14 +172,14 @@ def _full(n: Tiling) -> bool:
 @replayed
 def _forward(*inputs: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(out [B, S, H, E], lse [B, H, S], the exact tiles [B, H, n, m], empty if they are given); see `attend`."""
-    query, key, value, exact, key_mask, numbers, choice, rest, scale = inputs
-    n, options = Tiling(*numbers), _options(choice)
+    query, key, value, exact, key_mask, numbers, share, beta, rest, scale = inputs
+    n, options = Tiling(*numbers), TwoResolutionOptions(share=share, beta=beta)
     pooled = pool(key, value, n, key_mask) if rest else None
     given = exact is not None
     if not given:
         exact = choose(query, key, n, options, key_mask, pooled)
     out, lse = new_results(query, key, value)
-    attend(query, key, value, exact, _width(n, options, given), key_mask, n, pooled, scale, out, lse)
+    attend(query, key, value, exact, _width(n, share, given), key_mask, n, pooled, scale, out, lse)
     return out, lse, exact.new_empty(0) if given else exact
 
 
@@ -188,25 +187,14 @@ two_resolution_forward = torch.library.custom_op(
     "vmonarch::two_resolution_forward",
     _forward,
     mutates_args=(),
-    schema="(Tensor query, Tensor key, Tensor value, Tensor? exact, Tensor? key_mask, int[] numbers, float?[] choice,"
-    " bool rest, float scale) -> (Tensor, Tensor, Tensor)",
+    schema="(Tensor query, Tensor key, Tensor value, Tensor? exact, Tensor? key_mask, int[] numbers, float? share,"
+    " float? beta, bool rest, float scale) -> (Tensor, Tensor, Tensor)",
 )
 
 
-def _options(choice: Sequence[float | None]) -> TwoResolutionOptions:
-    """What chooses the tiles, of numbers; `_choice` is the inverse."""
-    share, beta, local, sink = choice
-    return TwoResolutionOptions(share=share, beta=beta, local=None if local is None else int(local), sink=bool(sink))
-
-
-def _choice(options: TwoResolutionOptions) -> list[float | None]:
-    local = None if options.local is None else float(options.local)
-    return [options.share, options.beta, local, float(options.sink)]
-
-
-def _width(n: Tiling, options: TwoResolutionOptions, given: bool) -> int:
+def _width(n: Tiling, share: float | None, given: bool) -> int:
     """At least the most exact tiles of a tile of queries."""
-    return n.tiles if given or options.share is None else exact_tiles(n, options)
+    return n.tiles if given or share is None else exact_tiles(n, share)
 
 
 def attend(
@@ -258,15 +246,15 @@ def _(query: torch.Tensor, key: Any, value: torch.Tensor, exact: Any, _mask: Any
     "vmonarch::two_resolution_backward",
     mutates_args=(),
     schema="(Tensor grad_out, Tensor? grad_lse, Tensor query, Tensor key, Tensor value, Tensor? exact,"
-    " Tensor? key_mask, Tensor out, Tensor lse, Tensor chosen, int[] numbers, float?[] choice, bool rest, float scale)"
-    " -> (Tensor, Tensor, Tensor)",
+    " Tensor? key_mask, Tensor out, Tensor lse, Tensor chosen, int[] numbers, float? share, float? beta, bool rest,"
+    " float scale) -> (Tensor, Tensor, Tensor)",
 )
 @replayed
 def two_resolution_backward(*inputs: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(dq, dk, dv), contiguous, each in the shape and dtype of its input."""
-    *gradients, query, key, value, exact, key_mask, out, lse, chosen, numbers, choice, rest, scale = inputs
+    *gradients, query, key, value, exact, key_mask, out, lse, chosen, numbers, share, _, rest, scale = inputs
     n, given = Tiling(*numbers), exact is not None
-    width, pooled = _width(n, _options(choice), given), pool(key, value, n, key_mask) if rest else None
+    width, pooled = _width(n, share, given), pool(key, value, n, key_mask) if rest else None
     exact = exact if given else chosen
     return backward(*gradients, query, key, value, exact, width, key_mask, out, lse, n, pooled, scale)
 
@@ -363,7 +351,7 @@ def two_resolution_attention_triton(
     if exact is not None:
         exact = exact.expand(B, H, -1, -1).contiguous()
     mask = None if key_mask is None else key_mask.contiguous()
-    numbers = list(tiling), _choice(options), options.rest, scale
+    numbers = list(tiling), options.share, options.beta, options.rest, scale
     forward = two_resolution_forward if needs_operator(query, key, value) else _forward
     out, lse, _ = forward(query, key, value, exact, mask, *numbers)
     return out, lse

@@ -82,7 +82,7 @@ def tiling_of(grid: LatentGrid, options: TwoResolutionOptions, query_frames: int
     """The cut of a grid by `tile`, `cell` and `query_tile`.
 
     Args:
-        query_frames: frames that have queries; None for all. The choice of tiles nearby does not know which they are.
+        query_frames: frames that have queries; None for all.
     """
 
     def parts(sizes: Sequence[int], box: Sequence[int]) -> list[int]:

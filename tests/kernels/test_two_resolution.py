@@ -23,7 +23,6 @@ from vmonarch import LatentGrid, TwoResolutionOptions, two_resolution_attention
 from vmonarch.kernels.common.launch import launch_overrides, on_hopper
 from vmonarch.kernels.two_resolution import op, reference
 from vmonarch.kernels.two_resolution.reference import chosen_tiles
-from vmonarch.kernels.two_resolution.selection import always_exact
 from vmonarch.kernels.two_resolution.tiling import tiling_of
 
 pytestmark = quiet
@@ -120,8 +119,7 @@ def test_tokens_of_a_tile_that_is_not_exact_all_have_the_logit_of_their_mean_key
 @by_grid
 @pytest.mark.parametrize(
     "options",
-    [{"share": 0.01}, {"share": 0.4}, {"share": 0.2, "local": 0, "sink": True}, {"share": 0.2, "local": 1},
-     {"beta": 0.5}, {"beta": 100.0}, {"beta": 100.0, "local": 0}, {"beta": 100.0, "sink": True}],
+    [{"share": 0.01}, {"share": 0.4}, {"beta": 0.5}, {"beta": 100.0}],
     ids=lambda o: "-".join(map(str, itertools.chain(*o.items()))),
 )  # fmt: skip
 def test_tiles_are_chosen_by_the_product_of_mean_query_and_mean_key(grid, options):
@@ -133,37 +131,15 @@ def test_tiles_are_chosen_by_the_product_of_mean_query_and_mean_key(grid, option
         for weights, x in ((query_mean, q), (mean, k))
     )
     scores = q_mean @ k_mean.mT
-    m = len(mean)
-    axes = [parts_of(length, min(most, length))[0] for length, most in zip(grid, TILE, strict=True)]
-    places = torch.tensor(list(itertools.product(*axes)))  # [S, 3] the tile of every token along every axis
-    always = torch.zeros(len(query_mean), m, dtype=torch.bool)
-    if "local" in options:
-        # What is near a query of a tile along one axis may not be the one that is near along another.
-        lows, highs = (
-            torch.stack([choose(places[query_box == l], 0) for l in range(len(query_mean))])
-            for choose in (torch.amin, torch.amax)
-        )
-        tiles = torch.stack([places[box == k][0] for k in range(m)])
-        near = (tiles >= lows[:, None] - options["local"]) & (tiles <= highs[:, None] + options["local"])
-        always |= near.all(-1)
-    if options.get("sink"):
-        always[:, box[places[:, 0] == 0]] = True
     if "share" in options:
-        count = max(math.ceil(options["share"] * m), int(always.sum(1).max()))
-        ranked = scores.masked_fill(always, torch.inf).argsort(-1, descending=True)
-        chosen = torch.zeros_like(scores, dtype=torch.bool).scatter(-1, ranked[..., :count], True)
+        ranked = scores.argsort(-1, descending=True)[..., : math.ceil(options["share"] * len(mean))]
+        chosen = torch.zeros_like(scores, dtype=torch.bool).scatter(-1, ranked, True)
     else:
         deviation = (scores - scores.mean(-1, keepdim=True)).square().mean(-1, keepdim=True).sqrt()
-        chosen = (scores > scores.mean(-1, keepdim=True) + options["beta"] * deviation) | always
+        chosen = scores > scores.mean(-1, keepdim=True) + options["beta"] * deviation
     ours = two_resolution_attention(q, k, v, grid=grid, **BOXES, **({"share": None} | options))
     expected, _ = oracle(q, k, v, of_pairs(chosen, grid), box)
     torch.testing.assert_close(ours, expected, rtol=0, atol=1e-12)
-
-
-def test_a_sink_alone_makes_no_tile_between_those_of_the_queries_exact():
-    tiling = tiling_of(LatentGrid(3, 3, 3), TwoResolutionOptions(tile=(1, 1, 1), query_tile=(3, 3, 3)))
-    always = always_exact(tiling, None, True, torch.device("cpu"))
-    assert torch.equal(always, torch.arange(27)[None] < 9)
 
 
 @by_implementation
@@ -191,8 +167,8 @@ KERNEL_CASES = {
         dict(grid=SMALL, B=1, H=1), dict(tile=(3, 3, 3), query_tile=(3, 4, 2), cell=(2, 2, 2), share=0.3)),
     "split-unevenly": (
         dict(grid=(1, 1, 5), B=2, H=1), dict(tile=(1, 1, 2), query_tile=(1, 1, 1), share=0.3)),
-    "float16": (PART | HALF, dict(tile=(1, 2, 3), local=0)),
-    "threshold": (PART, dict(tile=(2, 1, 2), share=None, beta=0.3, sink=True)),
+    "float16": (PART | HALF, dict(tile=(1, 2, 3))),
+    "threshold": (PART, dict(tile=(2, 1, 2), share=None, beta=0.3)),
 }  # fmt: skip
 
 
@@ -231,8 +207,8 @@ def test_the_best_scores_are_the_largest_and_of_equal_ones_the_first(m):
 
 GPU_CASES = {
     "default": dict(),
-    "cells": dict(tile=(4, 4, 4), cell=(2, 2, 4), sink=True),
-    "ragged": dict(tile=(2, 5, 5), local=0),
+    "cells": dict(tile=(4, 4, 4), cell=(2, 2, 4)),
+    "ragged": dict(tile=(2, 5, 5)),
     "boxes": dict(tile=(4, 4, 4)),
     "full-boxes": dict(tile=(2, 4, 8), grid=(6, 12, 16)),
     "threshold": dict(share=None, beta=1.0),
@@ -321,8 +297,6 @@ BAD = {
     "cell-without-rest": (bad(cell=(1, 1, 1), rest=False), ValueError, "cell must be None with rest=False"),
     "rest": (bad(rest="pooled"), TypeError, "rest must be True or False"),
     "key-mask": (bad(key_mask=torch.ones(1, 12)), TypeError, "key_mask must be a boolean tensor"),
-    "local-negative": (bad(local=-1), ValueError, "local must be at least 0"),
-    "local-fraction": (bad(local=0.5), TypeError, "local must be an integer"),
     "selection-of-numbers": (bad(selection=torch.ones(1, 1, 1, 1)), TypeError, "selection must be a boolean tensor"),
     "selection-shape": (
         bad(selection=torch.ones(1, 1, 2, 3, dtype=torch.bool), tile=(3, 2, 1)), ValueError,
