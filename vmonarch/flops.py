@@ -85,7 +85,7 @@ def two_resolution_pairs(n: Tiling, options: TwoResolutionOptions) -> float:
         raise ValueError(f"beta must be None where work is counted, which it leaves to the data; got {options.beta}")
     exact = exact_tiles(n, options.share)
     positions = n.rows * n.columns
-    keys = exact * n.frames * positions / n.tiles + (n.tiles - exact) * n.cells * options.rest
+    keys = exact * n.frames * positions / n.tiles + (n.tiles - exact) * options.rest
     return n.query_frames * positions * keys + n.of_queries.tiles * n.tiles / 2
 
 

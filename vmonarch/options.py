@@ -250,8 +250,6 @@ class TwoResolutionOptions(Options):
         tile: at most this many (frames, rows, columns) of keys; every axis is cut evenly. None for the box, its edges
             powers of two, that fits the grid best: of at most 64 tokens, and of no more than an eighth of a frame, but
             for 16 tokens.
-        cell: the same of the cells in a tile, of which each leaves a mean key and value where the tile is not exact;
-            None for the tile itself.
         query_tile: the same of the queries that share a choice of tiles; None for the best box as for `tile`, but of
             at most 128 tokens.
         rest: whether tiles that are not exact leave their means. Without them this is block-sparse attention.
@@ -268,7 +266,6 @@ class TwoResolutionOptions(Options):
     share: float | None = 0.1
     beta: float | None = None
     tile: tuple[int, int, int] | None = None
-    cell: tuple[int, int, int] | None = None
     query_tile: tuple[int, int, int] | None = None
     rest: bool = True
 
@@ -282,12 +279,10 @@ class TwoResolutionOptions(Options):
             check_share("share", self.share)
         if self.beta is not None:
             check_number("beta", self.beta)
-        for name in ("tile", "cell", "query_tile"):
+        for name in ("tile", "query_tile"):
             if getattr(self, name) is not None:
                 object.__setattr__(self, name, tuple(LatentGrid.parse(getattr(self, name), argument=name)))
         check_flag("rest", self.rest)
-        if self.cell is not None and not self.rest:
-            raise ValueError(f"cell must be None with rest=False, which has no means, got {self.cell}")
 
 
 def row_options(options: VMonarchOptions) -> TwoResolutionOptions:

@@ -32,7 +32,7 @@ def two_resolution_attention(
     implementation: str = "auto",
     **named: Any,
 ) -> Any:
-    """Attention to the best key tiles exactly, and to the mean key and value of every cell of the others.
+    """Attention to the best key tiles exactly, and to the mean key and value of every other tile.
 
     All of it is one softmax: the logit of a mean gains the log of the tokens that it stands for. The choice of tiles
     has no gradient; means have. Without the rest (`rest=False`) this is block-sparse attention.

@@ -1,7 +1,7 @@
 """Attention in two resolutions in plain torch: the specification of the kernels.
 
-Shapes: B batch, S tokens, H heads, D head dim, E value dim, G = B·H groups; m tiles of keys of b places, c cells of a
-tile, n tiles of queries of a places.
+Shapes: B batch, S tokens, H heads, D head dim, E value dim, G = B·H groups; m tiles of keys of b places, n
+tiles of queries of a places.
 """
 
 from __future__ import annotations
@@ -17,32 +17,25 @@ from vmonarch.options import TwoResolutionOptions
 MAX_CHUNK_ELEMENTS = 2**26
 
 
-def cell_means(
-    tokens: torch.Tensor, places: Places, cells: int, key_mask: torch.Tensor | None
+def tile_means(
+    tokens: torch.Tensor, places: Places, key_mask: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Mean of the tokens of every cell, in at least float32.
+    """Mean of the tokens of every tile, in at least float32.
 
     Args:
         tokens: [B, S, H, D].
-        cells: m·c, of all tiles; m with the cells of `places` divided by c.
         key_mask: [B, S], true where a token counts; None for all of them.
 
     Returns:
-        (means [B, H, m·c, D], zero where no token counts; number of tokens that count [B or 1, m·c]).
+        (means [B, H, m, D], zero where no token counts; number of tokens that count [B or 1, m]).
     """
-    B, S, H, D = tokens.shape
+    (B, S, H, D), (m, b) = tokens.shape, places.token.shape
     dtype = torch.promote_types(tokens.dtype, torch.float32)
-    cell = places.cell.flatten()[places.place]  # [S]
+    tile = places.place // b  # [S]
     counts = tokens.new_ones(1, S, dtype=dtype) if key_mask is None else key_mask.to(dtype)
-    number = counts.new_zeros(counts.shape[0], cells).index_add(1, cell, counts)
-    sums = tokens.new_zeros(B, cells, H, D, dtype=dtype).index_add(1, cell, tokens * counts[..., None, None])
+    number = counts.new_zeros(counts.shape[0], m).index_add(1, tile, counts)
+    sums = tokens.new_zeros(B, m, H, D, dtype=dtype).index_add(1, tile, tokens * counts[..., None, None])
     return (sums / number.clamp(min=1)[..., None, None]).transpose(1, 2), number
-
-
-def tile_means(tokens: torch.Tensor, tiling: Tiling, key_mask: torch.Tensor | None = None) -> torch.Tensor:
-    """Mean of the tokens [B, S, H, D] of every tile, [B, H, m, D] in at least float32."""
-    places = places_of(tiling, tokens.device)
-    return cell_means(tokens, places._replace(cell=places.cell // tiling.cells), tiling.tiles, key_mask)[0]
 
 
 def chosen_tiles(
@@ -55,7 +48,8 @@ def chosen_tiles(
     key_mask: torch.Tensor | None = None,
 ) -> Selection:
     """The exact tiles by the products of mean queries and keys, in the order of logits; `scale` says which that is."""
-    q_mean, k_mean = tile_means(query, tiling.of_queries), tile_means(key, tiling, key_mask)
+    q_mean, _ = tile_means(query, places_of(tiling.of_queries, query.device))
+    k_mean, _ = tile_means(key, places_of(tiling, key.device), key_mask)
     return select_tiles(-q_mean if scale < 0 else q_mean, k_mean, tiling, options)
 
 
@@ -95,20 +89,20 @@ def two_resolution_attention_reference(
     With fewer `query_frames` in `tiling`, S are the tokens of so many frames.
     """
     B, N, H, _ = key.shape
-    m, c = tiling.tiles, tiling.cells
+    m = tiling.tiles
     places, of_queries = (places_of(cut, query.device) for cut in (tiling, tiling.of_queries))
     n = of_queries.token.shape[0]
     b = places.token.shape[1]
     q = to_groups(query) * scale
-    # What a tile may attend to: tokens, then cells; and what its logit gains, the log of the tokens that it stands for.
+    # What a tile may attend to: tokens, then means; and what its logit gains, the log of the tokens that it stands for.
     k, v = to_groups(key), to_groups(value)
     present = query.new_ones(1, N, dtype=torch.bool) if key_mask is None else key_mask
     gain = torch.where(present, 0.0, -torch.inf).to(q.dtype)  # [B or 1, N]
     if rest:
-        (k_mean, number), (v_mean, _) = (cell_means(x, places, m * c, key_mask) for x in (key, value))
+        (k_mean, number), (v_mean, _) = (tile_means(x, places, key_mask) for x in (key, value))
         k, v = (torch.cat([x, mean.flatten(0, 1)], 1) for x, mean in ((k, k_mean), (v, v_mean)))
         gain = torch.cat([gain, number.to(q.dtype).log()], 1)
-    gain = gain.expand(B, -1).repeat_interleave(H, 0)  # [G, N + m·c]
+    gain = gain.expand(B, -1).repeat_interleave(H, 0)  # [G, N + m]
 
     exact = selection.exact.expand(B, H, n, m).flatten(0, 1)
     # Exact tiles come first in a ranking: `fewest` of them at least, `most` at most.
@@ -122,7 +116,7 @@ def two_resolution_attention_reference(
 
     outs, lses = [], []
     q_tiles = q[:, of_queries.token.flatten()].unflatten(1, (n, -1))
-    reach = most * b + (m - fewest) * c * rest
+    reach = most * b + (m - fewest) * rest
     step = max(1, MAX_CHUNK_ELEMENTS // max(1, q.shape[0] * reach * (k.shape[2] + v.shape[2])))
     for l in range(0, n, step):
         tiles = ranking[:, l : l + step]  # [G, l, m]
@@ -132,9 +126,8 @@ def two_resolution_attention_reference(
         allowed = [(places.present[tiles[..., :most]] & is_exact[..., :most, None]).flatten(2)]
         chosen = [fine.flatten(2)]
         if rest:
-            coarse = tiles[..., fewest:, None] * c + torch.arange(c, device=query.device)
-            chosen.append(N + coarse.flatten(2))
-            allowed.append(~is_exact[..., fewest:].repeat_interleave(c, -1))
+            chosen.append(N + tiles[..., fewest:])
+            allowed.append(~is_exact[..., fewest:])
         index = torch.cat(chosen, -1)  # [G, l, i]
         bias = torch.where(torch.cat(allowed, -1), _picked(gain, index), -torch.inf)
         out, lse = recomputed(_attend, q_tiles[:, l : l + step], k, v, index, bias)

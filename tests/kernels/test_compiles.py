@@ -117,7 +117,7 @@ WINDOW_CASES = {
 }
 TWO_RESOLUTION_CASES = {
     "full": dict(grid=[16, 28, 52], tile=[4, 4, 4], dim=128, dtype="bfloat16"),
-    "ragged": dict(grid=[43, 45, 52], tile=[4, 4, 4], cell=[4, 2, 2], dim=128, dtype="float16", masked=True),
+    "ragged": dict(grid=[43, 45, 52], tile=[4, 4, 4], dim=128, dtype="float16", masked=True),
     "wide": dict(grid=[16, 28, 52], tile=[2, 4, 4], dim=256, dtype="bfloat16"),
     "float32": dict(grid=[16, 28, 52], tile=[2, 4, 4], dim=128, dtype="float32"),
 }
@@ -159,7 +159,7 @@ OPS = {
         "window window_rows window_keys"),
     "two resolutions": (
         TWO_RESOLUTION_CASES, {89: "ragged"}, TWO_RESOLUTION_CASES,
-        "means best lists two_resolution means lists two_resolution_rows two_resolution_cells lists"
+        "means best lists two_resolution means lists two_resolution_rows two_resolution_means lists"
         " two_resolution_keys"),
     "residual": (
         RESIDUAL_CASES, {80: "64-float16-bfloat16", 120: "128-bfloat16-bfloat16"},
@@ -237,7 +237,6 @@ RANK_64, TAYLOR, TILES = BIAS_CASES["rank-64"], LINEAR_CASES["taylor"], TWO_RESO
         # Backward they take tiles of 64 keys and one mean.
         (TILES, ALL_OF_TILES),
         deep({**TILES, "grid": [4, 28, 52], "parts": 2}, ALL_OF_TILES),
-        deep({**TILES, "cell": [4, 2, 2], "grid": [43, 45, 52]}, "two_resolution"),
         deep({**TILES, "tile": [1, 4, 4], "dim": 64}, "two_resolution"),
         deep({**TILES, "grid": [43, 45, 52], "rest": False, "dtype": "float16"}, ALL_OF_TILES),
     ],
@@ -297,7 +296,7 @@ def test_hopper_kernels_compile(name, compile_kernels):
 def test_rows_that_are_no_multiple_of_16_bytes_are_launched(wide, options, compile_kernels):
     """Those of the inputs may be, 32 numbers apart where 20 count; those between the stages never are."""
     if "tile" in options:
-        # The means of all cells have rows without gaps.
+        # The means of all tiles have rows without gaps.
         case = {**TWO_RESOLUTION_CASES["full"], "dim": 32 if wide else 20, "row": 32}
     else:
         case = {**CASES["paper"], "dim": 20, "row": 32 if wide else 20, "num_iterations": 3, "grid": [24, 7, 9]}

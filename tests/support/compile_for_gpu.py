@@ -165,7 +165,7 @@ def launch_all(case):
         op, tensors, options = vmonarch.window_attention, qkv(), options | given("window", "grid")
     elif "tile" in case:
         op, tensors = vmonarch.two_resolution_attention, qkv()
-        options |= given("grid", "tile", "cell", "rest")
+        options |= given("grid", "tile", "rest")
     elif "channels" in case:
         angles = [torch.zeros(1, tokens, 1, dim) for _ in range(2)]
         op = lambda x, weight, **how: norms.norm_rotary(x, weight, *angles, **how)
