@@ -207,11 +207,7 @@ BAD = {
     "map": (bad(feature_map="exp"), ValueError, "feature_map must be one of taylor"),
     "causal-lengths": (bad(Q, Q[:, :3], Q[:, :3], causal=True), ValueError, "key must have as many tokens"),
     "scale": (bad(scale=-1.0), ValueError, "scale must be above 0"),
-    "frames-kind": (bad(frame_weights=[[1.0]]), TypeError, "frame_weights must be None or a"),
     "frames-heads": (bad(frame_weights=M[:1]), ValueError, r"frame_weights must be \[2, T, T\]"),
-    "frames-device": (bad(frame_weights=M.to("meta")), ValueError, "frame_weights must lie on"),
-    "frames-causal": (bad(frame_weights=M, causal=True), ValueError, "causal must be False with"),
-    "frames-lengths": (bad(Q[:, :2], Q, Q, frame_weights=M), ValueError, "key must have as many tokens as query"),
     "frames-divide": (
         bad(*[Q[:, :3]] * 3, frame_weights=M), ValueError,
         "frame_weights has 2 frames, which do not divide the 3 tokens"),

@@ -174,34 +174,6 @@ def test_portable_kernels_take_the_place_of_those_for_hopper(monkeypatch, untest
             assert torch.equal(attend("triton"), out)
 
 
-def test_what_vmonarch_runs_of_flash_attention_is_checked_with_it_and_apart(monkeypatch, untested, checks):
-    monkeypatch.setattr(launch, "on_hopper", lambda device: True)
-    assert launch._why_not_compiled("monarch", CPU, torch.float16, "auto") is None
-    assert [(kernels.op, kernels.hopper) for kernels in checks] == [
-        ("flash_entropy", False),
-        ("monarch", False),
-        ("flash_entropy", True),
-        ("monarch", True),
-    ]
-    assert launch.hopper_enabled("monarch", CPU, torch.float16)
-    assert not launch.hopper_enabled("monarch", CPU, torch.float32)
-    # In the check of Monarch's kernels for Hopper, those of flash attention are used if they passed their own.
-    trust._verdicts[Kernels("flash_entropy", True, torch.float16, CPU)] = "planted"
-    for checking, op, used in (
-        (("monarch", False), "monarch", False),
-        (("monarch", False), "taylor", False),
-        (("monarch", True), "monarch", True),
-        (("monarch", True), "flash_entropy", False),
-        (("monarch", True), "taylor", False),
-    ):
-        token = trust._checking.set(Kernels(*checking, torch.float16, CPU))
-        try:
-            assert launch.hopper_enabled(op, CPU, torch.float16) == used
-        finally:
-            trust._checking.reset(token)
-    assert len(checks) == 4
-
-
 @in_interpreter
 @pytest.mark.parametrize("share", [None, "row_share"])
 def test_shares_of_vmonarch_are_checked_with_the_kernels_that_they_run(untested, checks, share):
