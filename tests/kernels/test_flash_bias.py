@@ -99,19 +99,6 @@ def test_results_and_gradients_are_those_of_the_written_out_bias(name, implement
     torch.testing.assert_close(with_gradients(attend("torch", **options), doubles), theirs)
 
 
-@in_interpreter
-@pytest.mark.parametrize("causal", [False, True])
-def test_with_rank_0_the_kernels_are_those_without_a_bias(causal):
-    from vmonarch.kernels.flash_bias.op import flash_bias_forward
-
-    q, k, v, fq, fk = inputs(20, 33)
-    results = [
-        with_gradients(lambda *x, factors=factors: flash_bias_forward(*x, *factors, None, 0.3, causal), (q, k, v))
-        for factors in ((fq[..., :0], fk[..., :0]), (fq * 0, fk))
-    ]
-    torch.testing.assert_close(*results)
-
-
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_float32_factors_stay_exact_among_16_bit_tensors(dtype):
     positions = torch.arange(30000, 30040, dtype=torch.float32)
