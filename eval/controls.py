@@ -284,11 +284,10 @@ class VSA(Trained):
 
     @without_autocast
     def far(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, tiling: Tiling) -> torch.Tensor:
-        of_queries = tiling.of_queries
-        q, k, v = tile_means(query, of_queries), tile_means(key, tiling), tile_means(value, tiling)
+        places, there = places_of(tiling, key.device), places_of(tiling.of_queries, key.device)
+        (q, _), (k, _), (v, _) = tile_means(query, there), tile_means(key, places), tile_means(value, places)
         compressed = torch.softmax(q @ k.mT * q.shape[-1] ** -0.5, -1) @ v  # [B, H, n, D]
-        places = places_of(of_queries, query.device)
-        return compressed[:, :, places.place // places.token.shape[1]].transpose(1, 2)
+        return compressed[:, :, there.place // there.token.shape[1]].transpose(1, 2)
 
     def weighed(self, learnt: torch.nn.Linear, far: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
         return far * learnt(hidden_states.to(learnt.weight.dtype)).unflatten(2, (far.shape[2], -1))
@@ -310,7 +309,7 @@ class SLA(Trained):
 
     @without_autocast
     def far(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, tiling: Tiling) -> torch.Tensor:
-        exact = chosen_tiles(query, key, tiling, self, scale=query.shape[-1] ** -0.5).exact
+        exact, _ = chosen_tiles(query, key, tiling, self, scale=query.shape[-1] ** -0.5)
         q, k = (torch.softmax(x.float(), -1) for x in (query, key))
         places, there = places_of(tiling, key.device), places_of(tiling.of_queries, key.device)
         present = places.present[None, :, :, None, None]

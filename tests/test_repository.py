@@ -1,6 +1,6 @@
 """Numbers in documents are those of results files, which say where they come from; the site has every page.
 
-And what is made of pytest's reports: the record of a run on a GPU, and which transformers have been tried with what.
+The tests by which a table says what has been tried with which transformer are there.
 """
 
 import json
@@ -17,7 +17,6 @@ from vmonarch.eval.render import tables
 ROOT = Path(__file__).resolve().parents[1]
 BENCHMARKS = ROOT / "docs" / "benchmarks"
 PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")]
-COMMIT = "1" * 40
 # What a results file says of itself, and the keys that say it, wherever in the file they are.
 PROVENANCE = {
     "date": ("date", "created"),
@@ -55,32 +54,6 @@ def test_a_results_file_says_where_it_comes_from(path):
         assert tables.table_text(results, part.get("name", ""))
 
 
-def test_tables_come_with_their_titles_and_captions(tmp_path):
-    one = {"title": "Above:", "header": ["", "ms"], "rows": [["a", "1.0"]]}
-    two = {"name": "two", "header": ["b"], "rows": [], "caption": "Own.\n\n- more"}
-    (tmp_path / "x.json").write_text(json.dumps({"commit": COMMIT, "tables": [one, two], "caption": "By a GPU."}))
-    text = "a\n<!-- table: x -->\nold\n<!-- end -->\nb\n<!-- table: x#two -->\n<!-- end -->\n"
-    first = "Above:\n\n|  | ms |\n| --- | ---: |\n| a | 1.0 |\n\nBy a GPU.\n"
-    second = "| b |\n| --- |\n\nOwn.\n\n- more\n"
-    expected = f"a\n<!-- table: x -->\n{first}<!-- end -->\nb\n<!-- table: x#two -->\n{second}<!-- end -->\n"
-    assert tables.render(text, tmp_path) == tables.render(expected, tmp_path) == expected
-    with pytest.raises(KeyError, match="three"):
-        tables.render("<!-- table: x#three -->\n<!-- end -->", tmp_path)
-
-
-@pytest.mark.parametrize("results, said", [
-    ({"environment": {"git_commit": COMMIT}}, ""),
-    ({"runs": [{"versions": {"git_commit": COMMIT}}, {"versions": {"git_commit": f"{COMMIT}-dirty"}}]},
-     " The tree had changes on top of 1111111."),
-    ({"commit": "unknown", "environment": {"git_commit": COMMIT}}, " The commit is unknown."),
-    ({"environment": {"git_commit": None}}, " The commit is unknown."),
-], ids=["clean", "dirty", "of no history", "none"])  # fmt: skip
-def test_a_caption_says_what_no_commit_repeats(results, said):
-    assert tables.mark(results) == said
-    results |= {"tables": [{"header": ["a"], "rows": []}], "caption": "Made.\nMore."}
-    assert tables.table_text(results).endswith(f"\nMade.{said}\nMore.\n")
-
-
 def test_the_navigation_has_every_page_and_the_reference_every_name():
     named = re.findall(r"[\w/.-]+\.md$", (ROOT / "mkdocs.yml").read_text().partition("\nnav:\n")[2], re.M)
     # A page of a few lines leads on to another.
@@ -104,34 +77,7 @@ def test_links_of_the_readme_lead_to_the_repository_where_it_is_known(tmp_path, 
     assert links == [f"{raw}docs/a.webp", f"{file}docs/b.md#c", f"{file}d", "https://e.org", "#f"]
 
 
-def report(*cases):
-    tests = "".join(f'<testcase name="{name}">{inside}</testcase>' for name, inside in cases)
-    return f"<testsuites><testsuite>{tests}</testsuite></testsuites>"
-
-
-def everything(parameter):
-    return [
-        (f"{test}[{prefix}{parameter}]", "") for prefix, tests in support_matrix.FEATURES.values() for test in tests
-    ]
-
-
 def test_the_tests_that_show_a_feature_are_there():
     source = "".join(path.read_text() for path in Path(__file__).parent.glob("**/test_*.py"))
     named = {test for _, tests in support_matrix.FEATURES.values() for test in tests}
     assert named <= set(re.findall(r"def (test_\w+)\(", source))
-    assert set(support_matrix.count([report(*everything("hunyuan"))])) == set(support_matrix.MODELS.values())
-
-
-def test_what_failed_or_was_skipped_does_not_count_as_shown():
-    others = [(name, "<skipped/>") for name, _ in everything("hunyuan15")]
-    # Other models by prefixes of names, and parameters that begin otherwise.
-    others += [(name, "<failure/>") for name, _ in everything("grid0-hunyuan")]
-    counts = support_matrix.count([report(*everything("hunyuan-i2v"), *others)])
-    cells = {row[0]: set(row[1:]) for row in support_matrix.table(counts)["rows"]}
-    assert cells["HunyuanVideo"] == {"yes"} and next(v for k, v in cells.items() if "HunyuanVideo15" in k) == {"–"}
-    failed = (f"{support_matrix.FEATURES['`refresh`'][1][0]}[hunyuan]", "<failure/>")
-    counts = support_matrix.count([report(*everything("hunyuan"), *everything("hunyuan15"), failed)])
-    rows = {row[0]: row[1:] for row in support_matrix.table(counts)["rows"]}
-    assert rows["HunyuanVideo"].count("no") == 1 and set(rows["HunyuanVideo15"]) == {"yes"}
-    with pytest.raises(ValueError, match="no test of `generate`"):
-        support_matrix.count([report(*everything("hunyuan")[:-2])])

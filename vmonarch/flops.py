@@ -16,8 +16,7 @@ from __future__ import annotations
 from typing import Any
 
 from vmonarch.grid import LatentGrid
-from vmonarch.kernels.two_resolution.selection import exact_tiles
-from vmonarch.kernels.two_resolution.tiling import Tiling, tiling_of
+from vmonarch.kernels.two_resolution.tiling import Tiling, exact_tiles, tiling_of
 from vmonarch.options import FirstOrderOptions, TwoResolutionOptions, VMonarchOptions, row_options
 
 
@@ -83,9 +82,9 @@ def two_resolution_pairs(n: Tiling, options: TwoResolutionOptions) -> float:
     """
     if options.share is None:
         raise ValueError(f"beta must be None where work is counted, which it leaves to the data; got {options.beta}")
-    exact = exact_tiles(n, options)
+    exact = exact_tiles(n, options.share)
     positions = n.rows * n.columns
-    keys = exact * n.frames * positions / n.tiles + (n.tiles - exact) * n.cells * options.rest
+    keys = exact * n.frames * positions / n.tiles + (n.tiles - exact) * options.rest
     return n.query_frames * positions * keys + n.of_queries.tiles * n.tiles / 2
 
 

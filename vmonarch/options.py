@@ -250,17 +250,9 @@ class TwoResolutionOptions(Options):
         tile: at most this many (frames, rows, columns) of keys; every axis is cut evenly. None for the box, its edges
             powers of two, that fits the grid best: of at most 64 tokens, and of no more than an eighth of a frame, but
             for 16 tokens.
-        cell: the same of the cells in a tile, of which each leaves a mean key and value where the tile is not exact;
-            None for the tile itself.
         query_tile: the same of the queries that share a choice of tiles; None for the best box as for `tile`, but of
             at most 128 tokens.
         rest: whether tiles that are not exact leave their means. Without them this is block-sparse attention.
-        local: tiles at most this many tiles away, along every axis, from one that holds a query of the query tile are
-            always exact; None for no such tiles.
-        sink: whether the tiles that hold the first frame are always exact.
-
-    With `share` the tiles that are always exact count as the first of them; there may be more of them than `share` asks
-    for, and then every query tile has as many exact tiles as the one with the most.
 
     Raises:
         TypeError, ValueError: an option has an unsupported value; the message begins with its name.
@@ -274,11 +266,8 @@ class TwoResolutionOptions(Options):
     share: float | None = 0.1
     beta: float | None = None
     tile: tuple[int, int, int] | None = None
-    cell: tuple[int, int, int] | None = None
     query_tile: tuple[int, int, int] | None = None
     rest: bool = True
-    local: int | None = None
-    sink: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -290,15 +279,10 @@ class TwoResolutionOptions(Options):
             check_share("share", self.share)
         if self.beta is not None:
             check_number("beta", self.beta)
-        for name in ("tile", "cell", "query_tile"):
+        for name in ("tile", "query_tile"):
             if getattr(self, name) is not None:
                 object.__setattr__(self, name, tuple(LatentGrid.parse(getattr(self, name), argument=name)))
         check_flag("rest", self.rest)
-        check_flag("sink", self.sink)
-        if self.cell is not None and not self.rest:
-            raise ValueError(f"cell must be None with rest=False, which has no means, got {self.cell}")
-        if self.local is not None:
-            check_integer("local", self.local)
 
 
 def row_options(options: VMonarchOptions) -> TwoResolutionOptions:

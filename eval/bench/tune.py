@@ -117,7 +117,7 @@ SWEEPS: dict[str, Sweep] = {
 # Kernels without a sweep: set by hand.
 UNTUNED = (
     "taylor", "window", "window_rows", "window_keys",
-    "hopper_two_resolution", "two_resolution", "two_resolution_rows", "two_resolution_cells",
+    "hopper_two_resolution", "two_resolution", "two_resolution_rows", "two_resolution_means",
     "two_resolution_keys",
 )  # fmt: skip
 

@@ -77,13 +77,13 @@ def _window(gpu: bool) -> Case:
 
 
 def _two_resolution(gpu: bool) -> Case:
-    # Tiles of several sizes and cells, of which some are empty; and tiles of one cell, which other kernels take.
+    # Tiles of several sizes; on a GPU also those that kernels for Hopper do not take.
     grid, tile, head_dim = ((5, 9, 12), (4, 4, 4), 64) if gpu else ((2, 1, 5), (1, 1, 3), 16)
-    cells = [tuple(-(-edge // 2) for edge in tile), *([None] if gpu else [])]
+    tiles = [tile, *([(2, 5, 5)] if gpu else [])]
 
     def call(*qkv: torch.Tensor, **how: Any) -> tuple[torch.Tensor, ...]:
         how |= {"grid": grid, "return_lse": True}
-        results = [two_resolution_attention(*qkv, share=0.3, tile=tile, cell=cell, **how) for cell in cells]
+        results = [two_resolution_attention(*qkv, share=0.3, tile=tile, **how) for tile in tiles]
         # What VMonarch runs of these: they write among other rows, sum keys, and add to gradients.
         results.append(vmonarch_attention(*qkv, num_iterations=1, row_share=0.3, **how))
         return tuple(tensor for found in results for tensor in found)

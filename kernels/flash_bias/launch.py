@@ -32,8 +32,7 @@ def bias_for_kernels(
     """The bias in the form of the kernels that can take these tensors, those for Hopper where they can.
 
     Args:
-        query_factor: [B or 1, Sq, H or 1, R]. key_factor: [B or 1, Sk, H or 1, R]. With R = 0 there is no bias, which
-            benchmarks compare with.
+        query_factor: [B or 1, Sq, H or 1, R]. key_factor: [B or 1, Sk, H or 1, R].
         grad_out: [B, Sq, H, E] in the backward pass.
     """
     cut = in_dtype(query_factor, key_factor, query.dtype)
@@ -49,17 +48,15 @@ def bias_for_kernels(
         factors = _with_columns(cut, -(-rank // 8) * 8)
         # A second program works while the other begins or ends a tile of rows.
         programs = 2 if max(query.shape[3], rank) <= NARROW and not causal else 1
-        if factors is None or tma_fits(*factors):
+        if tma_fits(*factors):
             return Bias(factors, None, causal, programs)
     # Masked columns would cost registers.
     return Bias(_with_columns(cut, block_dim(rank)), key_mask, causal, programs=0)
 
 
-def _with_columns(factors: tuple[torch.Tensor, torch.Tensor], columns: int) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Factors with zero columns after their own, and of expanded dimensions what is there; None if they have none."""
+def _with_columns(factors: tuple[torch.Tensor, torch.Tensor], columns: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Factors with zero columns after their own, and of expanded dimensions what is there."""
     added = columns - factors[0].shape[3]
-    if added == columns:
-        return None
     there = (f[: 1 if f.stride(0) == 0 else None, :, : 1 if f.stride(2) == 0 else None] for f in factors)
     query_factor, key_factor = (torch.nn.functional.pad(f, (0, added)) if added else unit_stride(f) for f in there)
     return query_factor, key_factor

@@ -3,8 +3,8 @@
 A program takes one tile of 128 queries after the other. The copy engine brings its exact tiles of keys from where they
 lie, each a box of the video whose edges are powers of two; several of them make up a block of BLOCK_N keys.
 
-Legend: B batch, S tokens, H heads, D head dim, which is that of the values too; n tiles of queries, m tiles of keys, c
-cells of a tile. PLACES: of a box of keys, of which a ragged tile leaves some empty.
+Legend: B batch, S tokens, H heads, D head dim, which is that of the values too; n tiles of queries, m tiles of keys.
+PLACES: of a box of keys, of which a ragged tile leaves some empty.
 """
 
 from __future__ import annotations
@@ -64,13 +64,13 @@ def _place_of(tile, tiles_h, tiles_w):
 
 
 @gluon.jit
-def tiles_of_part(at, part, number_ptr, cells, PLACES: gl.constexpr, PARTS: gl.constexpr):
-    """First exact tile of a part of the keys, and how many; the first part has all cells, and fewer tiles for it."""
+def tiles_of_part(at, part, number_ptr, all_means, PLACES: gl.constexpr, PARTS: gl.constexpr):
+    """First exact tile of a part of the keys, and how many; the first part has all means, and fewer tiles for it."""
     number = gl.load(number_ptr + at)
     if PARTS == 1:
         return number * 0, number
     else:
-        means = cells // PLACES
+        means = all_means // PLACES
         first = gl.maximum(part * (number + means) // PARTS - means, 0)
         return first, gl.maximum((part + 1) * (number + means) // PARTS - means, 0) - first
 
@@ -105,9 +105,9 @@ def load_tiles(
     buffers, bias_bufs, n, numbers, REST: gl.constexpr, FULL: gl.constexpr, SECOND: gl.constexpr, PLACES: gl.constexpr,
     PARTS: gl.constexpr, Q_STAGES: gl.constexpr, STAGES: gl.constexpr, BLOCK_N: gl.constexpr,
 ):  # fmt: skip
-    """Producer: of every tile of queries the queries (and dO), the means of all cells, and its exact tiles."""
+    """Producer: of every tile of queries the queries (and dO), the means of all tiles, and its exact tiles."""
     q_bufs, k_bufs, v_bufs, q_full, q_empty, _, full, empty = buffers
-    H, items, width, queries, tiles, cells = numbers
+    H, items, width, queries, tiles, all_means = numbers
     TILES: gl.constexpr = BLOCK_N // PLACES
     block_bytes: gl.constexpr = 2 * BLOCK_N * k_bufs.shape[2] * 2
     key = gl.arange(0, BLOCK_N, gl.BlockedLayout([1], [32], [4], [0]))
@@ -133,8 +133,8 @@ def load_tiles(
             if do_desc is not None:
                 async_load(do_desc, box, barrier, in_video(do_bufs.index(2 * turn + half), do_desc))
         if REST:
-            own_ptr = gain_ptr + gl.to_tensor(at).to(gl.int64) * ((cells + GAINS - 1) // GAINS * GAINS)
-            blocks = gl.where(part == 0, (cells + BLOCK_N - 1) // BLOCK_N, 0)
+            own_ptr = gain_ptr + gl.to_tensor(at).to(gl.int64) * ((all_means + GAINS - 1) // GAINS * GAINS)
+            blocks = gl.where(part == 0, (all_means + BLOCK_N - 1) // BLOCK_N, 0)
             for block in range(blocks):
                 # The order of `attend_keys`.
                 first = gl.where(block == 0, blocks - 1, block - 1) * BLOCK_N
@@ -147,7 +147,7 @@ def load_tiles(
                 async_load_numbers(bias_bufs.index(stage), own_ptr + first + key)
                 async_copy.mbarrier_arrive(barrier, increment_count=False)
                 place += 1
-        first_tile, number = tiles_of_part(at, part, number_ptr, cells, PLACES, PARTS)
+        first_tile, number = tiles_of_part(at, part, number_ptr, all_means, PLACES, PARTS)
         blocks = (number + TILES - 1) // TILES
         own_list_ptr = list_ptr + gl.to_tensor(at).to(gl.int64) * width + first_tile
         for block in range(blocks):
@@ -181,7 +181,7 @@ def _attend(
 ):  # fmt: skip
     """Consumer: one warpgroup, half of the places of every tile of queries."""
     q_bufs, k_bufs, v_bufs, q_full, q_empty, lead, full, empty = buffers
-    H, items, width, queries, tiles, cells = numbers
+    H, items, width, queries, tiles, all_means = numbers
     out_b, out_s, out_h, lse_b, lse_h = places_of_out
     BLOCK_D: gl.constexpr = k_bufs.shape[2]
     layout: gl.constexpr = accumulator_layout(BLOCK_D)
@@ -191,7 +191,7 @@ def _attend(
     for item in range(gl.program_id(0), items, gl.num_programs(0)):
         at = item // PARTS
         part = item % PARTS
-        first_tile, number = tiles_of_part(at, part, number_ptr, cells, PLACES, PARTS)
+        first_tile, number = tiles_of_part(at, part, number_ptr, all_means, PLACES, PARTS)
         bh = at // queries
         turn = t % Q_STAGES
         mbarrier.wait(q_full.index(turn), t // Q_STAGES & 1)
@@ -203,7 +203,7 @@ def _attend(
         row_sum = gl.zeros([_HALF], gl.float32, stats)
         # Biases come with the keys, so that means and tokens are all alike.
         MERGED: gl.constexpr = REST and not FULL
-        means = gl.where(part == 0, cells, 0)
+        means = gl.where(part == 0, all_means, 0)
         tokens = number * PLACES
         if MERGED:
             means = ((means + BLOCK_N - 1) // BLOCK_N + (tokens + BLOCK_N - 1) // BLOCK_N) * BLOCK_N
@@ -280,8 +280,8 @@ def _hopper_two_resolution_kernel(
     n = plain_tiling(tiling)
     queries = n.queries_t * n.queries_h * n.queries_w
     tiles = n.tiles_t * n.tiles_h * n.tiles_w
-    cells = tiles * n.cells_t * n.cells_h * n.cells_w if REST else tiles * 0
-    numbers = (H, items, width, queries, tiles, cells)
+    all_means = tiles if REST else tiles * 0
+    numbers = (H, items, width, queries, tiles, all_means)
     places_of_out = (out_b, out_s, out_h, lse_b, lse_h)
     # Biases come by copies of the producer's 128 threads.
     BIASED: gl.constexpr = REST or not FULL
@@ -448,7 +448,7 @@ def two_resolution(
 
     Args:
         query: [B, S, H, D]. key, value: [B, T·H·W, H, D].
-        k_mean, v_mean: [B, m·c, H, D], and gain [B, H, n, ≥ m·c], what their logits gain, its rows filled up with -inf
+        k_mean, v_mean: [B, m, H, D], and gain [B, H, n, ≥ m], what their logits gain, its rows filled up with -inf
             to a multiple of GAINS; None without the rest.
         lists: [B, H, n, width], of which `number` [B, H, n] count.
         out, lse: as `two_resolution.op.attend` writes them.
@@ -458,8 +458,8 @@ def two_resolution(
     launch = launch_of(tiling)
     places = math.prod(launch.keys)
     options["BLOCK_N"] = max(options["BLOCK_N"], places)
-    width, cells = lists.shape[3], 0 if k_mean is None else k_mean.shape[1]
-    parts = parts_of(number.numel(), width * places + cells, processors(query.device))
+    width, means = lists.shape[3], 0 if k_mean is None else k_mean.shape[1]
+    parts = parts_of(number.numel(), width * places + means, processors(query.device))
     items = parts * number.numel()
     written, log2_lse = out, lse
     out_rows, lse_rows = [stride // D for stride in out.stride()[:3]], lse.stride()[:2]

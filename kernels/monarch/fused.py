@@ -23,8 +23,7 @@ from vmonarch.kernels.monarch.call import MonarchCall
 from vmonarch.kernels.monarch.l_step import LStep
 from vmonarch.kernels.monarch.r_step import RStep
 from vmonarch.kernels.two_resolution import op
-from vmonarch.kernels.two_resolution.selection import exact_tiles
-from vmonarch.kernels.two_resolution.tiling import tiling_of
+from vmonarch.kernels.two_resolution.tiling import exact_tiles, tiling_of
 from vmonarch.options import row_options
 
 
@@ -88,7 +87,7 @@ class Rows:
         self.frames, self.positions = call.exact.rows, grid.tokens_per_frame
         self.options = row_options(call.options)
         self.tiling = tiling_of(grid, self.options, query_frames=1)
-        self.width = exact_tiles(self.tiling, self.options)
+        self.width = exact_tiles(self.tiling, call.options.row_share)
 
     def _selected(self, pooled: op.Pooled) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
         """Of every frame its tokens, their queries, and their exact tiles [B, H, n, m]."""

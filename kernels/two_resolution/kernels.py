@@ -1,17 +1,16 @@
-"""Attention in two resolutions in Triton: a tile of queries takes its exact tiles from a list, and all other cells.
+"""Attention in two resolutions in Triton: a tile of queries takes its exact tiles from a list, and the others' means.
 
-A program takes a part of one tile of queries of one head. It goes through the means of all cells, of which those of its
+A program takes a part of one tile of queries of one head. It goes through the means of all tiles, of which those of its
 exact tiles are masked, and then through the tokens of its exact tiles, which it finds by arithmetic where they are. All
 of it goes into one online softmax.
 
 One kernel owns queries (out; dq), another keys (dk, dv), a third the means (their gradients, which the keys' kernel
 hands on to the tokens), so there are no atomics and every sum has one order.
 
-Shapes: B batch, S tokens, H heads, D head dim, E value dim, G = B·H groups; n tiles of queries, m tiles of keys, c
-cells of a tile. Queries and what belongs to them are [B, S, H, D], keys [B, T·H·W, H, D], with any strides but the
-last; lse and δ are [B, H, S] in float32. A tile of at most QT × QH × QW queries has PARTS_M parts of BLOCK_M queries,
-one of at most BT × BH × BW keys PARTS parts of BLOCK keys; cells are taken BLOCK_N at a time. Logits are in units of
-log 2.
+Shapes: B batch, S tokens, H heads, D head dim, E value dim, G = B·H groups; n tiles of queries, m tiles of keys.
+Queries and what belongs to them are [B, S, H, D], keys [B, T·H·W, H, D], with any strides but the last; lse and δ are
+[B, H, S] in float32. A tile of at most QT × QH × QW queries has PARTS_M parts of BLOCK_M queries, one of at most BT ×
+BH × BW keys PARTS parts of BLOCK keys; means are taken BLOCK_N at a time. Logits are in units of log 2.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from vmonarch.kernels.common.softmax import log2_partition, online_softmax, row_delta
+from vmonarch.kernels.common.softmax import log2_partition, online_softmax, probabilities, row_delta
 from vmonarch.kernels.common.tiles import add_rows, load_rows, store_rows
 from vmonarch.kernels.two_resolution.tiling import Tiling
 
@@ -29,7 +28,7 @@ def unspecialised(n: Tiling) -> Tiling:
     return Tiling(*(16 * number + 8 for number in n))
 
 
-# What the logits of a tile's cells gain has rows of a multiple of so many numbers.
+# What the logits of means gain has rows of a multiple of so many numbers.
 GAINS = tl.constexpr(128)
 
 
@@ -38,8 +37,7 @@ def plain(n):
     """The inverse of `unspecialised`."""
     return Tiling(
         n.frames >> 4, n.rows >> 4, n.columns >> 4, n.tiles_t >> 4, n.tiles_h >> 4, n.tiles_w >> 4,
-        n.cells_t >> 4, n.cells_h >> 4, n.cells_w >> 4, n.queries_t >> 4, n.queries_h >> 4, n.queries_w >> 4,
-        n.query_frames >> 4,
+        n.queries_t >> 4, n.queries_h >> 4, n.queries_w >> 4, n.query_frames >> 4,
     )  # fmt: skip
 
 
@@ -47,14 +45,14 @@ def plain(n):
 def _of_queries(n):
     """`Tiling.of_queries`."""
     return Tiling(
-        n.query_frames, n.rows, n.columns, n.queries_t, n.queries_h, n.queries_w, 1, 1, 1,
+        n.query_frames, n.rows, n.columns, n.queries_t, n.queries_h, n.queries_w,
         n.queries_t, n.queries_h, n.queries_w, n.query_frames,
     )  # fmt: skip
 
 
 @triton.jit
 def _tokens_of(tile, part, n, BT: tl.constexpr, BH: tl.constexpr, BW: tl.constexpr, BLOCK: tl.constexpr):
-    """Tokens [BLOCK] of a part of a tile of at most BT × BH × BW, whether they exist, and their cells in the tile."""
+    """Tokens [BLOCK] of a part of a tile of at most BT × BH × BW, and whether they exist."""
     i = part * BLOCK + tl.arange(0, BLOCK)
     a = tile // (n.tiles_h * n.tiles_w)
     b = tile // n.tiles_w % n.tiles_h
@@ -69,10 +67,8 @@ def _tokens_of(tile, part, n, BT: tl.constexpr, BH: tl.constexpr, BW: tl.constex
     h = i // BW % BH
     w = i % BW
     there = (t < size_t) & (h < size_h) & (w < size_w)
-    cell = ((t + 1) * n.cells_t - 1) // size_t * n.cells_h + ((h + 1) * n.cells_h - 1) // size_h
-    cell = cell * n.cells_w + ((w + 1) * n.cells_w - 1) // size_w
     token = ((first_t + t) * n.rows + first_h + h) * n.columns + first_w + w
-    return tl.where(there, token, 0), there, cell
+    return tl.where(there, token, 0), there
 
 
 @triton.jit
@@ -98,31 +94,26 @@ def means_kernel(
     D: tl.constexpr, E: tl.constexpr, BT: tl.constexpr, BH: tl.constexpr, BW: tl.constexpr, BLOCK: tl.constexpr,
     PARTS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
-    """Means [B, m·c, H, D and E] of one cell of one head, and log2 of its tokens [B, m·c].
+    """Means [B, m, H, D and E] of one tile of one head, and log2 of its tokens [B, m].
 
-    A cell has at most BT × BH × BW tokens. Without v_ptr, of the first tensor alone.
+    A tile has at most BT × BH × BW tokens. Without v_ptr, of the first tensor alone.
     """
     n = plain(tiling)
-    c = n.cells_t * n.cells_h * n.cells_w
-    cells = n.tiles_t * n.tiles_h * n.tiles_w * c
+    tiles = n.tiles_t * n.tiles_h * n.tiles_w
     # Heads of one token lie side by side in memory, and so do their programs in time.
     pid = tl.program_id(0)
     h = (pid % H).to(tl.int64)
-    b = (pid // H // cells).to(tl.int64)
-    tile = pid // H % cells // c
-    cell = pid // H % c
+    b = (pid // H // tiles).to(tl.int64)
+    tile = pid // H % tiles
     k_ptr += b * stride_kb + h * stride_kh
     if v_ptr is not None:
         v_ptr += b * stride_vb + h * stride_vh
     if key_mask_ptr is not None:
         key_mask_ptr += b * S
-    tile_t, tile_size_t = _part(tile // (n.tiles_h * n.tiles_w), n.frames, n.tiles_t)
-    tile_h, tile_size_h = _part(tile // n.tiles_w % n.tiles_h, n.rows, n.tiles_h)
-    tile_w, tile_size_w = _part(tile % n.tiles_w, n.columns, n.tiles_w)
-    first_t, size_t = _part(cell // (n.cells_h * n.cells_w), tile_size_t, n.cells_t)
-    first_h, size_h = _part(cell // n.cells_w % n.cells_h, tile_size_h, n.cells_h)
-    first_w, size_w = _part(cell % n.cells_w, tile_size_w, n.cells_w)
-    first = ((tile_t + first_t) * n.rows + tile_h + first_h) * n.columns + tile_w + first_w
+    first_t, size_t = _part(tile // (n.tiles_h * n.tiles_w), n.frames, n.tiles_t)
+    first_h, size_h = _part(tile // n.tiles_w % n.tiles_h, n.rows, n.tiles_h)
+    first_w, size_w = _part(tile % n.tiles_w, n.columns, n.tiles_w)
+    first = (first_t * n.rows + first_h) * n.columns + first_w
     number = 0.0
     k = tl.zeros([BLOCK_D], tl.float32)
     v = tl.zeros([BLOCK_E], tl.float32)
@@ -148,27 +139,27 @@ def means_kernel(
     if v_ptr is not None:
         columns = tl.arange(0, BLOCK_E)
         tl.store(v_mean_ptr + row * E + columns, (v / divisor).to(v_mean_ptr.dtype.element_ty), mask=columns < E)
-    # The log of 0 is -inf: nobody attends to an empty cell.
+    # The log of 0 is -inf: nobody attends to an empty tile.
     tl.store(log2_number_ptr + pid // H, tl.where(number > 0, tl.log2(divisor), -float("inf")))
 
 
-@triton.jit(do_not_specialize=["rows", "m", "width", "padded", "H", "c"])
+@triton.jit(do_not_specialize=["rows", "m", "width", "padded", "H"])
 def lists_kernel(
     exact_ptr, log2_number_ptr, list_ptr, number_ptr, gain_ptr, stride_g, stride_row, stride_column,
-    rows, m, width, padded, H, c, BLOCK: tl.constexpr, BLOCK_PAD: tl.constexpr,
+    rows, m, width, padded, H, BLOCK: tl.constexpr, BLOCK_PAD: tl.constexpr,
 ):  # fmt: skip
     """The columns at which a row of exact [G, rows, m] is true, in order: [G, rows, width]; and their number.
 
-    With log2_number [B, m·c], also what the logits of all cells gain: it, or -inf in an exact tile and after the last
-    cell, [G, rows, padded].
+    With log2_number [B, m], also what the logits of all means gain: it, or -inf in an exact tile and after the last
+    one, [G, rows, padded].
     """
     pid = tl.program_id(0).to(tl.int64)
     exact_ptr += pid // rows * stride_g + pid % rows * stride_row
     list_ptr += pid * width
     if log2_number_ptr is not None:
-        log2_number_ptr += pid // rows // H * m * c
+        log2_number_ptr += pid // rows // H * m
         gain_ptr += pid * padded
-        beyond = m * c + tl.arange(0, BLOCK_PAD)
+        beyond = m + tl.arange(0, BLOCK_PAD)
         tl.store(gain_ptr + beyond, tl.full([BLOCK_PAD], -float("inf"), tl.float32), mask=beyond < padded)
     number = 0
     for start in range(0, m, BLOCK):
@@ -178,10 +169,9 @@ def lists_kernel(
         tl.store(list_ptr + place, j.to(list_ptr.dtype.element_ty), mask=(chosen != 0) & (place < width))
         number += tl.sum(chosen, 0)
         if log2_number_ptr is not None:
-            for i in range(c):
-                gain = tl.load(log2_number_ptr + j * c + i, mask=j < m, other=0.0)
-                gain = tl.where(chosen != 0, -float("inf"), gain)
-                tl.store(gain_ptr + j * c + i, gain, mask=j < m)
+            gain = tl.load(log2_number_ptr + j, mask=j < m, other=0.0)
+            gain = tl.where(chosen != 0, -float("inf"), gain)
+            tl.store(gain_ptr + j, gain, mask=j < m)
     tl.store(number_ptr + pid, number)
 
 
@@ -218,22 +208,16 @@ def _queries_of(
     """Of a program: its place in [G, n], batch entry, head, tokens [BLOCK_M], and whether they exist."""
     at = (pid // PARTS_M).to(tl.int64)
     queries = n.queries_t * n.queries_h * n.queries_w
-    row, exists, _ = _tokens_of((at % queries).to(tl.int32), pid % PARTS_M, _of_queries(n), QT, QH, QW, BLOCK_M)
+    row, exists = _tokens_of((at % queries).to(tl.int32), pid % PARTS_M, _of_queries(n), QT, QH, QW, BLOCK_M)
     return at, at // queries // H, at // queries % H, row, exists
 
 
 @triton.jit
-def _cells_from(start, gain_ptr, cells, BLOCK_N: tl.constexpr):
-    """Cells [BLOCK_N] from `start` on, whether they exist, and what their logits gain for a tile of queries."""
-    cell = start + tl.arange(0, BLOCK_N)
-    inside = cell < cells
-    return cell, inside, tl.load(gain_ptr + cell, mask=inside, other=-float("inf"))
-
-
-@triton.jit
-def _probabilities(logits, log2_lse):
-    """p of logits, in units of log 2; 0 in a row without any key, whose lse is -inf."""
-    return tl.exp2(logits - tl.where(log2_lse == -float("inf"), float("inf"), log2_lse))
+def _means_from(start, gain_ptr, tiles, BLOCK_N: tl.constexpr):
+    """Tiles [BLOCK_N] from `start` on, whether they exist, and what the logits of their means gain for some queries."""
+    tile = start + tl.arange(0, BLOCK_N)
+    inside = tile < tiles
+    return tile, inside, tl.load(gain_ptr + tile, mask=inside, other=-float("inf"))
 
 
 @triton.jit(do_not_specialize=["H", "width", "out_b", "out_s", "out_h", "lse_b", "lse_h"])
@@ -241,7 +225,7 @@ def two_resolution_kernel(
     q_ptr, k_ptr, v_ptr, k_mean_ptr, v_mean_ptr, gain_ptr, list_ptr, number_ptr, key_mask_ptr,
     out_ptr, lse_ptr,
     stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
-    out_b, out_s, out_h, lse_b, lse_h, H, width, tiling, c, log2_scale,
+    out_b, out_s, out_h, lse_b, lse_h, H, width, tiling, log2_scale,
     D: tl.constexpr, E: tl.constexpr, REST: tl.constexpr, PRECISION: tl.constexpr,
     QT: tl.constexpr, QH: tl.constexpr, QW: tl.constexpr, BLOCK_M: tl.constexpr, PARTS_M: tl.constexpr,
     BT: tl.constexpr, BH: tl.constexpr, BW: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr,
@@ -260,16 +244,15 @@ def two_resolution_kernel(
     row_max = tl.full([BLOCK_M], -float("inf"), tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
     if REST:
-        cells = tiles * c
-        gain_ptr += at * tl.cdiv(cells, GAINS) * GAINS
-        k_mean_ptr += b * cells * H * D + h * D
-        v_mean_ptr += b * cells * H * E + h * E
-        for start in range(0, cells, BLOCK_N):
-            cell, inside, gain = _cells_from(start, gain_ptr, cells, BLOCK_N)
-            k = load_rows(k_mean_ptr, H * D, cell, inside, D, BLOCK_D, True)
+        gain_ptr += at * tl.cdiv(tiles, GAINS) * GAINS
+        k_mean_ptr += b * tiles * H * D + h * D
+        v_mean_ptr += b * tiles * H * E + h * E
+        for start in range(0, tiles, BLOCK_N):
+            tile, inside, gain = _means_from(start, gain_ptr, tiles, BLOCK_N)
+            k = load_rows(k_mean_ptr, H * D, tile, inside, D, BLOCK_D, True)
             logits = tl.dot(q, tl.trans(k), input_precision=PRECISION) * log2_scale + gain[None, :]
             p, alpha, row_max, row_sum, unused = online_softmax(logits, row_max, row_sum, row_sum, 1.0, False, True)
-            v = load_rows(v_mean_ptr, H * E, cell, inside, E, BLOCK_E, True)
+            v = load_rows(v_mean_ptr, H * E, tile, inside, E, BLOCK_E, True)
             acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision=PRECISION)
     k_ptr += b * stride_kb + h * stride_kh
     v_ptr += b * stride_vb + h * stride_vh
@@ -278,7 +261,7 @@ def two_resolution_kernel(
     list_ptr += at * width
     for i in range(tl.load(number_ptr + at) * PARTS):
         other = tl.load(list_ptr + i // PARTS).to(tl.int32)
-        key, there, _ = _tokens_of(other, i % PARTS, n, BT, BH, BW, BLOCK)
+        key, there = _tokens_of(other, i % PARTS, n, BT, BH, BW, BLOCK)
         k = load_rows(k_ptr, stride_ks, key, there, D, BLOCK_D, not FULL)
         logits = tl.dot(q, tl.trans(k), input_precision=PRECISION)
         if not FULL:
@@ -300,7 +283,7 @@ def two_resolution_rows_kernel(
     q_ptr, k_ptr, v_ptr, k_mean_ptr, v_mean_ptr, gain_ptr, list_ptr, number_ptr, key_mask_ptr,
     do_ptr, out_ptr, lse_ptr, dlse_ptr, delta_ptr, dq_ptr,
     stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
-    stride_gb, stride_gs, stride_gh, stride_ob, stride_os, stride_oh, H, S, width, tiling, c, scale, log2_scale,
+    stride_gb, stride_gs, stride_gh, stride_ob, stride_os, stride_oh, H, S, width, tiling, scale, log2_scale,
     D: tl.constexpr, E: tl.constexpr, REST: tl.constexpr, PRECISION: tl.constexpr,
     QT: tl.constexpr, QH: tl.constexpr, QW: tl.constexpr, BLOCK_M: tl.constexpr, PARTS_M: tl.constexpr,
     BT: tl.constexpr, BH: tl.constexpr, BW: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr,
@@ -314,22 +297,21 @@ def two_resolution_rows_kernel(
     q = load_rows(q_ptr + b * stride_qb + h * stride_qh, stride_qs, row, exists, D, BLOCK_D, not FULL)
     do = load_rows(do_ptr + b * stride_gb + h * stride_gh, stride_gs, row, exists, E, BLOCK_E, not FULL)
     out = load_rows(out_ptr + b * stride_ob + h * stride_oh, stride_os, row, exists, E, BLOCK_E, not FULL)
-    log2_lse = tl.load(lse_ptr + bh * S + row, mask=exists, other=float("inf")) * 1.4426950408889634
+    lse = tl.load(lse_ptr + bh * S + row, mask=exists, other=float("inf"))
     delta = row_delta(do, out, dlse_ptr, bh * S + row, exists)
     tl.store(delta_ptr + bh * S + row, delta, mask=exists)
     dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     if REST:
-        cells = tiles * c
-        gain_ptr += at * tl.cdiv(cells, GAINS) * GAINS
-        k_mean_ptr += b * cells * H * D + h * D
-        v_mean_ptr += b * cells * H * E + h * E
-        for start in range(0, cells, BLOCK_N):
-            cell, inside, gain = _cells_from(start, gain_ptr, cells, BLOCK_N)
-            k = load_rows(k_mean_ptr, H * D, cell, inside, D, BLOCK_D, True)
-            v = load_rows(v_mean_ptr, H * E, cell, inside, E, BLOCK_E, True)
+        gain_ptr += at * tl.cdiv(tiles, GAINS) * GAINS
+        k_mean_ptr += b * tiles * H * D + h * D
+        v_mean_ptr += b * tiles * H * E + h * E
+        for start in range(0, tiles, BLOCK_N):
+            tile, inside, gain = _means_from(start, gain_ptr, tiles, BLOCK_N)
+            k = load_rows(k_mean_ptr, H * D, tile, inside, D, BLOCK_D, True)
+            v = load_rows(v_mean_ptr, H * E, tile, inside, E, BLOCK_E, True)
             logits = tl.dot(q, tl.trans(k), input_precision=PRECISION) * log2_scale + gain[None, :]
             dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)
-            ds = _probabilities(logits, log2_lse[:, None]) * (dp - delta[:, None])
+            ds = probabilities(logits, lse[:, None], 1.0) * (dp - delta[:, None])
             dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
     k_ptr += b * stride_kb + h * stride_kh
     v_ptr += b * stride_vb + h * stride_vh
@@ -338,14 +320,14 @@ def two_resolution_rows_kernel(
     list_ptr += at * width
     for i in range(tl.load(number_ptr + at) * PARTS):
         other = tl.load(list_ptr + i // PARTS).to(tl.int32)
-        key, there, _ = _tokens_of(other, i % PARTS, n, BT, BH, BW, BLOCK)
+        key, there = _tokens_of(other, i % PARTS, n, BT, BH, BW, BLOCK)
         k = load_rows(k_ptr, stride_ks, key, there, D, BLOCK_D, not FULL)
         v = load_rows(v_ptr, stride_vs, key, there, E, BLOCK_E, not FULL)
         logits = tl.dot(q, tl.trans(k), input_precision=PRECISION) * log2_scale
         if not FULL:
             logits = tl.where(_attended(key_mask_ptr, key, there)[None, :], logits, -float("inf"))
         dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)
-        ds = _probabilities(logits, log2_lse[:, None]) * (dp - delta[:, None])
+        ds = probabilities(logits, lse[:, None], 1.0) * (dp - delta[:, None])
         dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
     store_rows(dq_ptr + b * S * H * D + h * D, H * D, row, exists, dq * scale, D, BLOCK_D)
 
@@ -360,10 +342,10 @@ def _gradients(
     q = load_rows(q_ptr, stride_qs, row, exists, D, BLOCK_D, True)
     do = load_rows(do_ptr, stride_gs, row, exists, E, BLOCK_E, True)
     # Where there is no query, lse = inf makes p = 0.
-    log2_lse = tl.load(lse_ptr + row, mask=exists, other=float("inf")) * 1.4426950408889634
+    lse = tl.load(lse_ptr + row, mask=exists, other=float("inf"))
     delta = tl.load(delta_ptr + row, mask=exists, other=0.0)
     logits = tl.dot(k, tl.trans(q), input_precision=PRECISION) * log2_scale + gain[:, None]
-    p = _probabilities(logits, log2_lse[None, :])
+    p = probabilities(logits, lse[None, :], 1.0)
     dv = tl.dot(p.to(do.dtype), do, dv, input_precision=PRECISION)
     dp = tl.dot(v, tl.trans(do), input_precision=PRECISION)
     ds = p * (dp - delta[None, :]) * scale
@@ -371,43 +353,42 @@ def _gradients(
 
 
 @triton.jit(do_not_specialize=["H", "S", "splits", "span"])
-def two_resolution_cells_kernel(
+def two_resolution_means_kernel(
     q_ptr, k_mean_ptr, v_mean_ptr, gain_ptr, do_ptr, lse_ptr, delta_ptr, dk_mean_ptr, dv_mean_ptr,
-    stride_qb, stride_qs, stride_qh, stride_gb, stride_gs, stride_gh, H, S, splits, span, tiling, c, scale, log2_scale,
+    stride_qb, stride_qs, stride_qh, stride_gb, stride_gs, stride_gh, H, S, splits, span, tiling, scale, log2_scale,
     D: tl.constexpr, E: tl.constexpr, PRECISION: tl.constexpr, QT: tl.constexpr, QH: tl.constexpr, QW: tl.constexpr,
     BLOCK_M: tl.constexpr, PARTS_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
-    """Gradients [splits, B·H, m·c, D and E] of some means, by the query tiles of one split, `span` in each."""
+    """Gradients [splits, B·H, m, D and E] of some means, by the query tiles of one split, `span` in each."""
     n = plain(tiling)
     tiles = n.tiles_t * n.tiles_h * n.tiles_w
     queries = n.queries_t * n.queries_h * n.queries_w
-    cells = tiles * c
     pid = tl.program_id(0)
-    blocks = tl.cdiv(cells, BLOCK_N)
+    blocks = tl.cdiv(tiles, BLOCK_N)
     start = pid % blocks * BLOCK_N
     split = pid // blocks % splits
     bh = (pid // blocks // splits).to(tl.int64)
     b = bh // H
     h = bh % H
-    cell = start + tl.arange(0, BLOCK_N)
-    inside = cell < cells
-    k = load_rows(k_mean_ptr + b * cells * H * D + h * D, H * D, cell, inside, D, BLOCK_D, True)
-    v = load_rows(v_mean_ptr + b * cells * H * E + h * E, H * E, cell, inside, E, BLOCK_E, True)
+    mean = start + tl.arange(0, BLOCK_N)
+    inside = mean < tiles
+    k = load_rows(k_mean_ptr + b * tiles * H * D + h * D, H * D, mean, inside, D, BLOCK_D, True)
+    v = load_rows(v_mean_ptr + b * tiles * H * E + h * E, H * E, mean, inside, E, BLOCK_E, True)
     q_ptr += b * stride_qb + h * stride_qh
     do_ptr += b * stride_gb + h * stride_gh
     dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     dv = tl.zeros([BLOCK_N, BLOCK_E], tl.float32)
-    padded = tl.cdiv(cells, GAINS) * GAINS
+    padded = tl.cdiv(tiles, GAINS) * GAINS
     gain_ptr += bh * queries * padded
     for i in range(split * span * PARTS_M, tl.minimum((split + 1) * span, queries) * PARTS_M):
         tile = i // PARTS_M
-        gain = tl.load(gain_ptr + tile.to(tl.int64) * padded + cell, mask=inside, other=-float("inf"))
-        row, exists, _ = _tokens_of(tile, i % PARTS_M, _of_queries(n), QT, QH, QW, BLOCK_M)
+        gain = tl.load(gain_ptr + tile.to(tl.int64) * padded + mean, mask=inside, other=-float("inf"))
+        row, exists = _tokens_of(tile, i % PARTS_M, _of_queries(n), QT, QH, QW, BLOCK_M)
         dk, dv = _gradients(
             k, v, gain, q_ptr, do_ptr, lse_ptr + bh * S, delta_ptr + bh * S, stride_qs, stride_gs,
             row, exists, dk, dv, scale, log2_scale, D, E, BLOCK_D, BLOCK_E, PRECISION,
         )  # fmt: skip
-    target = (split * (tl.num_programs(0) // blocks // splits) + bh) * cells + cell
+    target = (split * (tl.num_programs(0) // blocks // splits) + bh) * tiles + mean
     store_rows(dk_mean_ptr, D, target, inside, dk, D, BLOCK_D)
     store_rows(dv_mean_ptr, E, target, inside, dv, E, BLOCK_E)
 
@@ -416,7 +397,7 @@ def two_resolution_cells_kernel(
 def two_resolution_keys_kernel(
     q_ptr, k_ptr, v_ptr, log2_number_ptr, list_ptr, number_ptr, key_mask_ptr, do_ptr, lse_ptr, delta_ptr,
     dk_mean_ptr, dv_mean_ptr, dk_ptr, dv_ptr, stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh,
-    stride_vb, stride_vs, stride_vh, stride_gb, stride_gs, stride_gh, H, S, tiling, c, scale, log2_scale,
+    stride_vb, stride_vs, stride_vh, stride_gb, stride_gs, stride_gh, H, S, tiling, scale, log2_scale,
     D: tl.constexpr, E: tl.constexpr, REST: tl.constexpr, ADD: tl.constexpr, PRECISION: tl.constexpr,
     QT: tl.constexpr, QH: tl.constexpr, QW: tl.constexpr, BLOCK_M: tl.constexpr, PARTS_M: tl.constexpr,
     BT: tl.constexpr, BH: tl.constexpr, BW: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr,
@@ -424,8 +405,8 @@ def two_resolution_keys_kernel(
 ):  # fmt: skip
     """Write, or ADD to, dk [B, S, H, D] and dv [B, S, H, E], contiguous, of a part of a tile of keys.
 
-    Its list is of the query tiles that it is exact for; a token also gets its part of the gradient of its cell's means,
-    dk_mean and dv_mean [B·H, m·c, D and E].
+    Its list is of the query tiles that it is exact for; a token also gets its part of the gradient of its tile's means,
+    dk_mean and dv_mean [B·H, m, D and E].
     """
     n = plain(tiling)
     tiles = n.tiles_t * n.tiles_h * n.tiles_w
@@ -435,7 +416,7 @@ def two_resolution_keys_kernel(
     bh = (pid // PARTS // tiles).to(tl.int64)
     b = bh // H
     h = bh % H
-    key, there, cell = _tokens_of(tile, pid % PARTS, n, BT, BH, BW, BLOCK)
+    key, there = _tokens_of(tile, pid % PARTS, n, BT, BH, BW, BLOCK)
     if key_mask_ptr is not None:
         key_mask_ptr += b * (n.frames * n.rows * n.columns)
     attended = _attended(key_mask_ptr, key, there)
@@ -449,18 +430,17 @@ def two_resolution_keys_kernel(
     at = bh * tiles + tile
     for i in range(tl.load(number_ptr + at) * PARTS_M):
         other = tl.load(list_ptr + at * queries + i // PARTS_M).to(tl.int32)
-        row, exists, _ = _tokens_of(other, i % PARTS_M, _of_queries(n), QT, QH, QW, BLOCK_M)
+        row, exists = _tokens_of(other, i % PARTS_M, _of_queries(n), QT, QH, QW, BLOCK_M)
         dk, dv = _gradients(
             k, v, gain, q_ptr, do_ptr, lse_ptr + bh * S, delta_ptr + bh * S, stride_qs, stride_gs,
             row, exists, dk, dv, scale, log2_scale, D, E, BLOCK_D, BLOCK_E, PRECISION,
         )  # fmt: skip
     if REST:
-        of_cell = tile * c + cell
-        number = tl.load(log2_number_ptr + b * tiles * c + of_cell, mask=attended, other=0.0)
-        part = tl.exp2(-number)[:, None]
-        mean_row = bh * tiles * c + of_cell
-        dk += part * load_rows(dk_mean_ptr, D, mean_row, attended, D, BLOCK_D, True)
-        dv += part * load_rows(dv_mean_ptr, E, mean_row, attended, E, BLOCK_E, True)
+        dims, value_dims = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_E)
+        number = tl.load(log2_number_ptr + b * tiles + tile)
+        part = tl.where(attended, tl.exp2(-number), 0.0)[:, None]
+        dk += part * tl.load(dk_mean_ptr + at * D + dims, mask=dims < D, other=0.0)[None, :]
+        dv += part * tl.load(dv_mean_ptr + at * E + value_dims, mask=value_dims < E, other=0.0)[None, :]
     row = b * (n.frames * n.rows * n.columns) * H + h
     if ADD:
         add_rows(dk_ptr + row * D, H * D, key, there, dk, D, BLOCK_D)

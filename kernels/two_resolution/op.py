@@ -1,13 +1,12 @@
 """Attention in two resolutions as a torch operator: opaque to torch.compile, differentiable.
 
-Shapes: B batch, S tokens, H heads, D head dim, E value dim; n tiles of queries, m tiles of keys, c cells of a tile. An
-operator takes numbers, not objects: a `Tiling` travels as a list of integers.
+Shapes: B batch, S tokens, H heads, D head dim, E value dim; n tiles of queries, m tiles of keys. An operator
+takes numbers, not objects: a `Tiling` travels as a list of integers.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -30,14 +29,14 @@ from vmonarch.kernels.two_resolution.kernels import (
     best_kernel,
     lists_kernel,
     means_kernel,
-    two_resolution_cells_kernel,
     two_resolution_kernel,
     two_resolution_keys_kernel,
+    two_resolution_means_kernel,
     two_resolution_rows_kernel,
     unspecialised,
 )
-from vmonarch.kernels.two_resolution.selection import best_of, exact_tiles, select_tiles
-from vmonarch.kernels.two_resolution.tiling import Box, Tiling
+from vmonarch.kernels.two_resolution.reference import best_of, select_tiles
+from vmonarch.kernels.two_resolution.tiling import Box, Tiling, exact_tiles
 from vmonarch.options import TwoResolutionOptions
 
 # Tokens of which a program takes the sum at a time, and those that a warp of it does.
@@ -74,7 +73,7 @@ def _constants(name: str, query: torch.Tensor, value: torch.Tensor, n: Tiling) -
 
 
 class Pooled(NamedTuple):
-    """Means of all cells, and log2 of their tokens [B, m·c]: keys [B, m·c, H, D] in float32, values in their dtype."""
+    """Means of all tiles, and log2 of their tokens [B, m]: keys [B, m, H, D] in float32, values in their dtype."""
 
     k: torch.Tensor
     v: torch.Tensor | None
@@ -82,16 +81,15 @@ class Pooled(NamedTuple):
 
 
 def pool(key: torch.Tensor, value: torch.Tensor | None, n: Tiling, key_mask: torch.Tensor | None) -> Pooled:
-    """The means of all cells; those of the keys choose tiles, too, as exactly as the reference does."""
+    """The means of all tiles; those of the keys choose tiles, too, as exactly as the reference does."""
     B, N, H, D = key.shape
     E = D if value is None else value.shape[3]
-    cells = n.tiles * n.cells
-    k = key.new_empty(B, cells, H, D, dtype=torch.float32)
-    v = None if value is None else value.new_empty(B, cells, H, E)
-    log2_number = key.new_empty(B, cells, dtype=torch.float32)
+    k = key.new_empty(B, n.tiles, H, D, dtype=torch.float32)
+    v = None if value is None else value.new_empty(B, n.tiles, H, E)
+    log2_number = key.new_empty(B, n.tiles, dtype=torch.float32)
     value_strides = (0, 0, 0) if value is None else value.stride()[:3]
-    constants = _box(n.cell_box, _MEANS_BLOCK)
-    launcher(means_kernel, (B * cells * H,))(
+    constants = _box(n.box, _MEANS_BLOCK)
+    launcher(means_kernel, (B * n.tiles * H,))(
         key, value, key_mask, k, v, log2_number, *key.stride()[:3], *value_strides, H, N, unspecialised(n),
         D=D, E=E, BLOCK_D=block_dim(D), BLOCK_E=block_dim(E), **constants,
         num_warps=max(1, constants["BLOCK"] // _MEANS_WARP),
@@ -107,17 +105,10 @@ def choose(
     key_mask: torch.Tensor | None,
     pooled: Pooled | None,
 ) -> torch.Tensor:
-    """The exact tiles [B, H, n, m], as `selection.select_tiles`."""
+    """The exact tiles [B, H, n, m], as `reference.select_tiles`."""
     q_mean = pool(query, None, n.of_queries, None).k
-    if pooled is None:
-        pooled = pool(key, None, n._replace(cells_t=1, cells_h=1, cells_w=1), key_mask)
-    k_mean = pooled.k
-    if k_mean.shape[1] > n.tiles:
-        # The mean of a tile is that of its cells, each as often as it has tokens.
-        number = pooled.log2_number.exp2().unflatten(1, (n.tiles, -1))
-        weight = number / number.sum(-1, keepdim=True).clamp(min=1)
-        k_mean = (k_mean.unflatten(1, (n.tiles, -1)) * weight[..., None, None]).sum(2)
-    return select_tiles(q_mean.transpose(1, 2), k_mean.transpose(1, 2), n, options, best).exact
+    k_mean = pool(key, None, n, key_mask).k if pooled is None else pooled.k
+    return select_tiles(q_mean.transpose(1, 2), k_mean.transpose(1, 2), n, options, best)[0]
 
 
 def best(scores: torch.Tensor, count: int) -> torch.Tensor:
@@ -144,18 +135,17 @@ def _lists(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """The true columns of every row of exact [B, H, n, m], in order: [B, H, n, width]; and their number [B, H, n].
 
-    With log2_number [B, m·c], also what the logits of all cells gain for every tile of queries [B, H, n, ≥ m·c].
+    With log2_number [B, m], also what the logits of all means gain for every tile of queries [B, H, n, ≥ m].
     """
     B, H, n, m = exact.shape
     exact = exact.flatten(0, 1)
     lists = exact.new_empty(B, H, n, width, dtype=torch.int16 if m < 2**15 else torch.int32)
     number = exact.new_empty(B, H, n, dtype=torch.int32)
-    c = 1 if log2_number is None else log2_number.shape[1] // m
-    padded = triton.cdiv(m * c, GAINS.value) * GAINS.value
+    padded = triton.cdiv(m, GAINS.value) * GAINS.value
     gain = None if log2_number is None else exact.new_empty(B, H, n, padded, dtype=torch.float32)
     block = min(1024, block_dim(m))
     launcher(lists_kernel, (B * H * n,))(
-        exact, log2_number, lists, number, gain, *exact.stride(), n, m, width, padded, H, c, BLOCK=block,
+        exact, log2_number, lists, number, gain, *exact.stride(), n, m, width, padded, H, BLOCK=block,
         BLOCK_PAD=GAINS.value, num_warps=4,
     )  # fmt: skip
     return lists, number, gain
@@ -173,14 +163,14 @@ def _full(n: Tiling) -> bool:
 @replayed
 def _forward(*inputs: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(out [B, S, H, E], lse [B, H, S], the exact tiles [B, H, n, m], empty if they are given); see `attend`."""
-    query, key, value, exact, key_mask, numbers, choice, rest, scale = inputs
-    n, options = Tiling(*numbers), _options(choice)
+    query, key, value, exact, key_mask, numbers, share, beta, rest, scale = inputs
+    n, options = Tiling(*numbers), TwoResolutionOptions(share=share, beta=beta)
     pooled = pool(key, value, n, key_mask) if rest else None
     given = exact is not None
     if not given:
         exact = choose(query, key, n, options, key_mask, pooled)
     out, lse = new_results(query, key, value)
-    attend(query, key, value, exact, _width(n, options, given), key_mask, n, pooled, scale, out, lse)
+    attend(query, key, value, exact, _width(n, share, given), key_mask, n, pooled, scale, out, lse)
     return out, lse, exact.new_empty(0) if given else exact
 
 
@@ -188,25 +178,14 @@ two_resolution_forward = torch.library.custom_op(
     "vmonarch::two_resolution_forward",
     _forward,
     mutates_args=(),
-    schema="(Tensor query, Tensor key, Tensor value, Tensor? exact, Tensor? key_mask, int[] numbers, float?[] choice,"
-    " bool rest, float scale) -> (Tensor, Tensor, Tensor)",
+    schema="(Tensor query, Tensor key, Tensor value, Tensor? exact, Tensor? key_mask, int[] numbers, float? share,"
+    " float? beta, bool rest, float scale) -> (Tensor, Tensor, Tensor)",
 )
 
 
-def _options(choice: Sequence[float | None]) -> TwoResolutionOptions:
-    """What chooses the tiles, of numbers; `_choice` is the inverse."""
-    share, beta, local, sink = choice
-    return TwoResolutionOptions(share=share, beta=beta, local=None if local is None else int(local), sink=bool(sink))
-
-
-def _choice(options: TwoResolutionOptions) -> list[float | None]:
-    local = None if options.local is None else float(options.local)
-    return [options.share, options.beta, local, float(options.sink)]
-
-
-def _width(n: Tiling, options: TwoResolutionOptions, given: bool) -> int:
+def _width(n: Tiling, share: float | None, given: bool) -> int:
     """At least the most exact tiles of a tile of queries."""
-    return n.tiles if given or options.share is None else exact_tiles(n, options)
+    return n.tiles if given or share is None else exact_tiles(n, share)
 
 
 def attend(
@@ -242,7 +221,7 @@ def attend(
     launcher(two_resolution_kernel, (n.of_queries.tiles * constants["PARTS_M"] * B * H,))(
         query, key, value, k_mean, v_mean, gain, lists, number, key_mask, out, lse,
         *query.stride()[:3], *key.stride()[:3], *value.stride()[:3],
-        *out_rows, *lse.stride()[:2], H, width, unspecialised(n), n.cells, log2_scale_of(scale),
+        *out_rows, *lse.stride()[:2], H, width, unspecialised(n), log2_scale_of(scale),
         REST=pooled is not None, FULL=_full(n) and key_mask is None, **constants,
     )  # fmt: skip
 
@@ -258,15 +237,15 @@ def _(query: torch.Tensor, key: Any, value: torch.Tensor, exact: Any, _mask: Any
     "vmonarch::two_resolution_backward",
     mutates_args=(),
     schema="(Tensor grad_out, Tensor? grad_lse, Tensor query, Tensor key, Tensor value, Tensor? exact,"
-    " Tensor? key_mask, Tensor out, Tensor lse, Tensor chosen, int[] numbers, float?[] choice, bool rest, float scale)"
-    " -> (Tensor, Tensor, Tensor)",
+    " Tensor? key_mask, Tensor out, Tensor lse, Tensor chosen, int[] numbers, float? share, float? beta, bool rest,"
+    " float scale) -> (Tensor, Tensor, Tensor)",
 )
 @replayed
 def two_resolution_backward(*inputs: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(dq, dk, dv), contiguous, each in the shape and dtype of its input."""
-    *gradients, query, key, value, exact, key_mask, out, lse, chosen, numbers, choice, rest, scale = inputs
+    *gradients, query, key, value, exact, key_mask, out, lse, chosen, numbers, share, _, rest, scale = inputs
     n, given = Tiling(*numbers), exact is not None
-    width, pooled = _width(n, _options(choice), given), pool(key, value, n, key_mask) if rest else None
+    width, pooled = _width(n, share, given), pool(key, value, n, key_mask) if rest else None
     exact = exact if given else chosen
     return backward(*gradients, query, key, value, exact, width, key_mask, out, lse, n, pooled, scale)
 
@@ -309,19 +288,18 @@ def backward(
         constants = _constants("two_resolution_rows", query, value, n)
         launcher(two_resolution_rows_kernel, (queries * constants["PARTS_M"] * B * H,))(
             query, key, value, k_mean, v_mean, gain, lists, number, key_mask, grad_out, out, lse, grad_lse,
-            delta, dq, *q_strides, *kv_strides, *g_strides, *out.stride()[:3], H, S, width, tiling, n.cells, scale,
+            delta, dq, *q_strides, *kv_strides, *g_strides, *out.stride()[:3], H, S, width, tiling, scale,
             log2_scale, REST=rest, FULL=_full(n) and key_mask is None, **constants,
         )  # fmt: skip
     if rest:
-        constants = _constants("two_resolution_cells", query, value, n)
-        cells = n.tiles * n.cells
-        blocks = triton.cdiv(cells, constants["BLOCK_N"]) * B * H
-        # Few cells see many queries: those are split, until there is work for the whole chip.
+        constants = _constants("two_resolution_means", query, value, n)
+        blocks = triton.cdiv(n.tiles, constants["BLOCK_N"]) * B * H
+        # Few means see many queries: those are split, until there is work for the whole chip.
         splits = max(1, min(queries, 4 * processors(query.device) // blocks))
-        dk_mean, dv_mean = (query.new_empty(splits, B * H, cells, dim, dtype=torch.float32) for dim in (D, E))
-        launcher(two_resolution_cells_kernel, (blocks * splits,))(
+        dk_mean, dv_mean = (query.new_empty(splits, B * H, n.tiles, dim, dtype=torch.float32) for dim in (D, E))
+        launcher(two_resolution_means_kernel, (blocks * splits,))(
             query, k_mean, v_mean, gain, grad_out, lse, delta, dk_mean, dv_mean,
-            *q_strides, *g_strides, H, S, splits, triton.cdiv(queries, splits), tiling, n.cells, scale, log2_scale,
+            *q_strides, *g_strides, H, S, splits, triton.cdiv(queries, splits), tiling, scale, log2_scale,
             **constants,
         )  # fmt: skip
         dk_mean, dv_mean = dk_mean.sum(0), dv_mean.sum(0)
@@ -335,7 +313,7 @@ def backward(
         constants = _constants("two_resolution_keys", query, value, n)
         launcher(two_resolution_keys_kernel, (n.tiles * constants["PARTS"] * B * H,))(
             query, key, value, log2_number, lists, number, key_mask, grad_out, lse, delta, dk_mean, dv_mean,
-            dk, dv, *q_strides, *kv_strides, *g_strides, H, S, tiling, n.cells, scale, log2_scale, REST=rest,
+            dk, dv, *q_strides, *kv_strides, *g_strides, H, S, tiling, scale, log2_scale, REST=rest,
             ADD=added is not None, **constants,
         )  # fmt: skip
     return dq, dk, dv
@@ -363,7 +341,7 @@ def two_resolution_attention_triton(
     if exact is not None:
         exact = exact.expand(B, H, -1, -1).contiguous()
     mask = None if key_mask is None else key_mask.contiguous()
-    numbers = list(tiling), _choice(options), options.rest, scale
+    numbers = list(tiling), options.share, options.beta, options.rest, scale
     forward = two_resolution_forward if needs_operator(query, key, value) else _forward
     out, lse, _ = forward(query, key, value, exact, mask, *numbers)
     return out, lse

@@ -1,48 +1,74 @@
 """Attention in two resolutions in plain torch: the specification of the kernels.
 
-Shapes: B batch, S tokens, H heads, D head dim, E value dim, G = B·H groups; m tiles of keys of b places, c cells of a
-tile, n tiles of queries of a places.
+Shapes: B batch, S tokens, H heads, D head dim, E value dim, G = B·H groups; m tiles of keys of b places, n
+tiles of queries of a places.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from vmonarch.kernels.flash_entropy.reference import recomputed, softmax_parts, to_groups
-from vmonarch.kernels.two_resolution.selection import Selection, select_tiles
-from vmonarch.kernels.two_resolution.tiling import Places, Tiling, places_of
+from vmonarch.kernels.two_resolution.tiling import Places, Tiling, exact_tiles, places_of
 from vmonarch.options import TwoResolutionOptions
 
 # Keys and values that one chunk of query tiles may gather, in elements.
 MAX_CHUNK_ELEMENTS = 2**26
 
 
-def cell_means(
-    tokens: torch.Tensor, places: Places, cells: int, key_mask: torch.Tensor | None
+def tile_means(
+    tokens: torch.Tensor, places: Places, key_mask: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Mean of the tokens of every cell, in at least float32.
+    """Mean of the tokens of every tile, in at least float32.
 
     Args:
         tokens: [B, S, H, D].
-        cells: m·c, of all tiles; m with the cells of `places` divided by c.
         key_mask: [B, S], true where a token counts; None for all of them.
 
     Returns:
-        (means [B, H, m·c, D], zero where no token counts; number of tokens that count [B or 1, m·c]).
+        (means [B, H, m, D], zero where no token counts; number of tokens that count [B or 1, m]).
     """
-    B, S, H, D = tokens.shape
+    (B, S, H, D), (m, b) = tokens.shape, places.token.shape
     dtype = torch.promote_types(tokens.dtype, torch.float32)
-    cell = places.cell.flatten()[places.place]  # [S]
+    tile = places.place // b  # [S]
     counts = tokens.new_ones(1, S, dtype=dtype) if key_mask is None else key_mask.to(dtype)
-    number = counts.new_zeros(counts.shape[0], cells).index_add(1, cell, counts)
-    sums = tokens.new_zeros(B, cells, H, D, dtype=dtype).index_add(1, cell, tokens * counts[..., None, None])
+    number = counts.new_zeros(counts.shape[0], m).index_add(1, tile, counts)
+    sums = tokens.new_zeros(B, m, H, D, dtype=dtype).index_add(1, tile, tokens * counts[..., None, None])
     return (sums / number.clamp(min=1)[..., None, None]).transpose(1, 2), number
 
 
-def tile_means(tokens: torch.Tensor, tiling: Tiling, key_mask: torch.Tensor | None = None) -> torch.Tensor:
-    """Mean of the tokens [B, S, H, D] of every tile, [B, H, m, D] in at least float32."""
-    places = places_of(tiling, tokens.device)
-    return cell_means(tokens, places._replace(cell=places.cell // tiling.cells), tiling.tiles, key_mask)[0]
+def best_of(scores: torch.Tensor, count: int) -> torch.Tensor:
+    """Whether each score [..., m] is among the `count` largest of its row."""
+    best = scores.topk(count, -1, sorted=False).indices
+    return torch.zeros_like(scores, dtype=torch.bool).scatter(-1, best, True)
+
+
+def select_tiles(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    tiling: Tiling,
+    options: TwoResolutionOptions,
+    best: Callable[[torch.Tensor, int], torch.Tensor] = best_of,
+) -> tuple[torch.Tensor, int | None]:
+    """The exact tiles by the scores of mean queries and keys.
+
+    Args:
+        query, key: means of the tiles [B, H, n and m, D]; that of a tile without any key is zero.
+        best: does what `best_of` does.
+
+    Returns:
+        (bool [B, H, n, m], true where tile of keys k is exact for tile of queries l; how many there are for every query
+        tile, None where the data decide).
+    """
+    scores = (query @ key.transpose(-1, -2)).detach()
+    if options.beta is not None:
+        std, mean = torch.std_mean(scores, -1, correction=0, keepdim=True)
+        return scores > mean + options.beta * std, None
+    assert options.share is not None
+    count = exact_tiles(tiling, options.share)
+    return best(scores, count), count
 
 
 def chosen_tiles(
@@ -53,9 +79,10 @@ def chosen_tiles(
     *,
     scale: float,
     key_mask: torch.Tensor | None = None,
-) -> Selection:
-    """The exact tiles by the products of mean queries and keys, in the order of logits; `scale` says which that is."""
-    q_mean, k_mean = tile_means(query, tiling.of_queries), tile_means(key, tiling, key_mask)
+) -> tuple[torch.Tensor, int | None]:
+    """`select_tiles` of means of the tokens [B, S, H, D], in the order of logits; `scale` says which that is."""
+    q_mean, _ = tile_means(query, places_of(tiling.of_queries, query.device))
+    k_mean, _ = tile_means(key, places_of(tiling, key.device), key_mask)
     return select_tiles(-q_mean if scale < 0 else q_mean, k_mean, tiling, options)
 
 
@@ -84,7 +111,8 @@ def two_resolution_attention_reference(
     key: torch.Tensor,
     value: torch.Tensor,
     tiling: Tiling,
-    selection: Selection,
+    exact: torch.Tensor,
+    each: int | None,
     *,
     rest: bool,
     scale: float,
@@ -92,28 +120,28 @@ def two_resolution_attention_reference(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(out [B, S, H, E] in the dtype of `query`, lse [B, H, S]); arguments as in `two_resolution_attention`.
 
-    With fewer `query_frames` in `tiling`, S are the tokens of so many frames.
+    With fewer `query_frames` in `tiling`, S are the tokens of so many frames. exact, each: what `select_tiles` gives.
     """
     B, N, H, _ = key.shape
-    m, c = tiling.tiles, tiling.cells
+    m = tiling.tiles
     places, of_queries = (places_of(cut, query.device) for cut in (tiling, tiling.of_queries))
     n = of_queries.token.shape[0]
     b = places.token.shape[1]
     q = to_groups(query) * scale
-    # What a tile may attend to: tokens, then cells; and what its logit gains, the log of the tokens that it stands for.
+    # What a tile may attend to: tokens, then means; and what its logit gains, the log of the tokens that it stands for.
     k, v = to_groups(key), to_groups(value)
     present = query.new_ones(1, N, dtype=torch.bool) if key_mask is None else key_mask
     gain = torch.where(present, 0.0, -torch.inf).to(q.dtype)  # [B or 1, N]
     if rest:
-        (k_mean, number), (v_mean, _) = (cell_means(x, places, m * c, key_mask) for x in (key, value))
+        (k_mean, number), (v_mean, _) = (tile_means(x, places, key_mask) for x in (key, value))
         k, v = (torch.cat([x, mean.flatten(0, 1)], 1) for x, mean in ((k, k_mean), (v, v_mean)))
         gain = torch.cat([gain, number.to(q.dtype).log()], 1)
-    gain = gain.expand(B, -1).repeat_interleave(H, 0)  # [G, N + m·c]
+    gain = gain.expand(B, -1).repeat_interleave(H, 0)  # [G, N + m]
 
-    exact = selection.exact.expand(B, H, n, m).flatten(0, 1)
+    exact = exact.expand(B, H, n, m).flatten(0, 1)
     # Exact tiles come first in a ranking: `fewest` of them at least, `most` at most.
     number_exact = exact.sum(-1, keepdim=True)  # [G, n, 1]
-    fewest = most = selection.number
+    fewest = most = each
     if fewest is None or most is None:
         # A softmax needs a column, which nobody attends to where no tile is exact.
         fewest, most = int(number_exact.min()), max(1, int(number_exact.max()))
@@ -122,7 +150,7 @@ def two_resolution_attention_reference(
 
     outs, lses = [], []
     q_tiles = q[:, of_queries.token.flatten()].unflatten(1, (n, -1))
-    reach = most * b + (m - fewest) * c * rest
+    reach = most * b + (m - fewest) * rest
     step = max(1, MAX_CHUNK_ELEMENTS // max(1, q.shape[0] * reach * (k.shape[2] + v.shape[2])))
     for l in range(0, n, step):
         tiles = ranking[:, l : l + step]  # [G, l, m]
@@ -132,9 +160,8 @@ def two_resolution_attention_reference(
         allowed = [(places.present[tiles[..., :most]] & is_exact[..., :most, None]).flatten(2)]
         chosen = [fine.flatten(2)]
         if rest:
-            coarse = tiles[..., fewest:, None] * c + torch.arange(c, device=query.device)
-            chosen.append(N + coarse.flatten(2))
-            allowed.append(~is_exact[..., fewest:].repeat_interleave(c, -1))
+            chosen.append(N + tiles[..., fewest:])
+            allowed.append(~is_exact[..., fewest:])
         index = torch.cat(chosen, -1)  # [G, l, i]
         bias = torch.where(torch.cat(allowed, -1), _picked(gain, index), -torch.inf)
         out, lse = recomputed(_attend, q_tiles[:, l : l + step], k, v, index, bias)

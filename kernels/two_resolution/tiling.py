@@ -1,7 +1,7 @@
-"""How a video is cut into tiles of keys and tiles of queries, boxes of neighbouring tokens, and key tiles into cells.
+"""How a video is cut into tiles of keys and tiles of queries, boxes of neighbouring tokens.
 
 Every axis is cut evenly: part i of n of an axis of length L holds the places from ⌊i·L/n⌋ to ⌊(i+1)·L/n⌋, so sizes
-differ by at most one. Tokens stay where they are; tiles and cells are found by arithmetic.
+differ by at most one. Tokens stay where they are; tiles are found by arithmetic.
 """
 
 from __future__ import annotations
@@ -31,7 +31,6 @@ class Tiling(NamedTuple):
     Attributes:
         frames, rows, columns: of the grid.
         tiles_t, tiles_h, tiles_w: tiles of keys along each axis.
-        cells_t, cells_h, cells_w: cells of a tile of keys along each axis.
         queries_t, queries_h, queries_w: tiles of queries along each axis.
         query_frames: frames that have queries, as many as the others or fewer.
     """
@@ -42,9 +41,6 @@ class Tiling(NamedTuple):
     tiles_t: int
     tiles_h: int
     tiles_w: int
-    cells_t: int
-    cells_h: int
-    cells_w: int
     queries_t: int
     queries_h: int
     queries_w: int
@@ -56,33 +52,22 @@ class Tiling(NamedTuple):
         return self.tiles_t * self.tiles_h * self.tiles_w
 
     @property
-    def cells(self) -> int:
-        """c, the cells of a tile; a small tile may leave some of them empty."""
-        return self.cells_t * self.cells_h * self.cells_w
-
-    @property
     def box(self) -> Box:
         """(frames, rows, columns) of the largest tile of keys."""
         return -(-self.frames // self.tiles_t), -(-self.rows // self.tiles_h), -(-self.columns // self.tiles_w)
 
     @property
-    def cell_box(self) -> Box:
-        """The same of the largest cell."""
-        t, h, w = (-(-edge // cells) for edge, cells in zip(self.box, self[6:9], strict=True))
-        return t, h, w
-
-    @property
     def of_queries(self) -> Tiling:
-        """The cut into n tiles of queries, as if they were keys, of one cell each."""
+        """The cut into n tiles of queries, as if they were keys."""
         tiles = dict(tiles_t=self.queries_t, tiles_h=self.queries_h, tiles_w=self.queries_w)
-        return self._replace(frames=self.query_frames, cells_t=1, cells_h=1, cells_w=1, **tiles)
+        return self._replace(frames=self.query_frames, **tiles)
 
 
 def tiling_of(grid: LatentGrid, options: TwoResolutionOptions, query_frames: int | None = None) -> Tiling:
-    """The cut of a grid by `tile`, `cell` and `query_tile`.
+    """The cut of a grid by `tile` and `query_tile`.
 
     Args:
-        query_frames: frames that have queries; None for all. The choice of tiles nearby does not know which they are.
+        query_frames: frames that have queries; None for all.
     """
 
     def parts(sizes: Sequence[int], box: Sequence[int]) -> list[int]:
@@ -94,11 +79,15 @@ def tiling_of(grid: LatentGrid, options: TwoResolutionOptions, query_frames: int
         return best_box(of, tokens)
 
     tiles = parts(grid, options.tile or box_of(grid, KEY_TOKENS))
-    box = [-(-size // count) for size, count in zip(grid, tiles, strict=True)]
     asking = grid if query_frames is None else grid._replace(frames=query_frames)
     queries = parts(asking, options.query_tile or box_of(asking, QUERY_TOKENS))
-    numbers = (*grid, *tiles, *parts(box, options.cell or box), *queries, asking.frames)
+    numbers = (*grid, *tiles, *queries, asking.frames)
     return Tiling(*numbers)
+
+
+def exact_tiles(tiling: Tiling, share: float) -> int:
+    """How many tiles are exact for every tile of queries: `share` of them, rounded up to at least one."""
+    return max(1, math.ceil(share * tiling.tiles - 1e-9))
 
 
 @functools.cache
@@ -127,13 +116,11 @@ class Places(NamedTuple):
     Attributes:
         token: [m, b] the token at each place of a tile, 0 where there is none.
         present: [m, b] whether there is one.
-        cell: [m, b] its cell among those of all tiles, tile · c + cell of the tile.
         place: [S] the place tile · b + place of the tile of each token.
     """
 
     token: torch.Tensor
     present: torch.Tensor
-    cell: torch.Tensor
     place: torch.Tensor
 
 
@@ -143,8 +130,8 @@ def places_of(tiling: Tiling, device: torch.device) -> Places:
     They are made for every call: they have numbers for every token, which is too much to keep.
     """
     T, H, W = (
-        _axis(length, tiles, edge, cells, device)
-        for length, tiles, edge, cells in zip(tiling[:3], tiling[3:6], tiling.box, tiling[6:9], strict=True)
+        _axis(length, tiles, edge, device)
+        for length, tiles, edge in zip(tiling[:3], tiling[3:6], tiling.box, strict=True)
     )
 
     def combined(t: torch.Tensor, h: torch.Tensor, w: torch.Tensor, sizes: tuple[int, int]) -> torch.Tensor:
@@ -155,24 +142,21 @@ def places_of(tiling: Tiling, device: torch.device) -> Places:
     token = combined(T.place, H.place, W.place, (tiling.rows, tiling.columns))
     # A sum of three ones: every axis has a token there.
     present = combined(T.present, H.present, W.present, (1, 1)) == 3
-    tile = torch.arange(tiling.tiles, device=device)[:, None]
-    cell = tile * tiling.cells + combined(T.cell, H.cell, W.cell, (tiling.cells_h, tiling.cells_w))
     tokens = math.prod(tiling[:3])
     # Sorted by their tokens, places come in the order of tokens, and the empty ones after all of them.
     place = token.where(present, tokens).flatten().argsort()[:tokens]
-    return Places(token.where(present, 0), present, cell.where(present, tile * tiling.cells), place)
+    return Places(token.where(present, 0), present, place)
 
 
 class _Axis(NamedTuple):
-    """[tiles, edge]: the coordinate at each place of the tiles, 1 where there is one, and its cell in the tile."""
+    """[tiles, edge]: the coordinate at each place of the tiles, and 1 where there is one."""
 
     place: torch.Tensor
     present: torch.Tensor
-    cell: torch.Tensor
 
 
-def _axis(length: int, tiles: int, edge: int, cells: int, device: torch.device) -> _Axis:
+def _axis(length: int, tiles: int, edge: int, device: torch.device) -> _Axis:
     bounds = torch.arange(tiles + 1, device=device) * length // tiles
     start, size = bounds[:-1, None], bounds.diff()[:, None]
     offset = torch.arange(edge, device=device)
-    return _Axis(start + offset, (offset < size).long(), ((offset + 1) * cells - 1) // size)
+    return _Axis(start + offset, (offset < size).long())

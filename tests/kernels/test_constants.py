@@ -11,10 +11,6 @@ import torch
 from vmonarch import ExactBlocks, vmonarch_attention
 from vmonarch.grid import LatentGrid
 from vmonarch.kernels.common.constants import kept
-from vmonarch.kernels.flash_entropy.segments import Segment, column_work, row_work
-from vmonarch.kernels.hopper.schedule import even_order, schedule
-from vmonarch.kernels.monarch.call import exact_table_of
-from vmonarch.kernels.monarch.places import grid_places
 from vmonarch.kernels.two_resolution.tiling import places_of, tiling_of
 from vmonarch.options import TwoResolutionOptions
 
@@ -73,23 +69,6 @@ def test_in_inference_mode_it_makes_tensors_for_training_too(device):
     x = torch.ones(3, device=device, requires_grad=True)
     (made * x).sum().backward()
     assert torch.equal(x.grad, made)
-
-
-TABLES = {
-    "row_work": lambda n: row_work((Segment(0, n, ((0, n),)),), 16, 16, 1, 1, None, CPU).items,
-    "column_work": lambda n: column_work((Segment(0, n, ((0, n),)),), 16, 16, CPU).items,
-    "schedule": lambda n: schedule((Segment(0, n, ((0, n),)),), 16, 16, 1, 4, CPU).items,
-    "even_order": lambda n: even_order(n, 1, False, 4, CPU),
-    "exact_table": lambda n: exact_table_of(ExactBlocks(band=0), grid_places(LatentGrid(2, n, 1), coarse=1), CPU),
-}
-
-
-@pytest.mark.parametrize("name", TABLES)
-def test_tables_stay_where_recorded_graphs_read_them(name):
-    first = TABLES[name](1)
-    for n in range(2, 150):
-        TABLES[name](n)
-    assert TABLES[name](1) is first
 
 
 def test_what_grows_with_the_tokens_is_not_kept():

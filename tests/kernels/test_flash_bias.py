@@ -99,19 +99,6 @@ def test_results_and_gradients_are_those_of_the_written_out_bias(name, implement
     torch.testing.assert_close(with_gradients(attend("torch", **options), doubles), theirs)
 
 
-@in_interpreter
-@pytest.mark.parametrize("causal", [False, True])
-def test_with_rank_0_the_kernels_are_those_without_a_bias(causal):
-    from vmonarch.kernels.flash_bias.op import flash_bias_forward
-
-    q, k, v, fq, fk = inputs(20, 33)
-    results = [
-        with_gradients(lambda *x, factors=factors: flash_bias_forward(*x, *factors, None, 0.3, causal), (q, k, v))
-        for factors in ((fq[..., :0], fk[..., :0]), (fq * 0, fk))
-    ]
-    torch.testing.assert_close(*results)
-
-
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_float32_factors_stay_exact_among_16_bit_tensors(dtype):
     positions = torch.arange(30000, 30040, dtype=torch.float32)
@@ -173,21 +160,13 @@ def test_gpu_memory_does_not_grow_with_the_pairs():
 Q, F = torch.randn(2, 6, 3, 8), torch.randn(1, 6, 1, 2)
 bad = call_of(flash_bias_attention, Q, Q, Q, F, F)
 BAD = {
-    "factor-not-a-tensor": (bad(Q, Q, Q, [1.0], F), TypeError, "query_factor must be a torch"),
     "factor-for-one-head": (
         bad(*[Q[:1, :, :1]] * 3, F[:, :5], F), ValueError, r"query_factor must be \[1, 6, 1, R\]"),
-    "factor-of-other-length": (bad(Q, Q, Q, F, F[:, :5]), ValueError, r"key_factor must be \[2 or 1, 6, 3 or 1, R\]"),
-    "other-rank": (bad(Q, Q, Q, F, F[..., :1]), ValueError, "must have the rank of query_fac"),
     "other-dtypes": (bad(*[Q.half()] * 3, F.half(), F), ValueError, "must have the dtype of query_factor"),
     "integers": (bad(Q, Q, Q, F.int(), F.int()), ValueError, "or be float32, got torch.int32"),
-    "other-device": (bad(Q, Q, Q, F, F.to("meta")), ValueError, "key_factor must lie on the"),
-    "causal-a-number": (bad(causal=1), TypeError, "causal must be True or"),
     "causal-with-few-keys": (
         bad(Q, Q[:, :5], Q[:, :5], F, F[:, :5], causal=True), ValueError,
         "causal needs at least as many keys as queries, got 5 keys and 6"),
-    "mask-of-numbers": (bad(key_mask=torch.ones(2, 6)), TypeError, "key_mask must be a bool"),
-    "mask-of-other-shape": (bad(key_mask=torch.ones(2, 5) > 0), ValueError, "key_mask must be"),
-    "return-lse-a-string": (bad(return_lse="yes"), TypeError, "return_lse must be True or False"),
     "rank-for-the-kernels": (
         bad(*[Q.half()] * 3, *[F.repeat(1, 1, 1, 43)] * 2, implementation="triton"),
         NotImplementedError, "rank of the factors is 86 .supported for torch.float32 among torch.float16: up to 85"),

@@ -17,12 +17,7 @@ from op_checks import (
 from vmonarch import ExactBlocks, flash_entropy_attention
 from vmonarch.kernels.common.launch import launch_overrides
 from vmonarch.kernels.flash_entropy import reference
-from vmonarch.kernels.flash_entropy.segments import (
-    Segment,
-    simplified,
-    split_counts,
-    transposed,
-)
+from vmonarch.kernels.flash_entropy.segments import Segment
 from vmonarch.kernels.monarch.reference import exact_part
 
 pytest.importorskip("triton")
@@ -268,27 +263,6 @@ def test_block_sizes_change_nothing_but_rounding(block):
         parts = flash_forward(q, k, v, (Segment(0, 50, ((0, 150),)),), scale=0.3, entropy=True, splits=2)
     whole = flash_entropy_attention(q, k, v, scale=0.3, implementation="torch")
     torch.testing.assert_close(parts, whole, rtol=1e-5, atol=1e-5)
-
-
-def test_overlapping_and_neighbouring_ranges_are_joined():
-    segments = (Segment(8, 16, ((3, 9), (0, 4), (9, 12))), Segment(0, 8, ((0, 12),)), Segment(20, 24, ((5, 6),)))
-    assert simplified(segments) == (Segment(0, 16, ((0, 12),)), Segment(20, 24, ((5, 6),)))
-    assert transposed(simplified(segments)) == (
-        Segment(0, 5, ((0, 16),)),
-        Segment(5, 6, ((0, 16), (20, 24))),
-        Segment(6, 12, ((0, 16),)),
-    )
-
-
-def test_keys_are_split_where_rows_are_too_few_to_fill_the_device():
-    [first_frame] = split_counts([12], [979], heads=12, processors=132)
-    assert 4 <= first_frame <= 16
-    assert split_counts([490], [979], heads=12, processors=132) == [1]
-    assert split_counts([12] * 43, [46] * 43, heads=12, processors=132) == [1] * 43
-    assert split_counts([12], [979], heads=12, processors=1) == [1]
-    mixed = split_counts([12] * 43, [979] + [46] * 42, heads=12, processors=132)
-    assert mixed[0] > 1 and mixed[1:] == [1] * 42
-    assert split_counts([], [], heads=1, processors=132) == [] and split_counts([3], [0], 1, 132) == [1]
 
 
 @in_interpreter

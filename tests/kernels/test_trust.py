@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from machine_code import reads_of_unwritten
 from op_checks import in_interpreter
 from triton import knobs
 from triton.backends.nvidia import compiler
@@ -175,34 +174,6 @@ def test_portable_kernels_take_the_place_of_those_for_hopper(monkeypatch, untest
             assert torch.equal(attend("triton"), out)
 
 
-def test_what_vmonarch_runs_of_flash_attention_is_checked_with_it_and_apart(monkeypatch, untested, checks):
-    monkeypatch.setattr(launch, "on_hopper", lambda device: True)
-    assert launch._why_not_compiled("monarch", CPU, torch.float16, "auto") is None
-    assert [(kernels.op, kernels.hopper) for kernels in checks] == [
-        ("flash_entropy", False),
-        ("monarch", False),
-        ("flash_entropy", True),
-        ("monarch", True),
-    ]
-    assert launch.hopper_enabled("monarch", CPU, torch.float16)
-    assert not launch.hopper_enabled("monarch", CPU, torch.float32)
-    # In the check of Monarch's kernels for Hopper, those of flash attention are used if they passed their own.
-    trust._verdicts[Kernels("flash_entropy", True, torch.float16, CPU)] = "planted"
-    for checking, op, used in (
-        (("monarch", False), "monarch", False),
-        (("monarch", False), "taylor", False),
-        (("monarch", True), "monarch", True),
-        (("monarch", True), "flash_entropy", False),
-        (("monarch", True), "taylor", False),
-    ):
-        token = trust._checking.set(Kernels(*checking, torch.float16, CPU))
-        try:
-            assert launch.hopper_enabled(op, CPU, torch.float16) == used
-        finally:
-            trust._checking.reset(token)
-    assert len(checks) == 4
-
-
 @in_interpreter
 @pytest.mark.parametrize("share", [None, "row_share"])
 def test_shares_of_vmonarch_are_checked_with_the_kernels_that_they_run(untested, checks, share):
@@ -306,28 +277,3 @@ def test_without_a_sound_assembler_hopper_gets_no_kernel(tools, monkeypatch):
         assert decide("auto") is False
     with pytest.raises(NotImplementedError, match=r"ptxas 12\.8 makes wrong code for Hopper"):
         decide("triton")
-
-
-# What ptxas 12.8 and 12.9 make of the same descriptor: the base is UR40.
-UNSOUND = """
-        /*0d00*/                   UIADD3 UR12, UP0, UR12, 0x40, URZ ;        /* 0x000000400c0c7890 */
-        /*0d20*/                   UIADD3 UR11, UR42, 0x4000, URZ ;           /* 0x000040002a0b7890 */
-        /*0d70*/                   USHF.R.U32.HI UR40, URZ, 0x4, UR11 ;       /* 0x000000043f287899 */
-        /*0dd0*/                   UIADD3.X UR11, UR13, -0x7fffffe0, URZ, UP0, !UPT ;
-"""
-SOUND = """
-        /*0d20*/                   UIADD3 UR11, UR42, 0x4000, URZ ;           /* 0x000040002a0b7890 */
-        /*0d70*/                   USHF.R.U32.HI UR40, URZ, 0x4, UR11 ;       /* 0x000000043f287899 */
-        /*0e50*/                   UIADD3 UR12, UP1, UR40, 0x40, URZ ;        /* 0x00000040280c7890 */
-        /*0ed0*/                   UIADD3.X UR13, UR40, 0x80, URZ, UP1, !UPT ;
-        /*0e90*/             @!UP0 UIADD3.64 UR26, UR12, 0x80, URZ ;          /* 0x000000800c1a7890 */
-        /*1000*/                   HGMMA.64x32x16.F32.BF16 R56, R72, gdesc[UR24].tnspB, R56 ;
-"""
-
-
-def test_reads_of_what_nothing_has_written_are_found():
-    before = "        /*0010*/                   S2UR UR42, SR_CgaCtaId ;\n"
-    assert reads_of_unwritten(before + UNSOUND) == ["UIADD3", "UIADD3.X"]
-    assert reads_of_unwritten(before + SOUND) == []
-    # Of the four registers of a product with both factors in memory, nothing has written the first two.
-    assert reads_of_unwritten(before + SOUND.replace("R72, gdesc", "gdesc")) == ["HGMMA.64x32x16.F32.BF16"]

@@ -1,6 +1,6 @@
 """Attention in two resolutions against a map of all pairs of tokens, in float64: plain torch, and the kernels (Triton).
 
-In the map, tokens of a tile that is not exact all have the logit of the mean key of their cell.
+In the map, tokens of a tile that is not exact all have the logit of the mean key of their tile.
 """
 
 import itertools
@@ -22,13 +22,11 @@ from op_checks import (
 from vmonarch import LatentGrid, TwoResolutionOptions, two_resolution_attention
 from vmonarch.kernels.common.launch import launch_overrides, on_hopper
 from vmonarch.kernels.two_resolution import op, reference
-from vmonarch.kernels.two_resolution.reference import chosen_tiles
-from vmonarch.kernels.two_resolution.selection import always_exact
 from vmonarch.kernels.two_resolution.tiling import tiling_of
 
 pytestmark = quiet
 by_grid = pytest.mark.parametrize("grid", [(4, 4, 4), (5, 7, 3), (1, 2, 5), (1, 1, 1)], ids=str)
-TILE, CELL, QUERY_TILE = (2, 3, 2), (1, 2, 1), (1, 4, 3)
+TILE, QUERY_TILE = (2, 3, 2), (1, 4, 3)
 BOXES = dict(tile=TILE, query_tile=QUERY_TILE)
 
 
@@ -60,22 +58,10 @@ def boxes_of(grid, box):
     return torch.tensor([(t * counts[1] + h) * counts[2] + w for t, h, w in itertools.product(*parts)])
 
 
-def cells_of(grid, tile, cell):
-    """The number of the cell of every token: cells of a tile are numbered within it, and their number is the tile's."""
-    axes = []
-    for length, most, part in zip(grid, tile, cell, strict=True):
-        _, sizes = parts_of(length, min(most, length))
-        count = -(-max(sizes) // min(part, max(sizes)))
-        ends = [[(j + 1) * size // count for j in range(count)] for size in sizes]
-        axes.append([sum(o >= end for end in ends[i]) for i, size in enumerate(sizes) for o in range(size)])
-    inside = [(t * 100 + h) * 100 + w for t, h, w in itertools.product(*axes)]
-    return torch.unique(boxes_of(grid, tile) * 10**6 + torch.tensor(inside), return_inverse=True)[1]
-
-
-def oracle(q, k, v, exact, cell, *, rest=True, key_mask=None):
+def oracle(q, k, v, exact, tile, *, rest=True, key_mask=None):
     """(out, lse) with all pairs of tokens written out; exact [B, H, S, S], of each pair whether it is."""
     attended = q.new_ones(*q.shape[:2], dtype=torch.bool) if key_mask is None else key_mask
-    mixing = (cell[:, None] == cell) & attended[:, None]  # [B, S, S]
+    mixing = (tile[:, None] == tile) & attended[:, None]  # [B, S, S]
     means = mixing.to(k.dtype) / mixing.sum(-1, keepdim=True).clamp(min=1)
     k_mean = torch.einsum("bst,bthd->bshd", means, k)
     fine, coarse = (torch.einsum("bshd,bthd->bhst", q, x) * q.shape[-1] ** -0.5 for x in (k, k_mean))
@@ -105,11 +91,10 @@ def attend(**options):
 @by_grid
 def test_tokens_of_a_tile_that_is_not_exact_all_have_the_logit_of_their_mean_key(grid, rest, masked, monkeypatch):
     inputs, chosen, mask = qkv(grid), choice(grid), some_keys(grid) if masked else None
-    cell = CELL if rest else None
-    ours_of = attend(grid=grid, **BOXES, cell=cell, rest=rest, selection=chosen, key_mask=mask)
+    ours_of = attend(grid=grid, **BOXES, rest=rest, selection=chosen, key_mask=mask)
     ours = with_gradients(ours_of, inputs)
-    pairs, cells = of_pairs(chosen, grid), cells_of(grid, TILE, CELL)
-    theirs = with_gradients(lambda *x: oracle(*x, pairs, cells, rest=rest, key_mask=mask), inputs)
+    pairs, tiles = of_pairs(chosen, grid), boxes_of(grid, TILE)
+    theirs = with_gradients(lambda *x: oracle(*x, pairs, tiles, rest=rest, key_mask=mask), inputs)
     for x, y in zip(ours, theirs, strict=True):
         torch.testing.assert_close(x, y, rtol=0, atol=1e-12)
     monkeypatch.setattr(reference, "MAX_CHUNK_ELEMENTS", 1)
@@ -120,8 +105,7 @@ def test_tokens_of_a_tile_that_is_not_exact_all_have_the_logit_of_their_mean_key
 @by_grid
 @pytest.mark.parametrize(
     "options",
-    [{"share": 0.01}, {"share": 0.4}, {"share": 0.2, "local": 0, "sink": True}, {"share": 0.2, "local": 1},
-     {"beta": 0.5}, {"beta": 100.0}, {"beta": 100.0, "local": 0}, {"beta": 100.0, "sink": True}],
+    [{"share": 0.01}, {"share": 0.4}, {"beta": 0.5}, {"beta": 100.0}],
     ids=lambda o: "-".join(map(str, itertools.chain(*o.items()))),
 )  # fmt: skip
 def test_tiles_are_chosen_by_the_product_of_mean_query_and_mean_key(grid, options):
@@ -133,37 +117,15 @@ def test_tiles_are_chosen_by_the_product_of_mean_query_and_mean_key(grid, option
         for weights, x in ((query_mean, q), (mean, k))
     )
     scores = q_mean @ k_mean.mT
-    m = len(mean)
-    axes = [parts_of(length, min(most, length))[0] for length, most in zip(grid, TILE, strict=True)]
-    places = torch.tensor(list(itertools.product(*axes)))  # [S, 3] the tile of every token along every axis
-    always = torch.zeros(len(query_mean), m, dtype=torch.bool)
-    if "local" in options:
-        # What is near a query of a tile along one axis may not be the one that is near along another.
-        lows, highs = (
-            torch.stack([choose(places[query_box == l], 0) for l in range(len(query_mean))])
-            for choose in (torch.amin, torch.amax)
-        )
-        tiles = torch.stack([places[box == k][0] for k in range(m)])
-        near = (tiles >= lows[:, None] - options["local"]) & (tiles <= highs[:, None] + options["local"])
-        always |= near.all(-1)
-    if options.get("sink"):
-        always[:, box[places[:, 0] == 0]] = True
     if "share" in options:
-        count = max(math.ceil(options["share"] * m), int(always.sum(1).max()))
-        ranked = scores.masked_fill(always, torch.inf).argsort(-1, descending=True)
-        chosen = torch.zeros_like(scores, dtype=torch.bool).scatter(-1, ranked[..., :count], True)
+        ranked = scores.argsort(-1, descending=True)[..., : math.ceil(options["share"] * len(mean))]
+        chosen = torch.zeros_like(scores, dtype=torch.bool).scatter(-1, ranked, True)
     else:
         deviation = (scores - scores.mean(-1, keepdim=True)).square().mean(-1, keepdim=True).sqrt()
-        chosen = (scores > scores.mean(-1, keepdim=True) + options["beta"] * deviation) | always
+        chosen = scores > scores.mean(-1, keepdim=True) + options["beta"] * deviation
     ours = two_resolution_attention(q, k, v, grid=grid, **BOXES, **({"share": None} | options))
     expected, _ = oracle(q, k, v, of_pairs(chosen, grid), box)
     torch.testing.assert_close(ours, expected, rtol=0, atol=1e-12)
-
-
-def test_a_sink_alone_makes_no_tile_between_those_of_the_queries_exact():
-    tiling = tiling_of(LatentGrid(3, 3, 3), TwoResolutionOptions(tile=(1, 1, 1), query_tile=(3, 3, 3)))
-    always = always_exact(tiling, None, True, torch.device("cpu"))
-    assert torch.equal(always, torch.arange(27)[None] < 9)
 
 
 @by_implementation
@@ -178,9 +140,8 @@ def test_without_any_exact_tile_and_without_the_rest_nothing_is_attended(impleme
 SMALL, PART, HALF = (3, 4, 3), dict(grid=(2, 2, 5), B=1, H=1), dict(dtype=torch.float16, D=72, E=80)
 # Of the inputs, and options.
 KERNEL_CASES = {
-    "cells": (dict(grid=SMALL), dict(cell=CELL, **BOXES, selection=choice(SMALL))),
     "tiles": (dict(grid=SMALL), dict(**BOXES, selection=choice(SMALL))),
-    "masked-cells": (dict(grid=SMALL), dict(cell=CELL, **BOXES, selection=choice(SMALL), key_mask=some_keys(SMALL))),
+    "masked": (dict(grid=SMALL), dict(**BOXES, selection=choice(SMALL), key_mask=some_keys(SMALL))),
     "without-rest": (dict(grid=SMALL), dict(rest=False, **BOXES, selection=choice(SMALL))),
     "masked-without-rest": (
         dict(grid=SMALL), dict(rest=False, **BOXES, selection=choice(SMALL), key_mask=some_keys(SMALL))),
@@ -188,11 +149,11 @@ KERNEL_CASES = {
     "full-tiles": (
         dict(grid=(4, 2, 4), D=16, E=16, B=1), dict(tile=(2, 2, 4), query_tile=(2, 2, 4), share=0.3)),
     "parts-of-tiles": (
-        dict(grid=SMALL, B=1, H=1), dict(tile=(3, 3, 3), query_tile=(3, 4, 2), cell=(2, 2, 2), share=0.3)),
+        dict(grid=SMALL, B=1, H=1), dict(tile=(3, 3, 3), query_tile=(3, 4, 2), share=0.3)),
     "split-unevenly": (
         dict(grid=(1, 1, 5), B=2, H=1), dict(tile=(1, 1, 2), query_tile=(1, 1, 1), share=0.3)),
-    "float16": (PART | HALF, dict(tile=(1, 2, 3), local=0)),
-    "threshold": (PART, dict(tile=(2, 1, 2), share=None, beta=0.3, sink=True)),
+    "float16": (PART | HALF, dict(tile=(1, 2, 3))),
+    "threshold": (PART, dict(tile=(2, 1, 2), share=None, beta=0.3)),
 }  # fmt: skip
 
 
@@ -202,15 +163,6 @@ def test_the_kernels_compute_the_same(name):
     sizes, options = KERNEL_CASES[name]
     inputs = qkv(**{"dtype": torch.float32} | sizes)
     check_kernels(lambda how: attend(grid=sizes["grid"], implementation=how, **options), inputs)
-
-
-@in_interpreter
-def test_the_kernels_choose_by_the_mean_of_all_tokens_of_a_tile_whatever_the_size_of_its_cells():
-    options = TwoResolutionOptions(tile=(1, 1, 3), query_tile=(1, 1, 3), cell=(1, 1, 2), share=0.2)
-    tiling = tiling_of(LatentGrid(2, 2, 9), options)
-    q, k, v = qkv((2, 2, 9), H=4, dtype=torch.float32)
-    chosen = op.choose(q, k, tiling, options, None, op.pool(k, v, tiling, None))
-    assert torch.equal(chosen, chosen_tiles(q, k, tiling, options, scale=1.0).exact)
 
 
 @in_interpreter
@@ -231,8 +183,7 @@ def test_the_best_scores_are_the_largest_and_of_equal_ones_the_first(m):
 
 GPU_CASES = {
     "default": dict(),
-    "cells": dict(tile=(4, 4, 4), cell=(2, 2, 4), sink=True),
-    "ragged": dict(tile=(2, 5, 5), local=0),
+    "ragged": dict(tile=(2, 5, 5)),
     "boxes": dict(tile=(4, 4, 4)),
     "full-boxes": dict(tile=(2, 4, 8), grid=(6, 12, 16)),
     "threshold": dict(share=None, beta=1.0),
@@ -312,18 +263,7 @@ BAD = {
     "grid": (bad(grid=(3, 2, 3)), ValueError, "has 18 tokens, but query"),
     "options": (bad(options={"share": 0.1}), TypeError, "options must be None or TwoResolutionOptions, got dict"),
     "both": (bad(options=TwoResolutionOptions(), share=0.2), TypeError, "share must not be given beside options"),
-    "share-zero": (bad(share=0.0), ValueError, "share must be above 0"),
-    "share-word": (bad(share="all"), TypeError, "share must be a number"),
     "neither": (bad(share=None), ValueError, "share must be None where beta is given, and only there"),
-    "beta-nan": (bad(share=None, beta=math.nan), ValueError, "beta must be finite"),
-    "tile-of-two": (bad(tile=(2, 2)), ValueError, "tile must have three entries"),
-    "cell-word": (bad(cell="small"), TypeError, "cell must be"),
-    "cell-without-rest": (bad(cell=(1, 1, 1), rest=False), ValueError, "cell must be None with rest=False"),
-    "rest": (bad(rest="pooled"), TypeError, "rest must be True or False"),
-    "key-mask": (bad(key_mask=torch.ones(1, 12)), TypeError, "key_mask must be a boolean tensor"),
-    "local-negative": (bad(local=-1), ValueError, "local must be at least 0"),
-    "local-fraction": (bad(local=0.5), TypeError, "local must be an integer"),
-    "selection-of-numbers": (bad(selection=torch.ones(1, 1, 1, 1)), TypeError, "selection must be a boolean tensor"),
     "selection-shape": (
         bad(selection=torch.ones(1, 1, 2, 3, dtype=torch.bool), tile=(3, 2, 1)), ValueError,
         r"selection must be \[1 or 1, 2 or 1, 1, 2\] for these 1 tiles of queries and 2 of keys"),

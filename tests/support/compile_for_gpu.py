@@ -24,9 +24,7 @@ import json
 import math
 import os
 import re
-import subprocess
 import sys
-import tempfile
 
 os.environ["TRITON_INTERPRET"] = "0"
 # Triton prints what its assembler says.
@@ -40,9 +38,6 @@ from triton.backends.nvidia.compiler import CUDABackend
 from triton.runtime import driver
 from triton.runtime.cache import triton_key
 from triton.runtime.jit import JITFunction
-
-sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
-from machine_code import reads_of_unwritten
 
 import vmonarch
 from vmonarch.kernels.common import launch, trust
@@ -86,31 +81,19 @@ class AbsentGPU:
 def assemble(backend, ptx, metadata, options, architecture):
     """The last step of a compilation, which also notes facts in those kept with the kernel:
 
-    what the assembler spills to local memory, in bytes, whether it makes asynchronous products wait, and which
-    instructions read what nothing has written.
+    what the assembler spills to local memory, in bytes, and whether it makes asynchronous products wait.
     """
     with contextlib.redirect_stdout(io.StringIO()) as report:
         binary = make_cubin(backend, ptx, metadata, options, architecture)
     spilled = re.findall(r"(\d+) bytes spill stores", report.getvalue())
     metadata["spilled"] = max(int(number) for number in spilled)
     metadata["serialized"] = "are serialized" in report.getvalue()
-    metadata["unwritten"] = reads_of_unwritten(listing_of(binary)) if architecture == 90 else []
     return binary
 
 
 def hash_only(kernel, key, signature, device, constexprs, options, attrs, warmup):
     """In place of a compilation: what tells it from all others."""
     return kernel.ASTSource(kernel, signature, constexprs, attrs).hash() + options.hash()
-
-
-def listing_of(binary):
-    """The instructions of a kernel, as the disassembler that comes with Triton writes them."""
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(binary)
-        file.flush()
-        # Code alone, and no analysis of its data flow, which takes time.
-        command = [triton.knobs.nvidia.nvdisasm.path, "-c", "-ndf", file.name]
-        return subprocess.check_output(command, stderr=subprocess.DEVNULL, text=True)
 
 
 def main():
@@ -135,7 +118,6 @@ def main():
                 "warp_specialized": "ttg.warp_specialize" in compiled.asm["ttgir"],
                 "spilled": compiled.metadata.spilled,
                 "serialized": compiled.metadata.serialized,
-                "unwritten": compiled.metadata.unwritten,
             }
             print(json.dumps(facts), flush=True)
 
@@ -183,7 +165,7 @@ def launch_all(case):
         op, tensors, options = vmonarch.window_attention, qkv(), options | given("window", "grid")
     elif "tile" in case:
         op, tensors = vmonarch.two_resolution_attention, qkv()
-        options |= given("grid", "tile", "cell", "rest")
+        options |= given("grid", "tile", "rest")
     elif "channels" in case:
         angles = [torch.zeros(1, tokens, 1, dim) for _ in range(2)]
         op = lambda x, weight, **how: norms.norm_rotary(x, weight, *angles, **how)

@@ -3,7 +3,7 @@
 The kernel that owns queries takes tiles of 128 queries with their lists of keys, by the producer of the forward pass.
 The kernel that owns keys takes two tiles of 64 keys at a time, one for each warpgroup, with their lists of queries, of
 which a step takes half a tile; they are paired by the lengths of these lists. Means are left to
-`two_resolution_cells_kernel`.
+`two_resolution_means_kernel`.
 
 Legend: n tiles of queries, m tiles of keys.
 """
@@ -72,7 +72,7 @@ def _sum_for_queries(
 ):  # fmt: skip
     """Consumer of the queries' kernel: dq of half of the places of every tile, or of a part of its keys."""
     q_bufs, k_bufs, v_bufs, q_full, q_empty, lead, full, empty = buffers
-    H, items, width, queries, tiles, cells = numbers
+    H, items, width, queries, tiles, all_means = numbers
     N: gl.constexpr = k_bufs.shape[1]
     BLOCK_D: gl.constexpr = k_bufs.shape[2]
     layout: gl.constexpr = accumulator_layout(N)
@@ -83,7 +83,7 @@ def _sum_for_queries(
     for item in range(gl.program_id(0), items, gl.num_programs(0)):
         at = item // PARTS
         part = item % PARTS
-        first_tile, number = tiles_of_part(at, part, number_ptr, cells, N, PARTS)
+        first_tile, number = tiles_of_part(at, part, number_ptr, all_means, N, PARTS)
         bh = at // queries
         own_ptr = box_ptr + at % queries * 8
         mbarrier.wait(q_full.index(0), t & 1)
@@ -114,7 +114,7 @@ def _sum_for_queries(
         gl.store(fold + items // PARTS * _TILE, shift_dp, mask=(i >= 0) & first)
 
         dq = gl.zeros([_HALF, BLOCK_D], gl.float32, accumulator_layout(BLOCK_D))
-        means = gl.where(first, (cells + N - 1) // N, 0)
+        means = gl.where(first, (all_means + N - 1) // N, 0)
         # A tile of keys is a block.
         for block in range(means + number):
             stage = place % STAGES
@@ -154,8 +154,8 @@ def _hopper_two_resolution_queries_kernel(
     n = plain_tiling(tiling)
     queries = n.queries_t * n.queries_h * n.queries_w
     tiles = n.tiles_t * n.tiles_h * n.tiles_w
-    cells = tiles if REST else tiles * 0
-    numbers = (H, items, width, queries, tiles, cells)
+    all_means = tiles if REST else tiles * 0
+    numbers = (H, items, width, queries, tiles, all_means)
     BIASED: gl.constexpr = REST or not FULL
     BLOCK_D: gl.constexpr = q_desc.block_type.shape[4]
     buffers = allocate_tiles(k_desc.dtype, BLOCK_D, True, 1, STAGES, BLOCK_N, 129 if BIASED else 1)
@@ -358,10 +358,9 @@ def _hopper_two_resolution_keys_kernel(
 
 
 def backward_fits(tiling: Tiling, *tensors: torch.Tensor) -> bool:
-    """Whether these kernels take such tiles, of one cell each, and tensors [B, S, H, D] that `hopper_fits`."""
+    """Whether these kernels take such tiles and tensors [B, S, H, D] that `hopper_fits`."""
     box = key_box(tiling)
-    one_mean = tiling.cells == 1 and box is not None and math.prod(box) == BLOCK_N
-    return one_mean and two_resolution_fits(tiling, *tensors)
+    return box is not None and math.prod(box) == BLOCK_N and two_resolution_fits(tiling, *tensors)
 
 
 def launch_queries(
@@ -390,8 +389,8 @@ def launch_queries(
     """
     B, S, H, D = query.shape
     launch = launch_of(tiling)
-    width, cells = lists.shape[3], 0 if k_mean is None else k_mean.shape[1]
-    parts = parts_of(number.numel(), width * BLOCK_N + cells, processors(query.device))
+    width, means = lists.shape[3], 0 if k_mean is None else k_mean.shape[1]
+    parts = parts_of(number.numel(), width * BLOCK_N + means, processors(query.device))
     items = parts * number.numel()
     dq = query.new_empty(parts, B, S, H, D, dtype=query.dtype if parts == 1 else torch.float32)
     folded = lse.new_empty(2, number.numel() * BLOCK_M)
