@@ -15,10 +15,12 @@ Importing this package is cheap: nothing is loaded until a name that needs it is
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import importlib
+import warnings
+from typing import TYPE_CHECKING, Any
 
 from vmonarch import diffusers_hook
-from vmonarch.lazy import lazy_names
+from vmonarch.requirements import unsupported_versions
 
 # What is offered from each module. Resolved on first use, so that `import vmonarch` never loads diffusers.
 _OFFERED = {
@@ -84,6 +86,25 @@ if TYPE_CHECKING:
     from vmonarch.requirements import __version__ as __version__
 
 
-__getattr__, __dir__ = lazy_names(__name__, ("bias", "configs", "eval", "finetune", "pipelines"), _EXPORTS)
+_PACKAGES = ("bias", "configs", "eval", "finetune", "pipelines")
+
+
+def __getattr__(name: str) -> Any:
+    if name not in (*_EXPORTS, *_PACKAGES):
+        offered = ", ".join(sorted((*_EXPORTS, *_PACKAGES)))
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it offers {offered}")
+    if name != "__version__":
+        for sentence in unsupported_versions().values():
+            warnings.warn(sentence, stacklevel=2)
+    if name in _PACKAGES:
+        return importlib.import_module(f"vmonarch.{name}")
+    # Found at once from now on.
+    value = globals()[name] = getattr(importlib.import_module(_EXPORTS[name]), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_EXPORTS, *_PACKAGES})
+
 
 diffusers_hook.install()

@@ -123,9 +123,6 @@ class VideoAttentionProcessor(metaclass=_Frozen):
             raise AttributeError(f"{type(self).__name__} does not change: make another with {name}=…")
         super().__setattr__(name, value)
 
-    def __delattr__(self, name: str) -> None:
-        raise AttributeError(f"{type(self).__name__} does not change: {name} cannot be deleted")
-
     def attention(self, layer: Layer) -> Attend | None:
         """What the layer computes of the video's tokens; None to leave the module's own processor as it is."""
         return Op(self.options, self.implementation)

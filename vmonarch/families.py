@@ -6,7 +6,7 @@ Shapes: B batch, C channels, T × H × W the latent grid in tokens, S tokens of 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -358,22 +358,11 @@ SUPPORTED = ", ".join(FAMILIES)
 # What pipelines call their transformers; MiniMax-H3's from references have the last.
 _COMPONENTS = ("transformer", "transformer_2", "transformer_ref")
 
-# Video transformers of diffusers that have none of these, and why.
-OUT_OF_SCOPE = {
-    "LatteTransformer3DModel": "whose attention is over frames or over one frame, never over the whole video",
-    "SanaVideoTransformer3DModel": "whose attention is linear already",
-    "SanaWMTransformer3DModel": "most of whose attention is linear already",
-    "SanaWMLTX2RefinerTransformer3DModel": "which attends to frames before by a cache of keys",
-    "AnyFlowFARTransformer3DModel": "which attends to frames before by a cache of keys",
-    "WanAnimate2Transformer3DModel": "each of whose frames attends to reference keys of its own",
-    "Kandinsky6SRTransformer3DModel": "whose attention is block-sparse already",
-}
 
-
-def diffusers_class(module: object, names: Iterable[str] = FAMILIES) -> type | None:
+def diffusers_class(module: object) -> type | None:
     """Which of these classes of diffusers a module is of, or of a class derived from it; None if of none."""
     for base in type(module).__mro__:
-        if base.__name__ in names and base.__module__.startswith("diffusers."):
+        if base.__name__ in FAMILIES and base.__module__.startswith("diffusers."):
             return base
     return None
 

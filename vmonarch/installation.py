@@ -12,10 +12,8 @@ from vmonarch.attend import Exact
 from vmonarch.base import FullAttentionProcessor, Layer, VideoAttentionProcessor
 from vmonarch.borrowed import borrow
 from vmonarch.families import (
-    OUT_OF_SCOPE,
     SUPPORTED,
     describe,
-    diffusers_class,
     family_of,
     forward_arguments,
     known_family,
@@ -83,18 +81,13 @@ def find_transformers(pipe_or_transformer: object) -> dict[str, torch.nn.Module]
     if isinstance(pipe_or_transformer, torch.nn.Module):
         return {"transformer": _unwrap(pipe_or_transformer)}
     owner, present = type(pipe_or_transformer).__name__, transformers_in(pipe_or_transformer)
-    for name, component in present.items():
-        if not isinstance(component, torch.nn.Module):
-            raise TypeError(f"{owner}.{name} must be one of {SUPPORTED}, got {type(component).__name__}")
     return {name: _unwrap(component, f"{owner}.{name}") for name, component in present.items()}
 
 
 def _unwrap(module: torch.nn.Module, argument: str = "pipe_or_transformer") -> torch.nn.Module:
     found = [child for child in module.modules() if family_of(child) is not None]
     if len(found) != 1:
-        refused = diffusers_class(module, OUT_OF_SCOPE)
-        reason = "" if refused is None else f", {OUT_OF_SCOPE[refused.__name__]}"
-        raise TypeError(f"{argument} must be (or wrap) one of {SUPPORTED}, got {type(module).__name__}{reason}")
+        raise TypeError(f"{argument} must be (or wrap) one of {SUPPORTED}, got {type(module).__name__}")
     return found[0]
 
 

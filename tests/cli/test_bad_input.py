@@ -11,9 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from vmonarch.configs import InputError
 from vmonarch.pipelines import loading
-from vmonarch.pipelines.config import GenerateConfig
 
 PROMPT = "a red circle moving right"
 
@@ -238,17 +236,3 @@ def test_a_hub_that_cannot_be_reached(cli, monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", unreachable)
     assert_refused(cli("generate", PROMPT, model="owner/name"), 1, ["owner/name", "folder", "hub", "no route to host"])
-
-
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        ({"prompts": "a text"}, "prompts must be a list, each text"),
-        ({"seeds": (True,)}, "seeds must be a list, each an integer"),
-        ({"attention": 3}, "attention must be a method's name"),
-    ],
-    ids=str,
-)
-def test_library_errors_name_the_field(values: dict, message: str) -> None:
-    with pytest.raises(InputError, match=message):
-        GenerateConfig(**{"prompts": (PROMPT,), **values})

@@ -51,13 +51,8 @@ def test_a_model_is_diagnosed_planned_and_reported_and_other_plans_need_no_sampl
         assert cli(*some, SPARSE, "--flops", least, "--plan", "2.json", tiny=False)[0] == 0
         assert list(AttentionPlan.parse("2.json").methods) == [SPARSE]
         for words, message in (
-            (
-                [*again, "--candidates", "vmonarch-t2", "--plan", "p.json"],
-                f"--candidates must be of vmonarch-t1, {SPARSE}, got 'vmonarch-",
-            ),
             (again, "exists; give another --plan"),
             ([*again, "a prompt"], "prompt must not be given with --diagnosis"),
-            ([*again, "--refine", 2], "--refine must not be given with --diagnosis"),
             ([*again[:2], folder / "plan.json"], "is no diagnosis"),
         ):
             code, _, err = cli(*words, tiny=False)

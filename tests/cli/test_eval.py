@@ -17,9 +17,7 @@ from videos import read_video
 
 from vmonarch.configs import InputError
 from vmonarch.eval import evaluate as module
-from vmonarch.eval.compare import compare
 from vmonarch.eval.evaluate import EvalConfig, Evaluation, Item, evaluate
-from vmonarch.eval.settings import CompareConfig
 from vmonarch.eval.similarity import similarity
 from vmonarch.eval.summary import MEASURES, TIMES, differences, interval, low_end, statistics
 from vmonarch.pipelines import loading, outputs, sampling
@@ -37,11 +35,6 @@ METHODS = ("full", "vmonarch-plain", "vmonarch-t1:dense_layers=1")
 def config(model: Path, output: Path, **values: Any) -> EvalConfig:
     given = {"prompts": PROMPTS, "seeds": (1, 2), "methods": METHODS, "model": str(model), "batch_size": 2, **TINY}
     return EvalConfig(**{**given, **values}, output_dir=str(output))
-
-
-def comparison(loaded: loading.LoadedModel, output: Path, **values: Any) -> CompareConfig:
-    given = {"prompts": PROMPTS[:1], "methods": ("vmonarch-plain",), "model": str(loaded.folder.path), **TINY}
-    return CompareConfig(**{**given, **values}, output_dir=str(output))
 
 
 @pytest.fixture(scope="module")
@@ -288,27 +281,3 @@ def test_the_command_writes_the_report_and_prints_the_table(cli) -> None:
     assert page.count("<video") == 2 and "1 of 2 items" in page
     code, out, _ = cli(*line, "--quiet")
     assert code == 0 and out.strip() == "a folder/report.html"
-
-
-def test_a_broken_video_and_a_full_disk_are_named_and_leave_what_was_done(loaded, tmp_path: Path, monkeypatch) -> None:
-    sample = sampling.sample
-
-    def second_seed_fails(model, settings, prompts, seeds, **options):
-        result = sample(model, settings, prompts, seeds, **options)
-        if seeds == [2] and "vmonarch" in options["progress"]:
-            result.frames.fill_(math.nan)
-        return result
-
-    with monkeypatch.context() as patch, pytest.raises(GenerationError, match="method vmonarch-plain.*seed 2.*NaN"):
-        patch.setattr(module, "sample", second_seed_fails)
-        compare(comparison(loaded, tmp_path / "out", seeds=(1, 2)), model=loaded, progress=True)
-    (made,) = (tmp_path / "out").iterdir()
-    assert len(list(made.glob("items/*/item.json"))) == 1 and not (made / "evaluation.json").exists()
-
-    def no_room(*_: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(module, "write_pictures", no_room)
-    with pytest.raises(OSError, match=r"No space left"):
-        compare(comparison(loaded, tmp_path / "full"), model=loaded)
-    assert not any((tmp_path / "full").iterdir())

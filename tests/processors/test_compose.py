@@ -98,17 +98,6 @@ def test_reentrant_checkpoints_are_computed_again_in_their_own_call(tiny):
         torch.testing.assert_close(actual[name], gradient, rtol=1e-5, atol=1e-6)
 
 
-def test_restore_leaves_the_checkpointing_function_as_it_was(tiny):
-    model = tiny.applied_transformer()
-    checkpoint = lambda block, *inputs: torch.utils.checkpoint.checkpoint(block, *inputs, use_reentrant=False)
-    model.enable_gradient_checkpointing(checkpoint)
-    vmonarch.apply(model, VMonarchProcessor(coarse=2))
-    model(**tiny.inputs())
-    assert model._gradient_checkpointing_func.args == (checkpoint,)
-    vmonarch.restore(model)
-    assert model._gradient_checkpointing_func is checkpoint
-
-
 @pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.deep)], ids=["eager", "compiled"])
 def test_checkpoints_of_others_carry_no_call(dynamo, compiled):
     case = FAMILIES["hunyuan"]

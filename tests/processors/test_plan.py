@@ -8,7 +8,6 @@ import warnings
 
 import pytest
 import torch
-from diffusers.models import attention_dispatch
 from op_checks import refuses
 from torch.autograd import forward_ad
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -189,7 +188,7 @@ def test_a_plan_is_a_method_of_the_command_line(tmp_path, tiny):
         resolve_method(f"vmonarch:plan={path},coarse=2")
 
 
-def test_compiled_blocks_share_graphs_however_many_layers_differ(tiny, dynamo, monkeypatch):
+def test_compiled_blocks_share_graphs_however_many_layers_differ(tiny, dynamo):
     layers = list(itertools.product(METHODS, repeat=2))[:6]
     model = tiny.transformer(num_attention_heads=2, num_layers=6)
     vmonarch.apply(model, VMonarchProcessor(plan=plan_of(*layers)))
@@ -210,18 +209,6 @@ def test_compiled_blocks_share_graphs_however_many_layers_differ(tiny, dynamo, m
     torch.testing.assert_close(run_both(model), expected, atol=1e-5, rtol=1e-4)
     # With gradients and without.
     assert dynamo["stats"]["unique_graphs"] == 2 and not dynamo["graph_break"]
-    backends, exact = set(), attention_dispatch.dispatch_attention_fn
-    monkeypatch.setattr(
-        attention_dispatch,
-        "dispatch_attention_fn",
-        lambda *tensors, **options: backends.add(options["backend"]) or exact(*tensors, **options),
-    )
-    model.set_attention_backend("_native_math")
-    try:
-        run_both(model)
-    finally:
-        model.reset_attention_backend()
-    assert backends == {"_native_math"}
 
 
 def test_plans_that_ship_are_known_by_name_and_fit_the_embedded_model():

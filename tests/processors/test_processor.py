@@ -145,26 +145,17 @@ def test_what_a_layer_prints_is_what_it_computes(tiny):
     assert repr(kept).splitlines()[1] == "  CogVideoXAttnProcessor2_0()"
 
 
-def outputs_and_gradients(tiny, implementation, device="cpu", compiled=False, num_layers=2, **options):
+def outputs_and_gradients(tiny, implementation, device="cpu", compiled=False):
     """(output, gradient of every parameter that has one)."""
-    model = tiny.transformer(num_layers=num_layers).to(device)
-    vmonarch.apply(model, VMonarchProcessor(implementation=implementation, **options))
-    forward = torch.compile(model, fullgraph=True, backend="aot_eager" if device == "cpu" else "inductor")
+    model = tiny.transformer().to(device)
+    vmonarch.apply(model, VMonarchProcessor(implementation=implementation))
+    forward = torch.compile(model, fullgraph=True)
     inputs = {
         name: value.to(device) if torch.is_tensor(value) else value for name, value in tiny.inputs((2, 3, 3)).items()
     }
     out = (forward if compiled else model)(**inputs)[0]
     out.square().mean().backward()
     return [out.detach(), *(parameter.grad for parameter in model.parameters() if parameter.grad is not None)]
-
-
-@pytest.mark.deep
-@in_interpreter
-def test_a_model_with_kernels_compiles_without_graph_breaks(tiny):
-    expected, compiled = (outputs_and_gradients(tiny, "triton", compiled=c, num_layers=1) for c in (False, True))
-    assert len(expected) > 20
-    torch.testing.assert_close(compiled, expected, rtol=1e-5, atol=1e-7)
-    torch.testing.assert_close(expected, outputs_and_gradients(tiny, "torch", num_layers=1), rtol=1e-4, atol=1e-6)
 
 
 @in_interpreter

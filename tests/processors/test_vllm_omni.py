@@ -170,34 +170,21 @@ def test_a_method_that_is_not_told_enough_is_refused_before_a_model_is_built(omn
 
 
 @pytest.mark.parametrize(
-    ("changes", "parallel", "message"),
+    ("changes", "parallel", "metadata", "message"),
     [
-        ({"role": "cross"}, {}, "must be chosen for the role self alone, not for 'cross'"),
-        ({"num_kv_heads": 1}, {}, "nor fewer heads of keys"),
-        ({}, {"ring_degree": 2}, "ring_degree must be 1"),
-        ({"prefix": "attn"}, {}, "dense_layers must be 0: the name of the layer 'attn'"),
+        ({"role": "cross"}, {}, Metadata(), "must be chosen for the role self alone, not for 'cross'"),
+        ({"num_kv_heads": 1}, {}, Metadata(), "nor fewer heads of keys"),
+        ({}, {"ring_degree": 2}, Metadata(), "ring_degree must be 1"),
+        ({}, {}, Metadata(video_layout=None), "needs AttentionMetadata.video_layout"),
+        ({}, {}, Metadata(video_layout=Layout(prefix_len=2)), "nothing but one video"),
+        ({}, {}, Metadata(video_layout=Layout(latent_grid=(3, 2, 4))), "24 tokens, but VMONARCH was given 18 queries"),
     ],
+    ids=["role", "kv-heads", "ring", "no-layout", "prefix", "other-grid"],
 )
-def test_a_layer_that_is_no_whole_self_attention_is_refused(omni, monkeypatch, changes, parallel, message):
-    monkeypatch.setenv("VMONARCH_METHOD", "vmonarch:dense_layers=1")
+def test_a_layer_and_a_call_that_are_no_whole_video_are_refused(omni, changes, parallel, metadata, message):
     omni.parallel = types.SimpleNamespace(**parallel)
     with pytest.raises(ValueError, match=message):
-        layer(omni, **changes)
-
-
-@pytest.mark.parametrize(
-    ("metadata", "message"),
-    [
-        (Metadata(video_layout=None), "needs AttentionMetadata.video_layout"),
-        (Metadata(video_layout=Layout(prefix_len=2)), "nothing but one video"),
-        (Metadata(full_attn_spans=[]), "nothing but one video"),
-        (Metadata(video_layout=Layout(latent_grid=(3, 2, 4))), "24 tokens, but VMONARCH was given 18 queries"),
-    ],
-    ids=lambda x: str(x)[:40],
-)
-def test_a_call_without_the_video_that_is_expected_is_refused(omni, metadata, message):
-    with pytest.raises(ValueError, match=message):
-        layer(omni).forward(*qkv(), metadata)
+        layer(omni, **changes).forward(*qkv(), metadata)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import vmonarch
-from vmonarch import lazy, requirements
+from vmonarch import requirements
 from vmonarch.pipelines.environment import EXTRAS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -51,7 +51,7 @@ def test_a_version_that_is_not_supported_is_told_on_first_use(monkeypatch):
     told = lambda name: "0.35.2" if name == "diffusers" else version(name)
     monkeypatch.setattr(requirements.importlib.metadata, "version", told)
     anew = requirements.unsupported_versions.__wrapped__
-    for module in (requirements, lazy):
+    for module in (requirements, vmonarch):
         monkeypatch.setattr(module, "unsupported_versions", anew)
     monkeypatch.delitem(vars(vmonarch), "LatentGrid", raising=False)
     with pytest.warns(UserWarning, match=r"diffusers 0\.35\.2 is installed, vmonarch needs diffusers[<>=]"):
