@@ -73,7 +73,6 @@ GENERATE = {
 
 COMPARE = {
     "method twice": (["--methods", "vmonarch", "vmonarch"], ["--methods", "must differ", "vmonarch"]),
-    "no strip": (["--strip-frames", "0"], ["--strip-frames must be in [1, inf), got 0"]),
     "attention is generate's": (["attention=full"], ["attention", "no known key", "methods"]),
 }
 
