@@ -67,16 +67,14 @@ def check_sources(recorded: Mapping[str, Any], config: SamplingConfig, folder: M
         InputError: it has changed.
     """
     settings, now = config.to_dict(), source_hashes(config, folder)
-    for names, key, what in (
-        (("model",), "configs_sha256", "a model whose config files have"),
-        (("model",), "weights_sha256", "a model whose weights have"),
-        (("model",), "weights_sizes_sha256", "a model whose weights have"),
-        (("image",), "image_sha256", "an image that has"),
-        (tuple(LORA), "lora_sha256", "a LoRA file that has"),
+    for what, names, hashes in (
+        ("a model", ("model",), ("configs_sha256", "weights_sha256", "weights_sizes_sha256")),
+        ("an image", ("image",), ("image_sha256",)),
+        ("a LoRA file", tuple(LORA), ("lora_sha256",)),
     ):
         same = all(settings[name] == recorded["config"].get(name) for name in names)
-        if same and recorded["model"].get(key, now[key]) != now[key]:
-            raise InputError("from_json", f"names {what} changed since: {settings[names[0]]}")
+        if same and any(recorded["model"].get(key, now[key]) != now[key] for key in hashes):
+            raise InputError("from_json", f"names {what} that has changed since: {settings[names[0]]}")
 
 
 def source_hashes(config: SamplingConfig, folder: ModelFolder) -> dict[str, Any]:
