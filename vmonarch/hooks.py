@@ -129,8 +129,8 @@ def _begin_call(transformer: torch.nn.Module, args: tuple[Any, ...], kwargs: dic
     record, compiling = record_of(transformer), torch.compiler.is_compiling()
     assert record is not None
     running.now["call"] = None
-    if all(ours_of(module) is None for module, _ in record.originals):
-        # Others have replaced all of them.
+    if not record.processor.LEARNS and all(ours_of(module) is None for module, _ in record.originals):
+        # Others have replaced all of them. Those that learn are called by what stands in their place.
         return
     check_no_first_block_cache(transformer)
     arguments = dict(zip(record.names, args, strict=False)) | kwargs
