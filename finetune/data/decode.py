@@ -43,13 +43,15 @@ class ClipShape:
         height, width: pixels.
         num_frames: of each clip.
         fps: frames per second of the clips; None for those of the file.
-        clips: one after the other from the beginning, at most so many.
+        start: `begin`, or `middle` for clips around the middle of the file.
+        clips: one after the other, at most so many.
     """
 
     height: int
     width: int
     num_frames: int
     fps: float | None = None
+    start: str = "begin"
     clips: int = 1
 
 
@@ -91,8 +93,8 @@ class Stream:
         excess = Fraction(self.width * shape.height, self.height * shape.width) * self.aspect
         return float(min(excess, 1 / excess))
 
-    def filters(self, shape: ClipShape) -> str:
-        """ffmpeg's filters from decoded frames to those of clips, as a BT.709 screen shows them.
+    def filters(self, shape: ClipShape, first: int) -> str:
+        """ffmpeg's filters from decoded frames to those of clips from the first on, as a BT.709 screen shows them.
 
         They are scaled to cover the clip's H×W (bicubic, antialiased) with their shape kept, of which the centre stays.
         """
@@ -113,6 +115,7 @@ class Stream:
         filters.append("bwdif=send_frame:deint=interlaced")
         if shape.fps is not None:
             filters.append(f"fps={shape.fps}")
+        filters.append(f"trim=start_frame={first}")
         if not _PLAIN_COLOURS.issuperset(self.colours):
             if self.transparent:
                 raise BadVideo(f"has transparency, which is not supported with its colours ({'/'.join(self.colours)})")
@@ -148,7 +151,8 @@ def decode_clips(path: Path, shapes: Sequence[ClipShape], *, timeout: float) -> 
         raise BadVideo(f"is too short: it has {stream.frames} frames{rate}, {fewest} are needed")
     shape = max(fitting, key=lambda shape: (stream.kept(shape), shape.num_frames, shape.height * shape.width))
     count = shape.num_frames * min(shape.clips, stream.frames // shape.num_frames)
-    output = ["-vf", stream.filters(shape), "-frames:v", str(count), "-f", "rawvideo"]
+    first = 0 if shape.start == "begin" else (stream.frames - count) // 2
+    output = ["-vf", stream.filters(shape, first), "-frames:v", str(count), "-f", "rawvideo"]
     pixels, _ = _decode(path, output, timeout)
     if len(pixels) < 3 * count * shape.height * shape.width:
         raise BadVideo("cannot be decoded: the decoder ended early")

@@ -75,7 +75,8 @@ class PreprocessConfig(Settings):
         buckets: sizes and lengths in place of the three, each as `480x832x81` (height, width, frames). A video becomes
             clips of the one that keeps most of its picture and is not longer than it is.
         fps: frames per second of the clips; None leaves those of each file.
-        clips_per_video: at most, one after the other from its beginning.
+        start: where clips begin: `begin` or `middle`.
+        clips_per_video: at most, one after the other.
         image_to_video: also store the first frame's latents, and its image features if the model has an image encoder;
             None stores them for models that need them.
         dtype: auto, float32, bfloat16 or float16, of the text and image encoders; the VAE runs in float32.
@@ -100,6 +101,7 @@ class PreprocessConfig(Settings):
     num_frames: int | None = number(None, "[1, inf)")
     buckets: tuple[str, ...] = ()
     fps: float | None = number(None, "[0.001, 1000]")
+    start: str = choice("begin", "begin", "middle")
     clips_per_video: int = number(1, "[1, 10000]")
     image_to_video: bool | None = None
     dtype: str = choice("auto", *DTYPES)
@@ -125,7 +127,7 @@ class PreprocessConfig(Settings):
         """Of each bucket, or the one of all clips, whose sizes may be None."""
         sizes: list[Any] = [tuple(map(int, bucket.split("x"))) for bucket in self.buckets]
         sizes = sizes or [(self.height, self.width, self.num_frames)]
-        return [ClipShape(h, w, f, self.fps, self.clips_per_video) for h, w, f in sizes]
+        return [ClipShape(h, w, f, self.fps, self.start, self.clips_per_video) for h, w, f in sizes]
 
 
 def complete(config: PreprocessConfig, model: ModelFolder) -> PreprocessConfig:
@@ -146,7 +148,7 @@ def complete(config: PreprocessConfig, model: ModelFolder) -> PreprocessConfig:
     for shape in config.shapes:
         check_sizes(shape, model.multiples, model.temporal, " for this model")
     if config.procedural is not None:
-        own = dict(height=HEIGHT, width=WIDTH, num_frames=NUM_FRAMES, fps=None, clips_per_video=1)
+        own = dict(height=HEIGHT, width=WIDTH, num_frames=NUM_FRAMES, fps=None, start="begin", clips_per_video=1)
         for name, only in own.items():
             problem = f"must be {only} for procedural clips, got {getattr(config, name)}"
             require(getattr(config, name) == only, name, problem)

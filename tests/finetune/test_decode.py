@@ -48,6 +48,7 @@ def test_clips_are_the_right_frames(tmp_path: Path) -> None:
         return [[round((float(frame.float().mean()) - 20) / 6) for frame in clip.frames.unbind(1)] for clip in clips]
 
     assert numbers(fps=5) == [[1, 5, 9, 13, 17]] and numbers(fps=40) == [[0, 0, 1, 1, 2]]
+    assert numbers(start="middle") == [[12, 13, 14, 15, 16]]
     assert numbers(clips=2) == [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9]]
     assert len(numbers(clips=9)) == 6
     # Rates that were rounded.
