@@ -10,7 +10,7 @@ from pathlib import Path
 
 # By folder: the most lines that it may have now, and the aim.
 MOST_LINES = {
-    "vmonarch": (8_370, 6_500),
+    "vmonarch": (7_967, 6_500),
     "vmonarch/cli": (1_122, 900),
     "kernels": (14_484, 14_500),
     "pipelines": (3_198, 2_700),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -81,18 +82,10 @@ def test_why_xfuser_cannot_be_imported():
 
 
 def test_the_last_ranks_of_a_padded_video_hold_less(monkeypatch):
-    class Groups:
-        ulysses_group = None
-
-        def __init__(self, ranks, rank):
-            self.get_ulysses_parallel_world_size = lambda: ranks
-            self.get_ulysses_parallel_rank = lambda: rank
-            self.get_ring_parallel_world_size = lambda: 1
-            self.get_sp_group = lambda: self
-
-    grid = LatentGrid(3, 2, 3)
+    grid, groups = LatentGrid(3, 2, 3), SimpleNamespace(get_sp_group=lambda: SimpleNamespace(ulysses_group=None))
+    monkeypatch.setattr(engines, "import_xfuser", lambda name: groups)
     for ranks, tokens, held in ((4, 5, (5, 5, 5, 3)), (7, 3, (3, 3, 3, 3, 3, 3, 0)), (2, 9, (9, 9))):
-        monkeypatch.setattr(engines, "import_xfuser", lambda name, ranks=ranks: Groups(ranks, 1))
+        monkeypatch.setattr(engines, "ulysses_rank", lambda groups, ranks=ranks: (ranks, 1))
         split = engines.split_video(grid, tokens)
         assert split.tokens == held and split.rank == 1
         with pytest.raises(ValueError, match=rf"has 18 tokens, but xfuser's .* given {tokens + 1} on each of {ranks}"):
