@@ -17,7 +17,6 @@ from vmonarch.eval.render import tables
 ROOT = Path(__file__).resolve().parents[1]
 BENCHMARKS = ROOT / "docs" / "benchmarks"
 PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")]
-COMMIT = "1" * 40
 # What a results file says of itself, and the keys that say it, wherever in the file they are.
 PROVENANCE = {
     "date": ("date", "created"),
@@ -53,32 +52,6 @@ def test_a_results_file_says_where_it_comes_from(path):
         assert part.keys() <= {"name", "title", "header", "rows", "caption"}
         assert all(len(row) == len(part["header"]) for row in part["rows"])
         assert tables.table_text(results, part.get("name", ""))
-
-
-def test_tables_come_with_their_titles_and_captions(tmp_path):
-    one = {"title": "Above:", "header": ["", "ms"], "rows": [["a", "1.0"]]}
-    two = {"name": "two", "header": ["b"], "rows": [], "caption": "Own.\n\n- more"}
-    (tmp_path / "x.json").write_text(json.dumps({"commit": COMMIT, "tables": [one, two], "caption": "By a GPU."}))
-    text = "a\n<!-- table: x -->\nold\n<!-- end -->\nb\n<!-- table: x#two -->\n<!-- end -->\n"
-    first = "Above:\n\n|  | ms |\n| --- | ---: |\n| a | 1.0 |\n\nBy a GPU.\n"
-    second = "| b |\n| --- |\n\nOwn.\n\n- more\n"
-    expected = f"a\n<!-- table: x -->\n{first}<!-- end -->\nb\n<!-- table: x#two -->\n{second}<!-- end -->\n"
-    assert tables.render(text, tmp_path) == tables.render(expected, tmp_path) == expected
-    with pytest.raises(KeyError, match="three"):
-        tables.render("<!-- table: x#three -->\n<!-- end -->", tmp_path)
-
-
-@pytest.mark.parametrize("results, said", [
-    ({"environment": {"git_commit": COMMIT}}, ""),
-    ({"runs": [{"versions": {"git_commit": COMMIT}}, {"versions": {"git_commit": f"{COMMIT}-dirty"}}]},
-     " The tree had changes on top of 1111111."),
-    ({"commit": "unknown", "environment": {"git_commit": COMMIT}}, " The commit is unknown."),
-    ({"environment": {"git_commit": None}}, " The commit is unknown."),
-], ids=["clean", "dirty", "of no history", "none"])  # fmt: skip
-def test_a_caption_says_what_no_commit_repeats(results, said):
-    assert tables.mark(results) == said
-    results |= {"tables": [{"header": ["a"], "rows": []}], "caption": "Made.\nMore."}
-    assert tables.table_text(results).endswith(f"\nMade.{said}\nMore.\n")
 
 
 def test_the_navigation_has_every_page_and_the_reference_every_name():
