@@ -16,8 +16,7 @@ from __future__ import annotations
 from typing import Any
 
 from vmonarch.grid import LatentGrid
-from vmonarch.kernels.two_resolution.selection import exact_tiles
-from vmonarch.kernels.two_resolution.tiling import Tiling, tiling_of
+from vmonarch.kernels.two_resolution.tiling import Tiling, exact_tiles, tiling_of
 from vmonarch.options import FirstOrderOptions, TwoResolutionOptions, VMonarchOptions, row_options
 
 

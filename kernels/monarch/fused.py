@@ -23,8 +23,7 @@ from vmonarch.kernels.monarch.call import MonarchCall
 from vmonarch.kernels.monarch.l_step import LStep
 from vmonarch.kernels.monarch.r_step import RStep
 from vmonarch.kernels.two_resolution import op
-from vmonarch.kernels.two_resolution.selection import exact_tiles
-from vmonarch.kernels.two_resolution.tiling import tiling_of
+from vmonarch.kernels.two_resolution.tiling import exact_tiles, tiling_of
 from vmonarch.options import row_options
 
 

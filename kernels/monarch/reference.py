@@ -233,8 +233,8 @@ def exact_row(
     """
     row = row_options(options)
     tiling = tiling_of(grid, row, query_frames=1)
-    chosen = chosen_tiles(query, key, tiling, row, scale=scale)
-    return two_resolution_attention_reference(query, key, value, tiling, chosen, rest=True, scale=scale)
+    exact, each = chosen_tiles(query, key, tiling, row, scale=scale)
+    return two_resolution_attention_reference(query, key, value, tiling, exact, each, rest=True, scale=scale)
 
 
 def exact_parts(

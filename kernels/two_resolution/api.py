@@ -11,7 +11,6 @@ from vmonarch.grid import LatentGrid
 from vmonarch.kernels.common.checks import check_key_mask, check_qkv
 from vmonarch.kernels.common.launch import use_triton
 from vmonarch.kernels.two_resolution.reference import chosen_tiles, two_resolution_attention_reference
-from vmonarch.kernels.two_resolution.selection import Selection
 from vmonarch.kernels.two_resolution.tiling import Tiling, tiling_of
 from vmonarch.options import TwoResolutionOptions
 from vmonarch.validation import check_flag, check_implementation, resolve_scale
@@ -81,12 +80,11 @@ def two_resolution_attention(
             query, key, value, tiling, options, exact=exact, scale=scale, key_mask=key_mask
         )
         return (out, lse) if return_lse else out
+    each = None
     if exact is None:
-        chosen = chosen_tiles(query, key, tiling, options, scale=scale, key_mask=key_mask)
-    else:
-        chosen = Selection(exact, None)
+        exact, each = chosen_tiles(query, key, tiling, options, scale=scale, key_mask=key_mask)
     out, lse = two_resolution_attention_reference(
-        query, key, value, tiling, chosen, rest=options.rest, scale=scale, key_mask=key_mask
+        query, key, value, tiling, exact, each, rest=options.rest, scale=scale, key_mask=key_mask
     )
     return (out, lse) if return_lse else out
 

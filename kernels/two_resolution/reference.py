@@ -6,11 +6,12 @@ tiles of queries of a places.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from vmonarch.kernels.flash_entropy.reference import recomputed, softmax_parts, to_groups
-from vmonarch.kernels.two_resolution.selection import Selection, select_tiles
-from vmonarch.kernels.two_resolution.tiling import Places, Tiling, places_of
+from vmonarch.kernels.two_resolution.tiling import Places, Tiling, exact_tiles, places_of
 from vmonarch.options import TwoResolutionOptions
 
 # Keys and values that one chunk of query tiles may gather, in elements.
@@ -38,6 +39,38 @@ def tile_means(
     return (sums / number.clamp(min=1)[..., None, None]).transpose(1, 2), number
 
 
+def best_of(scores: torch.Tensor, count: int) -> torch.Tensor:
+    """Whether each score [..., m] is among the `count` largest of its row."""
+    best = scores.topk(count, -1, sorted=False).indices
+    return torch.zeros_like(scores, dtype=torch.bool).scatter(-1, best, True)
+
+
+def select_tiles(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    tiling: Tiling,
+    options: TwoResolutionOptions,
+    best: Callable[[torch.Tensor, int], torch.Tensor] = best_of,
+) -> tuple[torch.Tensor, int | None]:
+    """The exact tiles by the scores of mean queries and keys.
+
+    Args:
+        query, key: means of the tiles [B, H, n and m, D]; that of a tile without any key is zero.
+        best: does what `best_of` does.
+
+    Returns:
+        (bool [B, H, n, m], true where tile of keys k is exact for tile of queries l; how many there are for every query
+        tile, None where the data decide).
+    """
+    scores = (query @ key.transpose(-1, -2)).detach()
+    if options.beta is not None:
+        std, mean = torch.std_mean(scores, -1, correction=0, keepdim=True)
+        return scores > mean + options.beta * std, None
+    assert options.share is not None
+    count = exact_tiles(tiling, options.share)
+    return best(scores, count), count
+
+
 def chosen_tiles(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -46,8 +79,8 @@ def chosen_tiles(
     *,
     scale: float,
     key_mask: torch.Tensor | None = None,
-) -> Selection:
-    """The exact tiles by the products of mean queries and keys, in the order of logits; `scale` says which that is."""
+) -> tuple[torch.Tensor, int | None]:
+    """`select_tiles` of means of the tokens [B, S, H, D], in the order of logits; `scale` says which that is."""
     q_mean, _ = tile_means(query, places_of(tiling.of_queries, query.device))
     k_mean, _ = tile_means(key, places_of(tiling, key.device), key_mask)
     return select_tiles(-q_mean if scale < 0 else q_mean, k_mean, tiling, options)
@@ -78,7 +111,8 @@ def two_resolution_attention_reference(
     key: torch.Tensor,
     value: torch.Tensor,
     tiling: Tiling,
-    selection: Selection,
+    exact: torch.Tensor,
+    each: int | None,
     *,
     rest: bool,
     scale: float,
@@ -86,7 +120,7 @@ def two_resolution_attention_reference(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(out [B, S, H, E] in the dtype of `query`, lse [B, H, S]); arguments as in `two_resolution_attention`.
 
-    With fewer `query_frames` in `tiling`, S are the tokens of so many frames.
+    With fewer `query_frames` in `tiling`, S are the tokens of so many frames. exact, each: what `select_tiles` gives.
     """
     B, N, H, _ = key.shape
     m = tiling.tiles
@@ -104,10 +138,10 @@ def two_resolution_attention_reference(
         gain = torch.cat([gain, number.to(q.dtype).log()], 1)
     gain = gain.expand(B, -1).repeat_interleave(H, 0)  # [G, N + m]
 
-    exact = selection.exact.expand(B, H, n, m).flatten(0, 1)
+    exact = exact.expand(B, H, n, m).flatten(0, 1)
     # Exact tiles come first in a ranking: `fewest` of them at least, `most` at most.
     number_exact = exact.sum(-1, keepdim=True)  # [G, n, 1]
-    fewest = most = selection.number
+    fewest = most = each
     if fewest is None or most is None:
         # A softmax needs a column, which nobody attends to where no tile is exact.
         fewest, most = int(number_exact.min()), max(1, int(number_exact.max()))

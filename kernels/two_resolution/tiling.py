@@ -85,6 +85,11 @@ def tiling_of(grid: LatentGrid, options: TwoResolutionOptions, query_frames: int
     return Tiling(*numbers)
 
 
+def exact_tiles(tiling: Tiling, share: float) -> int:
+    """How many tiles are exact for every tile of queries: `share` of them, rounded up to at least one."""
+    return max(1, math.ceil(share * tiling.tiles - 1e-9))
+
+
 @functools.cache
 def best_box(grid: LatentGrid, tokens: int) -> Box:
     """The box of `tokens` places, edges powers of two, by which a grid is cut into the fewest tiles.
