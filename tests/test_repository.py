@@ -1,6 +1,6 @@
 """Numbers in documents are those of results files, which say where they come from; the site has every page.
 
-And what is made of pytest's reports: the record of a run on a GPU, and which transformers have been tried with what.
+The tests by which a table says what has been tried with which transformer are there.
 """
 
 import json
@@ -77,34 +77,7 @@ def test_links_of_the_readme_lead_to_the_repository_where_it_is_known(tmp_path, 
     assert links == [f"{raw}docs/a.webp", f"{file}docs/b.md#c", f"{file}d", "https://e.org", "#f"]
 
 
-def report(*cases):
-    tests = "".join(f'<testcase name="{name}">{inside}</testcase>' for name, inside in cases)
-    return f"<testsuites><testsuite>{tests}</testsuite></testsuites>"
-
-
-def everything(parameter):
-    return [
-        (f"{test}[{prefix}{parameter}]", "") for prefix, tests in support_matrix.FEATURES.values() for test in tests
-    ]
-
-
 def test_the_tests_that_show_a_feature_are_there():
     source = "".join(path.read_text() for path in Path(__file__).parent.glob("**/test_*.py"))
     named = {test for _, tests in support_matrix.FEATURES.values() for test in tests}
     assert named <= set(re.findall(r"def (test_\w+)\(", source))
-    assert set(support_matrix.count([report(*everything("hunyuan"))])) == set(support_matrix.MODELS.values())
-
-
-def test_what_failed_or_was_skipped_does_not_count_as_shown():
-    others = [(name, "<skipped/>") for name, _ in everything("hunyuan15")]
-    # Other models by prefixes of names, and parameters that begin otherwise.
-    others += [(name, "<failure/>") for name, _ in everything("grid0-hunyuan")]
-    counts = support_matrix.count([report(*everything("hunyuan-i2v"), *others)])
-    cells = {row[0]: set(row[1:]) for row in support_matrix.table(counts)["rows"]}
-    assert cells["HunyuanVideo"] == {"yes"} and next(v for k, v in cells.items() if "HunyuanVideo15" in k) == {"–"}
-    failed = (f"{support_matrix.FEATURES['`refresh`'][1][0]}[hunyuan]", "<failure/>")
-    counts = support_matrix.count([report(*everything("hunyuan"), *everything("hunyuan15"), failed)])
-    rows = {row[0]: row[1:] for row in support_matrix.table(counts)["rows"]}
-    assert rows["HunyuanVideo"].count("no") == 1 and set(rows["HunyuanVideo15"]) == {"yes"}
-    with pytest.raises(ValueError, match="no test of `generate`"):
-        support_matrix.count([report(*everything("hunyuan")[:-2])])
