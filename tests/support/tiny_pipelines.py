@@ -9,11 +9,12 @@ from typing import Any
 
 import diffusers
 import numpy as np
+import tiny_wan
 import torch
 from diffusers.guiders import ClassifierFreeGuidance
 from diffusers.modular_pipelines.minimax_h3 import modular_blocks_minimax_h3
 from diffusers.pipelines.consisid.pipeline_consisid import ConsisIDPipeline
-from diffusers.pipelines.ltx2 import LTX2TextConnectors, LTX2Vocoder
+from diffusers.pipelines.ltx2 import LTX2TextConnectors
 from PIL import Image
 from tiny_families import FAMILIES, TEXT
 
@@ -169,14 +170,6 @@ def _ltx2() -> Pipeline:
         ).eval(),
         # With the guidance that leaves attention out of some blocks.
         transformer=FAMILIES["ltx2"].make(perturbed_attn=True),
-        vocoder=LTX2Vocoder(
-            in_channels=16,
-            hidden_channels=32,
-            upsample_kernel_sizes=[4, 4],
-            upsample_factors=[2, 2],
-            resnet_kernel_sizes=[3],
-            resnet_dilations=[[1, 3]],
-        ).eval(),
     )
     prompt = _guided(16, 8)
     return pipe, {"num_frames": 33, "height": 256, "width": 384, "spatio_temporal_guidance_blocks": [1]} | prompt
@@ -188,15 +181,7 @@ def _cogvideox() -> Pipeline:
 
 
 def _wan_vae() -> Any:
-    return diffusers.AutoencoderKLWan(
-        base_dim=4,
-        z_dim=4,
-        dim_mult=[1, 1, 1, 1],
-        num_res_blocks=1,
-        temperal_downsample=[False, True, True],
-        latents_mean=[0.0] * 4,
-        latents_std=[1.0] * 4,
-    ).eval()
+    return tiny_wan.vae(z_dim=4, latents_mean=[0.0] * 4, latents_std=[1.0] * 4)
 
 
 def _kandinsky5() -> Pipeline:

@@ -124,20 +124,16 @@ def tokenizer(text: str = f"{PROMPT} {NEGATIVE} blue square", **options: Any) ->
     return PreTrainedTokenizerFast(tokenizer_object=backend, **special, **options)
 
 
+def vae(**config: Any) -> AutoencoderKLWan:
+    sizes = {"base_dim": 4, "z_dim": 16, "dim_mult": [1, 1, 1, 1], "num_res_blocks": 1}
+    return _seeded(AutoencoderKLWan, 2, **sizes | {"temperal_downsample": [False, True, True]} | config)
+
+
 def _parts() -> dict[str, Any]:
     text_config = UMT5Config(vocab_size=16, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2)
     text_encoder = _seeded(lambda: UMT5EncoderModel(text_config), 1)
-    vae = _seeded(
-        AutoencoderKLWan,
-        2,
-        base_dim=4,
-        z_dim=16,
-        dim_mult=[1, 1, 1, 1],
-        num_res_blocks=1,
-        temperal_downsample=[False, True, True],
-    )
     scheduler = UniPCMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0)
-    return {"tokenizer": tokenizer(), "text_encoder": text_encoder, "vae": vae, "scheduler": scheduler}
+    return {"tokenizer": tokenizer(), "text_encoder": text_encoder, "vae": vae(), "scheduler": scheduler}
 
 
 def _image_parts() -> dict[str, Any]:
