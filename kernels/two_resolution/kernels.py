@@ -18,7 +18,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from vmonarch.kernels.common.softmax import log2_partition, online_softmax, row_delta
+from vmonarch.kernels.common.softmax import log2_partition, online_softmax, probabilities, row_delta
 from vmonarch.kernels.common.tiles import add_rows, load_rows, store_rows
 from vmonarch.kernels.two_resolution.tiling import Tiling
 
@@ -220,12 +220,6 @@ def _means_from(start, gain_ptr, tiles, BLOCK_N: tl.constexpr):
     return tile, inside, tl.load(gain_ptr + tile, mask=inside, other=-float("inf"))
 
 
-@triton.jit
-def _probabilities(logits, log2_lse):
-    """p of logits, in units of log 2; 0 in a row without any key, whose lse is -inf."""
-    return tl.exp2(logits - tl.where(log2_lse == -float("inf"), float("inf"), log2_lse))
-
-
 @triton.jit(do_not_specialize=["H", "width", "out_b", "out_s", "out_h", "lse_b", "lse_h"])
 def two_resolution_kernel(
     q_ptr, k_ptr, v_ptr, k_mean_ptr, v_mean_ptr, gain_ptr, list_ptr, number_ptr, key_mask_ptr,
@@ -303,7 +297,7 @@ def two_resolution_rows_kernel(
     q = load_rows(q_ptr + b * stride_qb + h * stride_qh, stride_qs, row, exists, D, BLOCK_D, not FULL)
     do = load_rows(do_ptr + b * stride_gb + h * stride_gh, stride_gs, row, exists, E, BLOCK_E, not FULL)
     out = load_rows(out_ptr + b * stride_ob + h * stride_oh, stride_os, row, exists, E, BLOCK_E, not FULL)
-    log2_lse = tl.load(lse_ptr + bh * S + row, mask=exists, other=float("inf")) * 1.4426950408889634
+    lse = tl.load(lse_ptr + bh * S + row, mask=exists, other=float("inf"))
     delta = row_delta(do, out, dlse_ptr, bh * S + row, exists)
     tl.store(delta_ptr + bh * S + row, delta, mask=exists)
     dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
@@ -317,7 +311,7 @@ def two_resolution_rows_kernel(
             v = load_rows(v_mean_ptr, H * E, tile, inside, E, BLOCK_E, True)
             logits = tl.dot(q, tl.trans(k), input_precision=PRECISION) * log2_scale + gain[None, :]
             dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)
-            ds = _probabilities(logits, log2_lse[:, None]) * (dp - delta[:, None])
+            ds = probabilities(logits, lse[:, None], 1.0) * (dp - delta[:, None])
             dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
     k_ptr += b * stride_kb + h * stride_kh
     v_ptr += b * stride_vb + h * stride_vh
@@ -333,7 +327,7 @@ def two_resolution_rows_kernel(
         if not FULL:
             logits = tl.where(_attended(key_mask_ptr, key, there)[None, :], logits, -float("inf"))
         dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)
-        ds = _probabilities(logits, log2_lse[:, None]) * (dp - delta[:, None])
+        ds = probabilities(logits, lse[:, None], 1.0) * (dp - delta[:, None])
         dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
     store_rows(dq_ptr + b * S * H * D + h * D, H * D, row, exists, dq * scale, D, BLOCK_D)
 
@@ -348,10 +342,10 @@ def _gradients(
     q = load_rows(q_ptr, stride_qs, row, exists, D, BLOCK_D, True)
     do = load_rows(do_ptr, stride_gs, row, exists, E, BLOCK_E, True)
     # Where there is no query, lse = inf makes p = 0.
-    log2_lse = tl.load(lse_ptr + row, mask=exists, other=float("inf")) * 1.4426950408889634
+    lse = tl.load(lse_ptr + row, mask=exists, other=float("inf"))
     delta = tl.load(delta_ptr + row, mask=exists, other=0.0)
     logits = tl.dot(k, tl.trans(q), input_precision=PRECISION) * log2_scale + gain[:, None]
-    p = _probabilities(logits, log2_lse[None, :])
+    p = probabilities(logits, lse[None, :], 1.0)
     dv = tl.dot(p.to(do.dtype), do, dv, input_precision=PRECISION)
     dp = tl.dot(v, tl.trans(do), input_precision=PRECISION)
     ds = p * (dp - delta[None, :]) * scale
