@@ -92,10 +92,6 @@ CALIBRATE = {
     "time without the default": (["p", "--candidates", "vmonarch-t1", "--time", "1"], ["time is relative to VMonarch"]),
     "refining without gradients": (["p", "--refine", "2", "--no-sensitivity"], ["refine", "leave out no-sensitivity"]),
     "another processor": (["p", "--candidates", "full"], ["candidates must be of the processors vmonarch or"]),
-    "work that depends on data": (
-        ["p", "--candidates", "two-resolution:share=null,beta=1.0"],
-        ["candidates must have work that is known beforehand"],
-    ),
     "dense": (["p", "--candidates", "vmonarch:dense_steps=1"], ["must leave dense_steps alone"]),
     "less work than the cheapest": (["p", "--flops", "0.01"], ["--flops must be at least 0."]),
     "unknown measure": (["p", "--measure", "klo"], ["--measure must be one of error, layer_error", "got 'klo'"]),

@@ -262,9 +262,6 @@ def test_another_exact_kernel_attends_to_text_and_masks_it(monkeypatch):
         ("vsa:rest=true", ["rest must be False"]),
         ("sla:refresh=2", ["refresh must be None with 'sla'"]),
         ("two-resolution:share=0", ["share", "above 0"]),
-        ("two-resolution:beta=1.0", ["share must be None where beta is given", "share=0.1 and beta=1.0"]),
-        ("two-resolution:share=null", ["share must be None where beta is given", "share=None and beta=None"]),
-        ("two-resolution:share=null,beta=.nan", ["beta", "finite"]),
         ("two-resolution:tile=[1, 4, 0]", ["tile.width", "at least 1"]),
     ],
 )

@@ -262,7 +262,6 @@ BAD = {
     "unknown-option": (method(iterations=1), "unknown option 'iterations'"),
     "bad-option": (method(num_iterations=0), "method 'a': num_iterations must be"),
     "unknown-kind": (method(kind="based"), "the kind 'based'; supported: vmonarch, t"),
-    "unknown-work": (method(**METHODS["sparse"] | {"share": None, "beta": 1}), "method 'a': beta is not for plans"),
     "bad-pattern": (method(exact={"band": -1}), "method 'a': exact must fit: ExactBlocks.band"),
     "ragged": (lambda: plan_of(["t1"], ["t1", "t1"]), "must all name as many heads"),
     "no-layers": (lambda: plan_of(), "at least one"),
