@@ -35,7 +35,7 @@ from vmonarch.kernels.two_resolution.kernels import (
     two_resolution_rows_kernel,
     unspecialised,
 )
-from vmonarch.kernels.two_resolution.reference import best_of, select_tiles
+from vmonarch.kernels.two_resolution.reference import best_of
 from vmonarch.kernels.two_resolution.tiling import Box, Tiling, exact_tiles
 from vmonarch.options import TwoResolutionOptions
 
@@ -105,10 +105,10 @@ def choose(
     key_mask: torch.Tensor | None,
     pooled: Pooled | None,
 ) -> torch.Tensor:
-    """The exact tiles [B, H, n, m], as `reference.select_tiles`."""
+    """The exact tiles [B, H, n, m], as `reference.chosen_tiles`."""
     q_mean = pool(query, None, n.of_queries, None).k
     k_mean = pool(key, None, n, key_mask).k if pooled is None else pooled.k
-    return select_tiles(q_mean.transpose(1, 2), k_mean.transpose(1, 2), n, share, best)
+    return best(q_mean.transpose(1, 2) @ k_mean.permute(0, 2, 3, 1), exact_tiles(n, share))
 
 
 def best(scores: torch.Tensor, count: int) -> torch.Tensor:

@@ -6,8 +6,6 @@ tiles of queries of a places.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 
 from vmonarch.kernels.flash_entropy.reference import recomputed, softmax_parts, to_groups
@@ -44,25 +42,6 @@ def best_of(scores: torch.Tensor, count: int) -> torch.Tensor:
     return torch.zeros_like(scores, dtype=torch.bool).scatter(-1, best, True)
 
 
-def select_tiles(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    tiling: Tiling,
-    share: float,
-    best: Callable[[torch.Tensor, int], torch.Tensor] = best_of,
-) -> torch.Tensor:
-    """The exact tiles by the scores of mean queries and keys.
-
-    Args:
-        query, key: means of the tiles [B, H, n and m, D]; that of a tile without any key is zero.
-        best: does what `best_of` does.
-
-    Returns:
-        bool [B, H, n, m], true where tile of keys k is exact for tile of queries l.
-    """
-    return best((query @ key.transpose(-1, -2)).detach(), exact_tiles(tiling, share))
-
-
 def chosen_tiles(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -72,10 +51,15 @@ def chosen_tiles(
     scale: float,
     key_mask: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """`select_tiles` of means of the tokens [B, S, H, D], in the order of logits; `scale` says which that is."""
+    """The exact tiles by the products of mean queries and keys, in the order of logits; `scale` says which that is.
+
+    Returns:
+        bool [B, H, n, m], true where tile of keys k is exact for tile of queries l.
+    """
     q_mean, _ = tile_means(query, places_of(tiling.of_queries, query.device))
     k_mean, _ = tile_means(key, places_of(tiling, key.device), key_mask)
-    return select_tiles(-q_mean if scale < 0 else q_mean, k_mean, tiling, share)
+    scores = (-q_mean if scale < 0 else q_mean) @ k_mean.mT
+    return best_of(scores.detach(), exact_tiles(tiling, share))
 
 
 def _attend(
