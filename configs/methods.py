@@ -101,11 +101,6 @@ class AttentionMethod:
     attention: AttentionMethod | None = None
 
     @property
-    def countable(self) -> bool:
-        """Whether its FLOPs can be counted without data and without what it has learnt."""
-        return self.processor_name != "based" and self.options.get("beta") is None
-
-    @property
     def decides_steps(self) -> bool:
         """Whether what its steps compute follows from the errors measured in a run, and so its FLOPs."""
         from vmonarch.refresh import Refresh

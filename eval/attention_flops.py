@@ -146,8 +146,8 @@ def relative_flops(
 ) -> dict[str, float | None]:
     """Attention FLOPs of a whole video over those of full attention, by the methods' labels.
 
-    None for Based, whose layers cannot be made without their learnt weights, and where the work depends on the data: in
-    two-resolution attention with `beta`, and with `refresh` by tolerance or with a cache.
+    None for Based, whose layers cannot be made without their learnt weights, and where the work depends on the data:
+    with `refresh` by tolerance or with a cache.
 
     Args:
         call: any forward call of the sampling.
@@ -157,7 +157,7 @@ def relative_flops(
     full = attention_flops(call, resolve_method("full"))
     shares: dict[str, float | None] = {}
     for method in methods:
-        if not method.countable or method.decides_steps:
+        if method.processor_name == "based" or method.decides_steps:
             shares[method.label] = None
             continue
         alone = method.without_dense()

@@ -309,7 +309,7 @@ class SLA(Trained):
 
     @without_autocast
     def far(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, tiling: Tiling) -> torch.Tensor:
-        exact, _ = chosen_tiles(query, key, tiling, self, scale=query.shape[-1] ** -0.5)
+        exact = chosen_tiles(query, key, tiling, self.share, scale=query.shape[-1] ** -0.5)
         q, k = (torch.softmax(x.float(), -1) for x in (query, key))
         places, there = places_of(tiling, key.device), places_of(tiling.of_queries, key.device)
         present = places.present[None, :, :, None, None]

@@ -75,13 +75,7 @@ def vmonarch_work(
 
 
 def two_resolution_pairs(n: Tiling, options: TwoResolutionOptions) -> float:
-    """Pairs of a query and a key or a mean, which cost 4·d; the products of means that choose tiles count as half one.
-
-    Raises:
-        ValueError: with `beta` the data say how many they are.
-    """
-    if options.share is None:
-        raise ValueError(f"beta must be None where work is counted, which it leaves to the data; got {options.beta}")
+    """Pairs of a query and a key or a mean, which cost 4·d; products of means that choose tiles count as half one."""
     exact = exact_tiles(n, options.share)
     positions = n.rows * n.columns
     keys = exact * n.frames * positions / n.tiles + (n.tiles - exact) * options.rest

@@ -244,9 +244,7 @@ class TwoResolutionOptions(Options):
     each head, by the product of its mean query and their mean key.
 
     Args:
-        share: of all key tiles, those that are exact, rounded up; None where `beta` is given.
-        beta: a key tile is exact where its score exceeds μ + beta·σ, mean and standard deviation of the scores of that
-            query tile over all key tiles; None where `share` is given.
+        share: of all key tiles, those that are exact, rounded up.
         tile: at most this many (frames, rows, columns) of keys; every axis is cut evenly. None for the box, its edges
             powers of two, that fits the grid best: of at most 64 tokens, and of no more than an eighth of a frame, but
             for 16 tokens.
@@ -257,28 +255,20 @@ class TwoResolutionOptions(Options):
     Raises:
         TypeError, ValueError: an option has an unsupported value; the message begins with its name.
 
-    Source: Li et al., Sol-Attn (2026, arXiv:2607.24027): the pooled rest in the same softmax, and the threshold; Zhang
-    et al., VSA (2025), §3: boxes of tokens, and the best of them by mean scores.
+    Source: Li et al., Sol-Attn (2026, arXiv:2607.24027): the pooled rest in the same softmax; Zhang et al.,
+    VSA (2025), §3: boxes of tokens, and the best of them by mean scores.
     """
 
     op: ClassVar[str] = "two_resolution"
 
-    share: float | None = 0.1
-    beta: float | None = None
+    share: float = 0.1
     tile: tuple[int, int, int] | None = None
     query_tile: tuple[int, int, int] | None = None
     rest: bool = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if (self.share is None) == (self.beta is None):
-            raise ValueError(
-                f"share must be None where beta is given, and only there, got share={self.share} and beta={self.beta}"
-            )
-        if self.share is not None:
-            check_share("share", self.share)
-        if self.beta is not None:
-            check_number("beta", self.beta)
+        check_share("share", self.share)
         for name in ("tile", "query_tile"):
             if getattr(self, name) is not None:
                 object.__setattr__(self, name, tuple(LatentGrid.parse(getattr(self, name), argument=name)))

@@ -68,8 +68,6 @@ def parse_method(name: str, options: Any) -> Options | None:
             raise type(error)(f"plan: method {name!r}: {error}") from error
     if options is not None and not isinstance(options, Options):
         raise TypeError(f"plan: method {name!r} must be null or a mapping of options, got {options!r}")
-    if isinstance(options, TwoResolutionOptions) and options.beta is not None:
-        raise ValueError(f"plan: method {name!r}: beta is not for plans, whose work is known beforehand; give share")
     return options
 
 

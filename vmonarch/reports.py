@@ -170,7 +170,7 @@ def _share(element: Any, grid: LatentGrid | None) -> float | None:
     """Its FLOPs over those of exact attention; None where they are not known."""
     if isinstance(element, (Exact, Biased)):
         return 1.0
-    if not isinstance(element, Op) or grid is None or getattr(element.options, "beta", None) is not None:
+    if not isinstance(element, Op) or grid is None:
         return None
     return method_flops(element.options, grid, _HEAD_DIM) / method_flops(None, grid, _HEAD_DIM)
 

@@ -95,10 +95,6 @@ class CalibrateConfig(Budget, SamplingConfig):
             if method.processor_name not in _PROCESSORS:
                 known, got = " or ".join(_PROCESSORS), f"{method.label!r} of {method.processor_name}"
                 raise InputError("candidates", f"must be of the processors {known}, got {got}")
-            if not method.countable:
-                raise InputError(
-                    "candidates", f"must have work that is known beforehand, but {method.label!r} sets beta"
-                )
             for name in ("bias", "plan", "dense_steps", "dense_layers", "refresh"):
                 if method.options.get(name) not in (None, 0, []):
                     raise InputError("candidates", f"must leave {name} alone, but {method.label!r} sets it")

@@ -85,9 +85,9 @@ class Rows:
         grid = LatentGrid(call.places.blocks, call.places.height, call.places.width)
         self.query, self.key, self.value, self.scale = query, key, value, call.scale
         self.frames, self.positions = call.exact.rows, grid.tokens_per_frame
-        self.options = row_options(call.options)
-        self.tiling = tiling_of(grid, self.options, query_frames=1)
-        self.width = exact_tiles(self.tiling, call.options.row_share)
+        self.share = call.options.row_share
+        self.tiling = tiling_of(grid, row_options(call.options), query_frames=1)
+        self.width = exact_tiles(self.tiling, self.share)
 
     def _selected(self, pooled: op.Pooled) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
         """Of every frame its tokens, their queries, and their exact tiles [B, H, n, m]."""
@@ -95,7 +95,7 @@ class Rows:
             tokens = slice(frame * self.positions, (frame + 1) * self.positions)
             # The frames of several samples have to follow each other for the copy engine.
             query = self.query[:, tokens].contiguous()
-            yield tokens, query, op.choose(query, self.key, self.tiling, self.options, None, pooled)
+            yield tokens, query, op.choose(query, self.key, self.tiling, self.share, None, pooled)
 
     def forward(self, out: torch.Tensor, lse: torch.Tensor) -> None:
         """Write out [B, S, H, E] and lse [B, H, S] of the rows, contiguous."""

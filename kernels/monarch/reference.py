@@ -19,7 +19,7 @@ from vmonarch.kernels.flash_entropy import reference as softmax
 from vmonarch.kernels.flash_entropy.reference import attend, in_row_chunks, softmax_parts, to_groups
 from vmonarch.kernels.monarch.blocks import BlockLayout
 from vmonarch.kernels.two_resolution.reference import chosen_tiles, two_resolution_attention_reference
-from vmonarch.kernels.two_resolution.tiling import tiling_of
+from vmonarch.kernels.two_resolution.tiling import exact_tiles, tiling_of
 from vmonarch.options import VMonarchOptions, row_options
 
 
@@ -233,7 +233,7 @@ def exact_row(
     """
     row = row_options(options)
     tiling = tiling_of(grid, row, query_frames=1)
-    exact, each = chosen_tiles(query, key, tiling, row, scale=scale)
+    exact, each = chosen_tiles(query, key, tiling, row.share, scale=scale), exact_tiles(tiling, row.share)
     return two_resolution_attention_reference(query, key, value, tiling, exact, each, rest=True, scale=scale)
 
 

@@ -11,7 +11,7 @@ from vmonarch.grid import LatentGrid
 from vmonarch.kernels.common.checks import check_key_mask, check_qkv
 from vmonarch.kernels.common.launch import use_triton
 from vmonarch.kernels.two_resolution.reference import chosen_tiles, two_resolution_attention_reference
-from vmonarch.kernels.two_resolution.tiling import Tiling, tiling_of
+from vmonarch.kernels.two_resolution.tiling import Tiling, exact_tiles, tiling_of
 from vmonarch.options import TwoResolutionOptions
 from vmonarch.validation import check_flag, check_implementation, resolve_scale
 
@@ -82,7 +82,8 @@ def two_resolution_attention(
         return (out, lse) if return_lse else out
     each = None
     if exact is None:
-        exact, each = chosen_tiles(query, key, tiling, options, scale=scale, key_mask=key_mask)
+        exact = chosen_tiles(query, key, tiling, options.share, scale=scale, key_mask=key_mask)
+        each = exact_tiles(tiling, options.share)
     out, lse = two_resolution_attention_reference(
         query, key, value, tiling, exact, each, rest=options.rest, scale=scale, key_mask=key_mask
     )

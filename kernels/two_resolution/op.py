@@ -35,7 +35,7 @@ from vmonarch.kernels.two_resolution.kernels import (
     two_resolution_rows_kernel,
     unspecialised,
 )
-from vmonarch.kernels.two_resolution.reference import best_of, select_tiles
+from vmonarch.kernels.two_resolution.reference import best_of
 from vmonarch.kernels.two_resolution.tiling import Box, Tiling, exact_tiles
 from vmonarch.options import TwoResolutionOptions
 
@@ -101,14 +101,14 @@ def choose(
     query: torch.Tensor,
     key: torch.Tensor,
     n: Tiling,
-    options: TwoResolutionOptions,
+    share: float,
     key_mask: torch.Tensor | None,
     pooled: Pooled | None,
 ) -> torch.Tensor:
-    """The exact tiles [B, H, n, m], as `reference.select_tiles`."""
+    """The exact tiles [B, H, n, m], as `reference.chosen_tiles`."""
     q_mean = pool(query, None, n.of_queries, None).k
     k_mean = pool(key, None, n, key_mask).k if pooled is None else pooled.k
-    return select_tiles(q_mean.transpose(1, 2), k_mean.transpose(1, 2), n, options, best)[0]
+    return best(q_mean.transpose(1, 2) @ k_mean.permute(0, 2, 3, 1), exact_tiles(n, share))
 
 
 def best(scores: torch.Tensor, count: int) -> torch.Tensor:
@@ -163,12 +163,12 @@ def _full(n: Tiling) -> bool:
 @replayed
 def _forward(*inputs: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(out [B, S, H, E], lse [B, H, S], the exact tiles [B, H, n, m], empty if they are given); see `attend`."""
-    query, key, value, exact, key_mask, numbers, share, beta, rest, scale = inputs
-    n, options = Tiling(*numbers), TwoResolutionOptions(share=share, beta=beta)
+    query, key, value, exact, key_mask, numbers, share, rest, scale = inputs
+    n = Tiling(*numbers)
     pooled = pool(key, value, n, key_mask) if rest else None
     given = exact is not None
     if not given:
-        exact = choose(query, key, n, options, key_mask, pooled)
+        exact = choose(query, key, n, share, key_mask, pooled)
     out, lse = new_results(query, key, value)
     attend(query, key, value, exact, _width(n, share, given), key_mask, n, pooled, scale, out, lse)
     return out, lse, exact.new_empty(0) if given else exact
@@ -178,14 +178,14 @@ two_resolution_forward = torch.library.custom_op(
     "vmonarch::two_resolution_forward",
     _forward,
     mutates_args=(),
-    schema="(Tensor query, Tensor key, Tensor value, Tensor? exact, Tensor? key_mask, int[] numbers, float? share,"
-    " float? beta, bool rest, float scale) -> (Tensor, Tensor, Tensor)",
+    schema="(Tensor query, Tensor key, Tensor value, Tensor? exact, Tensor? key_mask, int[] numbers, float share,"
+    " bool rest, float scale) -> (Tensor, Tensor, Tensor)",
 )
 
 
-def _width(n: Tiling, share: float | None, given: bool) -> int:
+def _width(n: Tiling, share: float, given: bool) -> int:
     """At least the most exact tiles of a tile of queries."""
-    return n.tiles if given or share is None else exact_tiles(n, share)
+    return n.tiles if given else exact_tiles(n, share)
 
 
 def attend(
@@ -237,13 +237,13 @@ def _(query: torch.Tensor, key: Any, value: torch.Tensor, exact: Any, _mask: Any
     "vmonarch::two_resolution_backward",
     mutates_args=(),
     schema="(Tensor grad_out, Tensor? grad_lse, Tensor query, Tensor key, Tensor value, Tensor? exact,"
-    " Tensor? key_mask, Tensor out, Tensor lse, Tensor chosen, int[] numbers, float? share, float? beta, bool rest,"
-    " float scale) -> (Tensor, Tensor, Tensor)",
+    " Tensor? key_mask, Tensor out, Tensor lse, Tensor chosen, int[] numbers, float share, bool rest, float scale)"
+    " -> (Tensor, Tensor, Tensor)",
 )
 @replayed
 def two_resolution_backward(*inputs: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(dq, dk, dv), contiguous, each in the shape and dtype of its input."""
-    *gradients, query, key, value, exact, key_mask, out, lse, chosen, numbers, share, _, rest, scale = inputs
+    *gradients, query, key, value, exact, key_mask, out, lse, chosen, numbers, share, rest, scale = inputs
     n, given = Tiling(*numbers), exact is not None
     width, pooled = _width(n, share, given), pool(key, value, n, key_mask) if rest else None
     exact = exact if given else chosen
@@ -341,7 +341,7 @@ def two_resolution_attention_triton(
     if exact is not None:
         exact = exact.expand(B, H, -1, -1).contiguous()
     mask = None if key_mask is None else key_mask.contiguous()
-    numbers = list(tiling), options.share, options.beta, options.rest, scale
+    numbers = list(tiling), options.share, options.rest, scale
     forward = two_resolution_forward if needs_operator(query, key, value) else _forward
     out, lse, _ = forward(query, key, value, exact, mask, *numbers)
     return out, lse

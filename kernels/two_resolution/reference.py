@@ -12,7 +12,6 @@ import torch
 
 from vmonarch.kernels.flash_entropy.reference import recomputed, softmax_parts, to_groups
 from vmonarch.kernels.two_resolution.tiling import Places, Tiling, exact_tiles, places_of
-from vmonarch.options import TwoResolutionOptions
 
 # Keys and values that one chunk of query tiles may gather, in elements.
 MAX_CHUNK_ELEMENTS = 2**26
@@ -45,45 +44,24 @@ def best_of(scores: torch.Tensor, count: int) -> torch.Tensor:
     return torch.zeros_like(scores, dtype=torch.bool).scatter(-1, best, True)
 
 
-def select_tiles(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    tiling: Tiling,
-    options: TwoResolutionOptions,
-    best: Callable[[torch.Tensor, int], torch.Tensor] = best_of,
-) -> tuple[torch.Tensor, int | None]:
-    """The exact tiles by the scores of mean queries and keys.
-
-    Args:
-        query, key: means of the tiles [B, H, n and m, D]; that of a tile without any key is zero.
-        best: does what `best_of` does.
-
-    Returns:
-        (bool [B, H, n, m], true where tile of keys k is exact for tile of queries l; how many there are for every query
-        tile, None where the data decide).
-    """
-    scores = (query @ key.transpose(-1, -2)).detach()
-    if options.beta is not None:
-        std, mean = torch.std_mean(scores, -1, correction=0, keepdim=True)
-        return scores > mean + options.beta * std, None
-    assert options.share is not None
-    count = exact_tiles(tiling, options.share)
-    return best(scores, count), count
-
-
 def chosen_tiles(
     query: torch.Tensor,
     key: torch.Tensor,
     tiling: Tiling,
-    options: TwoResolutionOptions,
+    share: float,
     *,
     scale: float,
     key_mask: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, int | None]:
-    """`select_tiles` of means of the tokens [B, S, H, D], in the order of logits; `scale` says which that is."""
+) -> torch.Tensor:
+    """The exact tiles by the products of mean queries and keys, in the order of logits; `scale` says which that is.
+
+    Returns:
+        bool [B, H, n, m], true where tile of keys k is exact for tile of queries l.
+    """
     q_mean, _ = tile_means(query, places_of(tiling.of_queries, query.device))
     k_mean, _ = tile_means(key, places_of(tiling, key.device), key_mask)
-    return select_tiles(-q_mean if scale < 0 else q_mean, k_mean, tiling, options)
+    scores = (-q_mean if scale < 0 else q_mean) @ k_mean.mT
+    return best_of(scores.detach(), exact_tiles(tiling, share))
 
 
 def _attend(
@@ -120,7 +98,8 @@ def two_resolution_attention_reference(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(out [B, S, H, E] in the dtype of `query`, lse [B, H, S]); arguments as in `two_resolution_attention`.
 
-    With fewer `query_frames` in `tiling`, S are the tokens of so many frames. exact, each: what `select_tiles` gives.
+    With fewer `query_frames` in `tiling`, S are the tokens of so many frames. `each`: how many exact tiles
+    there are for every tile of queries, None where their numbers differ.
     """
     B, N, H, _ = key.shape
     m = tiling.tiles

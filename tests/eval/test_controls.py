@@ -252,7 +252,7 @@ def test_bad_options_are_errors_that_name_them():
         ("local:exact=first_frame", "exact must be a mapping"),
         ("vsa:rest=true", "rest must be False"),
         ("sla:refresh=2", "refresh must be None with 'sla'"),
-        ("two-resolution:beta=1.0", "share must be None where beta is given"),
+        ("two-resolution:share=0", "share must .*above 0"),
     ):
         with pytest.raises(InputError, match=words):
             resolve_method(spec)

@@ -21,7 +21,6 @@ OPS = {
     "one-iteration": (vmonarch.vmonarch_attention, {**GRID, "num_iterations": 1, "exact": None}),
     "blocks": (vmonarch.monarch_attention, {"block_size": 5}),
     "share": (vmonarch.two_resolution_attention, GRID),
-    "threshold": (vmonarch.two_resolution_attention, {**GRID, "share": None, "beta": 0.5}),
     "flash": (vmonarch.flash_entropy_attention, {}),
 }
 

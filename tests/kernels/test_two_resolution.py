@@ -103,12 +103,8 @@ def test_tokens_of_a_tile_that_is_not_exact_all_have_the_logit_of_their_mean_key
 
 
 @by_grid
-@pytest.mark.parametrize(
-    "options",
-    [{"share": 0.01}, {"share": 0.4}, {"beta": 0.5}, {"beta": 100.0}],
-    ids=lambda o: "-".join(map(str, itertools.chain(*o.items()))),
-)  # fmt: skip
-def test_tiles_are_chosen_by_the_product_of_mean_query_and_mean_key(grid, options):
+@pytest.mark.parametrize("share", [0.01, 0.4])
+def test_tiles_are_chosen_by_the_product_of_mean_query_and_mean_key(grid, share):
     q, k, v = qkv(grid)
     box, query_box = boxes_of(grid, TILE), boxes_of(grid, QUERY_TILE)
     mean, query_mean = (torch.nn.functional.one_hot(boxes).T.to(q.dtype) for boxes in (box, query_box))
@@ -117,13 +113,9 @@ def test_tiles_are_chosen_by_the_product_of_mean_query_and_mean_key(grid, option
         for weights, x in ((query_mean, q), (mean, k))
     )
     scores = q_mean @ k_mean.mT
-    if "share" in options:
-        ranked = scores.argsort(-1, descending=True)[..., : math.ceil(options["share"] * len(mean))]
-        chosen = torch.zeros_like(scores, dtype=torch.bool).scatter(-1, ranked, True)
-    else:
-        deviation = (scores - scores.mean(-1, keepdim=True)).square().mean(-1, keepdim=True).sqrt()
-        chosen = scores > scores.mean(-1, keepdim=True) + options["beta"] * deviation
-    ours = two_resolution_attention(q, k, v, grid=grid, **BOXES, **({"share": None} | options))
+    ranked = scores.argsort(-1, descending=True)[..., : math.ceil(share * len(mean))]
+    chosen = torch.zeros_like(scores, dtype=torch.bool).scatter(-1, ranked, True)
+    ours = two_resolution_attention(q, k, v, grid=grid, **BOXES, share=share)
     expected, _ = oracle(q, k, v, of_pairs(chosen, grid), box)
     torch.testing.assert_close(ours, expected, rtol=0, atol=1e-12)
 
@@ -153,7 +145,6 @@ KERNEL_CASES = {
     "split-unevenly": (
         dict(grid=(1, 1, 5), B=2, H=1), dict(tile=(1, 1, 2), query_tile=(1, 1, 1), share=0.3)),
     "float16": (PART | HALF, dict(tile=(1, 2, 3))),
-    "threshold": (PART, dict(tile=(2, 1, 2), share=None, beta=0.3)),
 }  # fmt: skip
 
 
@@ -186,7 +177,6 @@ GPU_CASES = {
     "ragged": dict(tile=(2, 5, 5)),
     "boxes": dict(tile=(4, 4, 4)),
     "full-boxes": dict(tile=(2, 4, 8), grid=(6, 12, 16)),
-    "threshold": dict(share=None, beta=1.0),
     "without-rest": dict(rest=False, share=0.3),
     "boxes-without-rest": dict(rest=False, share=0.3, tile=(4, 4, 4)),
 }
@@ -263,7 +253,7 @@ BAD = {
     "grid": (bad(grid=(3, 2, 3)), ValueError, "has 18 tokens, but query"),
     "options": (bad(options={"share": 0.1}), TypeError, "options must be None or TwoResolutionOptions, got dict"),
     "both": (bad(options=TwoResolutionOptions(), share=0.2), TypeError, "share must not be given beside options"),
-    "neither": (bad(share=None), ValueError, "share must be None where beta is given, and only there"),
+    "share": (bad(share=None), TypeError, "share must be a number"),
     "selection-shape": (
         bad(selection=torch.ones(1, 1, 2, 3, dtype=torch.bool), tile=(3, 2, 1)), ValueError,
         r"selection must be \[1 or 1, 2 or 1, 1, 2\] for these 1 tiles of queries and 2 of keys"),

@@ -237,7 +237,6 @@ BAD = {
     "unknown-method": (lambda: plan_of(["t9"]), "head 0 of layer 0 of 'transformer' has the method 't9'"),
     "unknown-option": (method(iterations=1), "unknown option 'iterations'"),
     "unknown-kind": (method(kind="based"), "the kind 'based'; supported: vmonarch, t"),
-    "unknown-work": (method(**METHODS["sparse"] | {"share": None, "beta": 1}), "method 'a': beta is not for plans"),
     "bad-pattern": (method(exact={"band": -1}), "method 'a': exact must fit: ExactBlocks.band"),
     "no-format": (lambda: AttentionPlan.parse({"methods": {}, "layers": {}}), "format must be 'vmonarch-plan-1'"),
     "no-file": (lambda: AttentionPlan.parse("nowhere.json"), "nowhere.json cannot be read"),

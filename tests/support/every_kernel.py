@@ -102,7 +102,7 @@ CALLS = {
     # Tiles of 64 tokens have kernels of their own backward.
     "two_resolutions": [
         (vmonarch.two_resolution_attention, qkv(315, 315, 64), {**BRICK, **options}) for options in (
-            {}, {"rest": False}, {"share": None, "beta": 0.5},
+            {}, {"rest": False},
             {"tile": (4, 4, 4)}, {"tile": (4, 4, 4), "rest": False})
     ],
     "norms": [(normed, [(2, 130, 240), (240,)], {})],
