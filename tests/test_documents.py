@@ -12,6 +12,7 @@ import pkgutil
 import re
 import runpy
 import shlex
+import statistics
 import subprocess
 import sys
 from fnmatch import fnmatch
@@ -311,3 +312,66 @@ def test_example(name, monkeypatch, tmp_path, capsys):
     assert len(path.read_text().splitlines()) <= 40
     if name == "generate":
         assert (tmp_path / "video.mp4").stat().st_size > 0
+
+
+# What rows of the tables of fidelity are called in their evaluations.
+LABELS = {
+    "another exact kernel": "full-triton",
+    "fixed steps": "vmonarch-t1:exact=null,refresh=0.28",
+    "tolerance 0.06": "near-lossless:refresh={tolerance: 0.06}",
+    "plan embedded-0.50-refined": "vmonarch:plan=embedded-0.50-refined,refresh={tolerance: 0.07}",
+    "plan embedded-1.00-refined": "vmonarch:plan=embedded-1.00-refined,refresh={tolerance: 0.07}",
+    **{f"fixed steps, {share} %": f"vmonarch-t1:exact=null,refresh={share / 100:g}" for share in (33, 31, 25, 20)},
+}
+# These were measured by themselves.
+OTHER = ("fixed steps", "near-lossless:refresh.cache=null")
+
+
+def test_the_tables_of_fidelity_are_those_of_their_videos():
+    record = json.loads((ROOT / "docs/benchmarks/fidelity.json").read_text())
+    for table in record["tables"]:
+        for cells in table["rows"]:
+            shown = {"steps": "50"} | dict(zip(table["header"], cells, strict=True))
+            evaluation = table["name"] if table["name"] in ("plans", "proxy") else f"{shown['steps']} steps"
+            if evaluation == "50 steps" and shown["method"] in OTHER:
+                evaluation = "50 steps, each computed"
+            label = LABELS.get(shown["method"], shown["method"])
+            rows = [item["results"][label] for item in record["evaluations"][evaluation]["items"]]
+            psnr = torch.tensor([row["psnr"] for row in rows], dtype=torch.float64)
+            assert (shown["PSNR dB"], shown["p5"]) == (f"{psnr.mean():.1f}", f"{psnr.quantile(0.05):.1f}")
+            assert shown["< 27 dB"] == f"{(psnr < 27).sum()} of {len(psnr)}"
+            score = f"{100 * statistics.fmean(row['prompt_score'] for row in rows):.1f}"
+            assert shown.get("prompt score, %", score) == score
+            predicted = statistics.fmean(len(row.get("predicted_steps", ())) for row in rows) / int(shown["steps"])
+            assert shown["computed, %"] == f"{100 - 100 * predicted:.1f}"
+            if shown["exact, %"] != "–":
+                shares = [100 * len(row["exact_steps"]) / int(shown["steps"]) for row in rows]
+                assert shown["exact, %"] == f"{statistics.fmean(shares):.1f} ({min(shares):.0f}–{max(shares):.0f})"
+                work = f"{100 * statistics.fmean(row['attention_work'] for row in rows):.1f}"
+                assert shown.get("attention FLOPs, %", work) == work
+
+
+def test_the_table_of_seconds_adds_up_as_many_steps_of_each_kind_as_videos_had():
+    record, fidelity = (json.loads((ROOT / f"docs/benchmarks/{name}.json").read_text()) for name in ("e2e", "fidelity"))
+    (table,) = (table for table in record["tables"] if table["name"] == "video")
+    items = fidelity["evaluations"]["proxy"]["items"]
+    measured = {}
+    for case in (case for run in record["runs"] for case in run["cases"]):
+        rows = {row["method"]: row for row in case["rows"] if row["mode"] == "compiled" and row.get("video_s")}
+        for name in {"vmonarch-refresh", "near-lossless:refresh=0.28"} & rows.keys():
+            measured[case["setting"]] = rows["full"], rows[name], rows["vmonarch"]
+    for cells in table["rows"]:
+        shown = dict(zip(table["header"], cells, strict=True))
+        full, row, every = measured[shown["setting"]]
+        seconds = {"all computed, s": row["video_s"], "VMonarch, every step, s": every["video_s"]}
+        for preset in ("near-lossless", "fast"):
+            results = [item["results"][preset] for item in items]
+            exact, predicted = (
+                statistics.fmean(len(row[f"{kind}_steps"]) for row in results) for kind in ("exact", "predicted")
+            )
+            steps = {"kept": exact, "approximate": 50 - exact - predicted}
+            denoising = sum(count * row["kinds"][kind]["step_s"]["median"] for kind, count in steps.items())
+            seconds[f"{preset}, s"] = row["video_s"] - row["denoise_s"] + denoising
+        for name, found in seconds.items():
+            assert shown[name] == f"{found:.1f} ({full['video_s'] / found:.2f}×)"
+        assert shown["full attention, s"] == f"{full['video_s']:.1f}"

@@ -6,8 +6,6 @@ tiles of queries of a places.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 
 from vmonarch.kernels.flash_entropy.reference import recomputed, softmax_parts, to_groups
