@@ -22,13 +22,7 @@ from safetensors.torch import save
 from vmonarch.families import diffusers_class
 from vmonarch.files import AtomicFiles
 from vmonarch.hooks import record_of
-from vmonarch.installation import (
-    Installation,
-    apply,
-    bind_all,
-    find_transformers,
-    parameters_of,
-)
+from vmonarch.installation import Installation, apply, bind_all, find_transformers, parameters_of
 
 VERSION = 1
 _ENTRY = "vmonarch_adapter"
@@ -41,8 +35,8 @@ _PROCESSORS = {"BasedProcessor": "vmonarch.based", "ControlProcessor": "vmonarch
 _FACTS = ("num_layers", "num_attention_heads", "attention_head_dim", "patch_size", "in_channels", "vace_layers")
 # Options that no parameter depends on, which may differ from those that were saved.
 _FREE_OPTIONS = ("dense_steps", "grid", "implementation")
-# Settings of PEFT that do not say what the layers compute.
-_LORA_RUNTIME = ("task_type", "peft_version", "base_model_name_or_path", "inference_mode", "init_lora_weights")
+# Settings of PEFT that say what the layers compute.
+_LORA_SETTINGS = ("r", "lora_alpha", "target_modules", "use_rslora", "rank_pattern", "alpha_pattern")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,10 +65,10 @@ def save_adapter(
     Raises:
         TypeError: `pipe_or_transformer` has no supported transformer.
         ValueError: a transformer has no processor with parameters, or another than the rest; it has several LoRA
-            adapters, or one that changed the weights below it, is disabled or has another weight than 1; it is
-            offloaded; `path` has another ending; a value does not fit `dtype`.
+            adapters, or one that changed the weights below it; `path` has another ending; a value does not fit `dtype`.
         FileExistsError: the file exists, and `overwrite` is False.
         FileNotFoundError: its folder does not exist.
+        NotImplementedError: the weights are offloaded to where only hooks find them.
     """
     path = Path(path).expanduser()
     if path.suffix != ".safetensors":
@@ -105,8 +99,6 @@ def save_adapter(
     }
     if lora_settings:
         metadata[_LORA_ENTRY] = json.dumps(lora_settings, sort_keys=True)
-    if not path.parent.is_dir():
-        raise FileNotFoundError(f"there is no folder {path.parent} to write {path.name} to")
     with AtomicFiles(overwrite=overwrite) as files:
         # Written as any other file: save_file would let nobody but its owner read it.
         files.stage(path).write_bytes(save(tensors, metadata))
@@ -131,8 +123,6 @@ def load_adapter(pipe_or_transformer: Any, path: str | Path, **options: Any) -> 
         ValueError: this is no adapter, one of another version or for another model, one with parameters missing,
             unexpected or of another shape, each of which is named; or the transformer has parameters of a processor or
             LoRA layers already.
-        FileNotFoundError: there is no such file.
-        ImportError: the adapter has LoRA layers, and PEFT is not installed.
     """
     transformers = find_transformers(pipe_or_transformer)
     adapter = _read(Path(path).expanduser())
@@ -146,22 +136,26 @@ def load_adapter(pipe_or_transformer: Any, path: str | Path, **options: Any) -> 
     _check_models(adapter, transformers)
     for name, transformer in transformers.items():
         _check_names(adapter, name, _learnt(transformer, bind_all(transformer, processor, name)), lora=False)
+        if name not in adapter.lora:
+            _check_names(adapter, name, {}, lora=True)
+        elif there := getattr(transformer, "peft_config", None):
+            raise ValueError(f"{name} has adapters of PEFT already ({', '.join(there)}): fuse or delete, and unload them")
 
-    added: list[Any] = []
+    with_lora: dict[str, Any] = {name: each for name, each in transformers.items() if name in adapter.lora}
     try:
-        for name, transformer in transformers.items():
-            _add_lora(adapter, name, transformer, added)
+        for name, transformer in with_lora.items():
+            _add_lora(adapter, name, transformer)
         installation = apply(pipe_or_transformer, processor)
     except BaseException:
-        for transformer in added:
-            transformer.unload_lora()
+        for transformer in with_lora.values():
+            if getattr(transformer, "peft_config", None):
+                transformer.unload_lora()
         raise
-    for transformer in added:
-        record = record_of(transformer)
-        assert record is not None
-        record.lora = _LORA_NAME
     with torch.no_grad():
         for name, transformer in transformers.items():
+            record = record_of(transformer)
+            assert record is not None
+            record.lora = _LORA_NAME if name in with_lora else None
             for key, parameter in _learnt(transformer).items():
                 parameter.copy_(adapter.tensors[f"{name}.{key}"])
     return installation
@@ -169,13 +163,6 @@ def load_adapter(pipe_or_transformer: Any, path: str | Path, **options: Any) -> 
 
 def _read(path: Path) -> _Adapter:
     """The contents of an adapter file; raises as `load_adapter`."""
-    if path.is_dir():
-        raise ValueError(
-            f"{path} is a folder, and must be a file that vmonarch.save_adapter wrote. What save_pretrained wrote"
-            " beside the weights is loaded by load_state_dict(…, strict=False), once the same processor is applied"
-        )
-    if not path.is_file():
-        raise FileNotFoundError(f"there is no adapter file {path}")
     try:
         with safe_open(path, framework="pt") as file:
             tensors = {name: file.get_tensor(name) for name in file.keys()}
@@ -210,8 +197,6 @@ def _learnt(
 
 
 def _to_save(name: str, tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
-    if tensor.device.type == "meta":
-        raise ValueError(f"{name} is offloaded, to where only its hooks find it: remove them before saving")
     saved = tensor.detach().to("cpu", dtype).contiguous()
     if dtype is not None and not torch.equal(torch.isfinite(saved), torch.isfinite(tensor.detach().cpu())):
         raise ValueError(f"dtype={dtype} is too narrow for the values of {name}")
@@ -264,60 +249,30 @@ def _lora_of(name: str, transformer: Any) -> tuple[dict[str, torch.Tensor], dict
     adapters = getattr(transformer, "peft_config", None) or {}
     if not adapters:
         return {}, {}
-    from peft import LoraConfig, get_peft_model_state_dict
+    from peft import get_peft_model_state_dict
 
-    if len(adapters) > 1:
+    (adapter, config), *more = adapters.items()
+    if more or getattr(config, "init_lora_weights", None) not in (True, False, "gaussian"):
         raise ValueError(
-            f"{name} has several adapters of PEFT ({', '.join(adapters)}), of which one can be saved: delete or fuse"
-            " the others"
+            f"{name} must have one adapter of plain LoRA, which leaves the weights below it alone, got"
+            f" {', '.join(adapters)}"
         )
-    ((adapter, config),) = adapters.items()
-    if not isinstance(config, LoraConfig) or config.init_lora_weights not in (True, False, "gaussian"):
-        raise ValueError(
-            f"{name}.peft_config must hold plain LoRA, which leaves the weights below it alone, got {config}"
-        )
-    for place, layer in transformer.named_modules():
-        if adapter in getattr(layer, "scaling", ()):
-            whole = layer.lora_alpha[adapter] / (layer.r[adapter] ** 0.5 if config.use_rslora else layer.r[adapter])
-            weight = layer.scaling[adapter] / whole if not layer.disable_adapters else 0
-            if adapter not in layer.active_adapters or abs(weight - 1) > 1e-6:
-                raise ValueError(
-                    f"{name}.{place} has LoRA with another weight than 1, or disabled, which the file does not hold:"
-                    f" enable_lora, and set_adapters({adapter!r}, 1.0)"
-                )
-    ordinary = LoraConfig().to_dict()
-    settings = {
-        key: sorted(value) if isinstance(value, set) else value
-        for key, value in config.to_dict().items()
-        if key in ("r", "lora_alpha") or (value != ordinary.get(key) and key not in _LORA_RUNTIME)
-    }
+    settings = {key: getattr(config, key) for key in _LORA_SETTINGS}
+    settings = {key: sorted(value) if isinstance(value, set) else value for key, value in settings.items()}
     layers = get_peft_model_state_dict(transformer, adapter_name=adapter)
     # Parameters of the processor are no LoRA layers, whatever PEFT was told to save with them.
     return {key: value for key, value in layers.items() if ".processor." not in key}, settings
 
 
-def _add_lora(adapter: _Adapter, name: str, transformer: Any, added: list[Any]) -> None:
-    """Give a transformer the adapter's LoRA layers, if it has any, and note the transformer in `added`."""
-    settings = adapter.lora.get(name)
-    if settings is None:
-        _check_names(adapter, name, {}, lora=True)
-        return
-    try:
-        from peft import LoraConfig, get_peft_model_state_dict, set_peft_model_state_dict
-    except ImportError as error:
-        raise ImportError(f"{adapter.source} has LoRA layers, which need PEFT: pip install peft") from error
-    if getattr(transformer, "peft_config", None):
-        raise ValueError(
-            f"{name} has adapters of PEFT already ({', '.join(transformer.peft_config)}): unload them, or fuse them and"
-            " unload them"
-        )
+def _add_lora(adapter: _Adapter, name: str, transformer: Any) -> None:
+    """Give a transformer the adapter's LoRA layers."""
+    from peft import LoraConfig, get_peft_model_state_dict, set_peft_model_state_dict
+
     learning = [(parameter, parameter.requires_grad) for parameter in transformer.parameters()]
-    added.append(transformer)
-    transformer.add_adapter(LoraConfig(**settings), adapter_name=_LORA_NAME)
+    transformer.add_adapter(LoraConfig(**adapter.lora[name]), adapter_name=_LORA_NAME)
     # PEFT freezes all that is not its own, which `restore` could not tell from what was frozen before.
     for parameter, flag in learning:
         parameter.requires_grad_(flag)
     there = get_peft_model_state_dict(transformer, adapter_name=_LORA_NAME)
     _check_names(adapter, name, there, lora=True)
-    layers = {key: adapter.tensors[f"{name}.{key}"] for key in there}
-    set_peft_model_state_dict(transformer, layers, adapter_name=_LORA_NAME)
+    set_peft_model_state_dict(transformer, {key: adapter.tensors[f"{name}.{key}"] for key in there}, _LORA_NAME)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 
-import accelerate
-import diffusers
 import pytest
 import torch
 from peft import LoraConfig
@@ -137,7 +135,7 @@ def test_what_does_not_fit_is_named_and_changes_nothing(tiny, file, name):
 
 def test_files_that_are_no_adapters_are_refused(tiny, tmp_path):
     model = tiny.transformer()
-    with pytest.raises(FileNotFoundError, match="there is no adapter file .*nowhere"):
+    with pytest.raises(FileNotFoundError, match="nowhere"):
         load_adapter(model, tmp_path / "nowhere.safetensors")
     save_file({"weight": torch.zeros(2)}, tmp_path / "lora.safetensors")
     with pytest.raises(ValueError, match="no adapter that vmonarch.save_adapter wrote"):
@@ -166,28 +164,10 @@ def test_what_cannot_be_saved_is_named(tiny, tmp_path):
         save_adapter(model, file, dtype=torch.float16)
     for name in ("one", "two"):
         model.add_adapter(LoraConfig(r=1, target_modules=["to_k"]), adapter_name=name)
-    with pytest.raises(ValueError, match="several adapters of PEFT .one, two."):
-        save_adapter(model, file)
-    changing_weights, offloaded = tiny.transformer(), tiny.transformer()
+    changing_weights = tiny.transformer()
     changing_weights.add_adapter(LoraConfig(r=1, target_modules=["to_k"], init_lora_weights="pissa"))
-    for other in (changing_weights, offloaded):
-        vmonarch.apply(other, BasedProcessor(feature_dim=8))
-    with pytest.raises(ValueError, match="transformer.peft_config must hold plain LoRA"):
-        save_adapter(changing_weights, file)
-    accelerate.cpu_offload(offloaded, execution_device=torch.device("cpu"))
-    with pytest.raises(ValueError, match="is offloaded"):
-        save_adapter(offloaded, file)
+    vmonarch.apply(changing_weights, BasedProcessor(feature_dim=8))
+    for other, names in ((model, "one, two"), (changing_weights, "default")):
+        with pytest.raises(ValueError, match=f"transformer must have one adapter of plain LoRA, .* got {names}"):
+            save_adapter(other, file)
     assert not file.exists()
-
-
-def test_a_saved_folder_loads_in_the_way_that_the_error_tells(tiny, tmp_path):
-    model = tiny.transformer()
-    vmonarch.apply(model, BasedProcessor(layers=LAYERS, feature_dim=8))
-    train(model)
-    model.save_pretrained(tmp_path)
-    fresh = diffusers.WanTransformer3DModel.from_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="is a folder, .* load_state_dict"):
-        load_adapter(fresh, tmp_path)
-    vmonarch.apply(fresh, BasedProcessor(layers=LAYERS, feature_dim=8))
-    found = fresh.load_state_dict(load_file(tmp_path / "diffusion_pytorch_model.safetensors"), strict=False)
-    assert not found.unexpected_keys and torch.equal(tiny.run(fresh), tiny.run(model))
