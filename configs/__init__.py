@@ -25,7 +25,7 @@ from vmonarch.validation import plain
 FOLDER = Path(__file__).parent
 
 # `key=value` with a dotted lower-case key: what tells an override from a prompt such as "E=mc² on a blackboard".
-_OVERRIDE = re.compile(r"[a-z_][a-z0-9_]*(\.[a-z_][a-z0-9_]*)*=", re.ASCII)
+_OVERRIDE = re.compile(r"[a-z_][a-z0-9_-]*(\.[a-z_][a-z0-9_-]*)*=", re.ASCII)
 
 Config = TypeVar("Config")
 
@@ -53,25 +53,24 @@ def suggest(word: str, known: Iterable[str]) -> str:
     return f" (did you mean {close[0]}?)" if close else ""
 
 
-def parse_overrides(overrides: Sequence[str]) -> dict[str, Any]:
-    """Nested dictionary from `key=value` strings; values are YAML, dots descend.
+def parse_override(override: str) -> dict[str, Any]:
+    """Nested dictionary of a `key=value` string; the value is YAML, dots descend, and hyphens are underscores.
 
     Raises:
-        InputError: an override has no `key=`, or a value that is not YAML.
+        InputError: it has no `key=`, or a value that is not YAML.
     """
     import yaml
     from omegaconf import OmegaConf
 
-    merged: Any = OmegaConf.create()
-    for override in overrides:
-        if not is_override(override):
-            raise InputError(override, "is no override; overrides look like steps=20 or attention.num_iterations=3")
-        try:
-            merged.merge_with_dotlist([override])
-        except yaml.YAMLError as error:
-            key, _, value = override.partition("=")
-            raise InputError(key, f"has a value that is not YAML: {value!r}") from error
-    return typing.cast(dict[str, Any], OmegaConf.to_container(merged, resolve=False))
+    if not is_override(override):
+        raise InputError(override, "is no override; overrides look like steps=20 or attention.num_iterations=3")
+    key, _, value = override.partition("=")
+    key = key.replace("-", "_")
+    try:
+        parsed = OmegaConf.to_container(OmegaConf.from_dotlist([f"{key}={value}"]), resolve=False)
+    except yaml.YAMLError as error:
+        raise InputError(key, f"has a value that is not YAML: {value!r}") from error
+    return typing.cast(dict[str, Any], parsed)
 
 
 def deep_merge(base: Mapping[str, Any], top: Mapping[str, Any]) -> dict[str, Any]:
@@ -121,7 +120,7 @@ def preset_names(group: str) -> list[str]:
     return sorted(path.stem for path in (FOLDER / group).glob("*.yaml"))
 
 
-def read_yaml(name: str, *, group: str, argument: str = "config") -> dict[str, Any]:
+def read_yaml(name: str, group: str, argument: str = "config") -> dict[str, Any]:
     """Contents of a YAML file: a path, or the name of one that ships in `configs/<group>/`.
 
     Raises:

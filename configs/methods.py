@@ -29,7 +29,7 @@ from vmonarch.configs import (
     choice,
     deep_merge,
     file_sha256,
-    parse_overrides,
+    parse_override,
     read_yaml,
     suggest,
 )
@@ -213,7 +213,9 @@ def _entry(spec: str | Mapping[str, Any]) -> dict[str, Any]:
         return dict(spec)
     name, _, words = (part.strip() for part in spec.partition(":"))
     # Commas inside of values are followed by no key.
-    values = parse_overrides(re.split(r",\s*(?=[a-z_][\w.]*=)", words)) if words else {}
+    values: dict[str, Any] = {}
+    for word in re.split(r",\s*(?=[a-z_][\w.]*=)", words) if words else ():
+        values = deep_merge(values, parse_override(word))
     return {"name": name, "label": spec.strip() if values else name} | values
 
 

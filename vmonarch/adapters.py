@@ -139,7 +139,9 @@ def load_adapter(pipe_or_transformer: Any, path: str | Path, **options: Any) -> 
         if name not in adapter.lora:
             _check_names(adapter, name, {}, lora=True)
         elif there := getattr(transformer, "peft_config", None):
-            raise ValueError(f"{name} has adapters of PEFT already ({', '.join(there)}): fuse or delete, and unload them")
+            raise ValueError(
+                f"{name} has adapters of PEFT already ({', '.join(there)}): fuse or delete, and unload them"
+            )
 
     with_lora: dict[str, Any] = {name: each for name, each in transformers.items() if name in adapter.lora}
     try:

@@ -19,7 +19,7 @@ PROMPT = "a red circle moving right"
 # case for each check: what all settings share, a type or a range, is shown with one of them.
 GENERATE = {
     "override that is no yaml": (["steps=[1,"], ["--steps", "YAML"]),
-    "override with hyphens": (["num-frames=5"], ["prompt", "'num-frames=5'", "write num_frames=5"]),
+    "override with hyphens": (["num-frames=10"], ["--num-frames", "4·k + 1"]),
     "unknown key": (["step=3"], ["step", "no known key", "did you mean steps?"]),
     "unknown option": (["--stepz", "3"], ["--stepz", "did you mean --steps?"]),
     "below the range": (["--steps", "0"], ["--steps", "in [1, 1000], got 0"]),
@@ -27,7 +27,7 @@ GENERATE = {
     "frames not 4k+1": (["--num-frames", "10"], ["--num-frames", "4·k + 1", "9 or 13"]),
     "10,000 characters": (["red circle " * 910], ["prompt", "at most 512 tokens", "1821"]),
     "prompt of a book": ([f"prompts=['{'a ' * 40_000}']"], ["prompt", "at most 65,536 characters, got 80,000"]),
-    "prompt among the seeds": (["--seed", "1", "a red circle"], ["--seed", "integers", "prompts go before --seed"]),
+    "prompt among the seeds": (["--seed", "1", "a red circle"], ["--seed", "each an integer", "a red circle"]),
     "frame that is not there": (
         ["--attention", "vmonarch:exact={rows: [99]}"],
         ["--attention", "exact does not fit", "frame 99", "3 latent frames"],
@@ -142,9 +142,8 @@ def test_usage_errors(
 
 
 def test_prompts_that_are_missing_or_without_quotes(cli) -> None:
-    sources = {"generate": "--from-json", "compare": "--prompt-file", "eval": "--prompt-set", "calibrate": "--prompt-f"}
-    for command, source in sources.items():
-        assert_refused(cli(command), 2, ["prompt", "missing", "--prompt-file", source])
+    for command in ("generate", "compare", "eval", "calibrate"):
+        assert_refused(cli(command), 2, ["prompt", "missing", "--prompt-file"])
         words = PROMPT.split()
         assert_refused(cli(command, *words), 2, ["prompt", "must stand in quotes", "'a red circle moving right'"])
     # Scripts without blanks between words: two prompts.

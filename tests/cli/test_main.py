@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import subprocess
@@ -112,10 +111,6 @@ def test_info(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatc
 
     assert main(["--version"]) == 0
     assert capsys.readouterr().out.strip() == f"vmonarch {__version__}"
-    assert main(["info", "--json"]) == 0
-    facts = json.loads(capsys.readouterr().out)
-    assert facts["vmonarch"] == __version__ and facts["packages"]["torch"] == version("torch")
-    assert facts["devices"][0]["device"] == "cpu" and not facts["unsupported"]
     monkeypatch.setitem(environment.EXTRAS, "eval", ("no-such-package",))
     assert main(["info"]) == 0
     text = capsys.readouterr().out
@@ -125,10 +120,9 @@ def test_info(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatc
 
 
 def test_info_computes_the_memory_of_residuals(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["info", "--json", "--residuals", "wan2.1-14b", "93x704x1280"]) == 0
-    found = json.loads(capsys.readouterr().out)["residuals"]
     # 24 × 44 × 80 tokens, 40 layers, two branches, 40 heads of 128 numbers, and a scale of 4 bytes for each in int8.
     numbers = 24 * 44 * 80 * 40 * 2 * 40
-    assert found["bytes"] == {"int8": numbers * (128 + 4), "bfloat16": numbers * 256}
+    int8, bfloat16 = numbers * (128 + 4) / 2**30, numbers * 256 / 2**30
     assert main(["info", "--residuals", "wan2.1-14b", "93x704x1280"]) == 0
-    assert "33.2 GiB in int8, 64.5 GiB in bfloat16, with guidance (84480 tokens, 40 layers)" in capsys.readouterr().out
+    shown = f"{int8:.1f} GiB in int8, {bfloat16:.1f} GiB in bfloat16, with guidance (84480 tokens, 40 layers)"
+    assert shown in capsys.readouterr().out

@@ -69,6 +69,7 @@ def build_parser() -> Parser:
         getattr(module, f"add_{name}")(command)
         for leaf in command.commands.values() or [command]:
             leaf.add_argument("--debug", action="store_true", help="show the traceback of an error")
+            leaf.add_argument("--quiet", action="store_true", help="no progress; print paths only")
             # Information serves whatever versions of torch and diffusers are installed.
             leaf.set_defaults(command=run, needs_versions=name != "info")
     return parser

@@ -8,13 +8,26 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn, TypeVar
 
-from vmonarch.configs import InputError, described, is_override, parse_overrides, preset_names, read_yaml, suggest
+from vmonarch.configs import (
+    InputError,
+    Settings,
+    described,
+    is_override,
+    parse_override,
+    preset_names,
+    read_yaml,
+    suggest,
+)
 from vmonarch.configs.methods import method_names, recipe_names
 from vmonarch.pipelines.config import SamplingConfig, build_config, read_prompts
+
+# Arguments of several words, among which overrides may stand.
+_WITH_OVERRIDES = ("prompts", "videos", "methods", "candidates", "vbench", "seeds")
 
 
 class Parser(argparse.ArgumentParser):
@@ -34,9 +47,16 @@ class Parser(argparse.ArgumentParser):
         """(parser of the command that `words` begin with, its arguments), which may stand in any order.
 
         Prompts may follow options that take several values, which argparse cannot do for a whole tree of commands.
+        `key=value` overrides are taken out from among prompts and such values, none of which is named like one.
         """
         if not self.commands:
-            return self, self.parse_intermixed_args(words)
+            arguments = self.parse_intermixed_args(words)
+            arguments.overrides = getattr(arguments, "overrides", [])
+            for name in filter(functools.partial(hasattr, arguments), _WITH_OVERRIDES):
+                given = getattr(arguments, name) or ()
+                arguments.overrides += filter(is_override, given)
+                setattr(arguments, name, [word for word in given if not is_override(word)] or None)
+            return self, arguments
         if words and words[0] in self.commands:
             return self.commands[words[0]].parse(words[1:])
         if words and words[0].startswith("-"):
@@ -86,10 +106,8 @@ def given_options(arguments: argparse.Namespace, *names: str) -> dict[str, Any]:
     return {name: value for name in names if (value := getattr(arguments, name, None)) is not None}
 
 
-Config = TypeVar("Config", bound=SamplingConfig)
-
-# `num-frames=5`: one word, and but for the hyphens a key and its value.
-_LIKE_OVERRIDE = re.compile(r"([a-z][a-z0-9_]*(?:-[a-z0-9_]+)+)=(\S*)", re.ASCII)
+Config = TypeVar("Config", bound=Settings)
+Sampling = TypeVar("Sampling", bound=SamplingConfig)
 # One word of a script that puts blanks between words: Latin, Greek, Cyrillic.
 _BARE_WORD = re.compile(r"[!-\u052f]+")
 _SIZES = (
@@ -98,6 +116,11 @@ _SIZES = (
 )
 # What the page of `vmonarch ui` has, too.
 MACHINE = ("dtype", "device", "offload")
+
+
+def add_config(parser: argparse._ActionsContainer, group: str) -> None:
+    """Declare what names a YAML file, or one of those in this folder of `configs/`."""
+    parser.add_argument("--config", metavar="FILE", help=f"YAML file, or one of {', '.join(preset_names(group))}")
 
 
 def add_sampling_arguments(parser: argparse.ArgumentParser, *, group: str) -> None:
@@ -113,9 +136,8 @@ def add_sampling_arguments(parser: argparse.ArgumentParser, *, group: str) -> No
     add_options(parser.add_argument_group("sampling (default: what the model recommends)"), SamplingConfig, *_SIZES)
     add_options(parser.add_argument_group("machine"), SamplingConfig, *MACHINE, "batch_size")
     output = parser.add_argument_group("configuration and output")
-    output.add_argument("--config", metavar="FILE", help=f"YAML file, or one of {', '.join(preset_names(group))}")
+    add_config(output, group)
     output.add_argument("--output-dir", metavar="FOLDER", help=f"created when missing (default: outputs/{group})")
-    output.add_argument("--quiet", action="store_true", help="no progress bars; print paths only")
 
 
 def method_help() -> str:
@@ -130,54 +152,38 @@ def add_method_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--reference", metavar="METHOD", help="what the others are measured against (default full)")
 
 
-def sampling_config(schema: type[Config], arguments: argparse.Namespace, recorded: Mapping[str, Any] = {}) -> Config:
-    """The settings of a command that samples: what is `recorded`, below the YAML file, the options and the overrides.
-
-    Overrides may stand among prompts, methods, candidates and other words, none of which is named like one.
+def sampling_config(
+    schema: type[Sampling], arguments: argparse.Namespace, recorded: Mapping[str, Any] = {}
+) -> Sampling:
+    """The settings of a command that samples, as `read_config` makes them up.
 
     Raises:
         InputError: no prompt, a prompt without quotes, an unreadable file, or a value that cannot be used.
     """
-    words: list[str] = []
-    for name in ("prompts", "methods", "candidates", "vbench", "seeds"):
-        if (values := getattr(arguments, name, None)) is not None:
-            words += filter(is_override, values)
-            setattr(arguments, name, [value for value in values if not is_override(value)])
-    for word in arguments.seeds or ():
-        if not word.removeprefix("-").isdecimal():
-            raise InputError("seeds", f"must be integers, got {word!r}; prompts go before --seed")
-    prompts = arguments.prompts
-    for word in prompts:
-        if found := _LIKE_OVERRIDE.fullmatch(word):
-            instead = f"write {found[1].replace('-', '_')}={found[2]}, or --prompt-file"
-            raise InputError("prompts", f"must not look like an override, got {word!r}; {instead}")
+    prompts = arguments.prompts or []
     if len(prompts) > 1 and all(map(_BARE_WORD.fullmatch, prompts)):
         problem = f"must stand in quotes, or each word is a prompt of its own: {' '.join(prompts)!r}"
         raise InputError("prompts", f"{problem}; for prompts of one word use --prompt-file")
     if arguments.prompt_file is not None:
-        prompts += read_prompts(arguments.prompt_file)
-    arguments.prompts = prompts or None
-    config = build_config(schema, recorded, *config_layers(schema, arguments, arguments.words[0], words))
+        arguments.prompts = [*prompts, *read_prompts(arguments.prompt_file)]
+    config = read_config(schema, arguments, recorded)
     if not config.prompts:
-        sources = ("prompt_file", "prompt_set", "from_json")
-        listed = " or ".join(f"--{name.replace('_', '-')}" for name in sources if hasattr(arguments, name))
-        raise InputError("prompts", f"is missing: give one or more prompts, or {listed}")
-    hide_loading_bars()
+        raise InputError("prompts", "is missing: give one or more prompts, or --prompt-file")
     return config
 
 
-def config_layers(
-    schema: type, arguments: argparse.Namespace, group: str, overrides: Iterable[str]
-) -> list[dict[str, Any]]:
-    """What makes up a config, lowest first: the YAML file, the options that are fields of `schema`, the overrides.
+def read_config(schema: type[Config], arguments: argparse.Namespace, recorded: Mapping[str, Any] = {}) -> Config:
+    """Settings: what is recorded, below the YAML file, the options that are fields of `schema`, and the overrides.
 
     Raises:
-        InputError: an unreadable file or a malformed override.
+        InputError: an unreadable file, or a key or a value that cannot be used.
     """
-    layers = [] if arguments.config is None else [read_yaml(arguments.config, group=group)]
-    layers.append(given_options(arguments, *(field.name for field in dataclasses.fields(schema))))
+    layers = [recorded] if arguments.config is None else [recorded, read_yaml(arguments.config, arguments.words[0])]
+    layers.append(given_options(arguments, *(field.name for field in dataclasses.fields(schema))))  # type: ignore[arg-type]
     # A layer each: `attention=full attention.coarse=2` has to be read in that order.
-    return layers + [parse_overrides([word]) for word in overrides]
+    config = build_config(schema, *layers, *map(parse_override, arguments.overrides))
+    hide_loading_bars()
+    return config
 
 
 def hide_loading_bars() -> None:

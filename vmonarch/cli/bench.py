@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import math
 import sys
 import time
 from collections.abc import Callable
@@ -23,32 +22,12 @@ BENCHES: dict[str, tuple[str, int, float]] = {
 }
 
 
-class Words(argparse.Action):
-    """Names separated by blanks or commas."""
-
-    def __call__(self, parser: Any, arguments: Any, values: Any, option: str | None = None) -> None:
-        setattr(arguments, self.dest, [name for value in values for name in value.split(",") if name])
-
-
-def above_0(kind: type) -> Callable[[str], Any]:
-    """What reads a finite number of this kind above 0."""
-
-    def read(text: str) -> Any:
-        value = kind(text)
-        if not (math.isfinite(value) and value > 0):
-            raise argparse.ArgumentTypeError(f"must be above 0, got {text}")
-        return value
-
-    read.__name__ = kind.__name__
-    return read
-
-
 DEVICE: dict[str, Any] = {
     "default": "cuda",
     "metavar": "DEVICE",
     "help": "cuda (default), cuda:N; cpu with TRITON_INTERPRET=1",
 }
-_SEVERAL: dict[str, Any] = {"nargs": "+", "metavar": "NAME", "action": Words}
+_SEVERAL: dict[str, Any] = {"nargs": "+", "metavar": "NAME"}
 _METHODS = {"nargs": "+", "metavar": "NAME", "help": "as `vmonarch compare` takes them (default: those of the docs)"}
 # Options of each: (name, what argparse is told).
 _OPTIONS: dict[str, list[tuple[str, dict[str, Any]]]] = {
@@ -65,7 +44,7 @@ _OPTIONS: dict[str, list[tuple[str, dict[str, Any]]]] = {
          " 61x448x832: of configs/models/ or a YAML file (random weights), a folder of a Wan pipeline, or a hub id"}),
         ("--modes", {**_SEVERAL, "help": "eager, compiled (default: both)"}),
         ("--methods --recipe", _METHODS),
-        ("--steps", {"type": above_0(int), "metavar": "N", "help": "of a video (default 50)"}),
+        ("--steps", {"type": int, "metavar": "N", "help": "of a video (default 50)"}),
         ("--no-guidance", {"dest": "guidance", "action": "store_false",
          "help": "one forward call a step, as few-step models have"}),
         ("--cold", {"action": "store_true", "help": "also the first step in a new process that has compiled nothing"}),
@@ -98,9 +77,9 @@ def add_bench(parser: Parser) -> None:
         of = commands.add_parser(name, help=line, description=f"Time {line}.")
         options = [of.add_argument(*words.split(), **told).dest for words, told in _OPTIONS.get(name, _OPERATOR)]
         about = f"measurements of each method (default {rounds})"
-        of.add_argument("--rounds", type=above_0(int), default=rounds, metavar="N", help=about)
+        of.add_argument("--rounds", type=int, default=rounds, metavar="N", help=about)
         about = f"begin nothing after it (default {budget:g})"
-        of.add_argument("--budget", type=above_0(float), default=budget, metavar="SECONDS", help=about)
+        of.add_argument("--budget", type=float, default=budget, metavar="SECONDS", help=about)
         of.add_argument("--device", **DEVICE)
         of.set_defaults(options=options)
     merging = commands.add_parser("merge", help="put the JSON of several runs of `vmonarch bench e2e` together")
@@ -108,7 +87,6 @@ def add_bench(parser: Parser) -> None:
     for name, of in parser.commands.items():
         of.set_defaults(benchmark=name)
         of.add_argument("--output", type=Path, metavar="FILE", help=f"JSON (default outputs/bench/{name}.json)")
-        of.add_argument("--quiet", action="store_true", help="no progress; print the path only")
 
 
 def teller(quiet: bool) -> Callable[[str], None]:
@@ -127,7 +105,7 @@ def run_bench(arguments: argparse.Namespace) -> None:
 
     examples:
       vmonarch bench kernels                                  everything, within 9 minutes on an H200
-      vmonarch bench kernels --shapes 43x28x52 24x44x80:40 --methods cudnn,vmonarch --passes forward
+      vmonarch bench kernels --shapes 43x28x52 24x44x80:40 --methods cudnn vmonarch --passes forward
       vmonarch bench e2e --settings 1.3b-61x448x832           seconds per video with a model of random weights
       vmonarch bench e2e --model Wan-AI/Wan2.1-T2V-1.3B-Diffusers --settings 81x480x832 --methods full vmonarch-t3
       vmonarch bench families --cases LTX                     one of the transformers beyond Wan
@@ -173,7 +151,7 @@ _TUNE: dict[str, dict[str, Any]] = {
     "head-dims": _SEVERAL | {"help": "default: 128 64"},
     "dtype": {"help": "bfloat16 (default), float16, float32"},
     "shapes": _SEVERAL | {"help": "latent grids to time on in place of those that stand for all"},
-    "budget": {"type": above_0(float), "metavar": "SECONDS", "help": "begin no kernel after this time (default 480)"},
+    "budget": {"type": float, "metavar": "SECONDS", "help": "begin no kernel after this time (default 480)"},
     "output": {"type": Path, "metavar": "FILE", "help": "table to write or extend (default: the chip's own)"},
     "device": DEVICE,
 }
@@ -182,7 +160,6 @@ _TUNE: dict[str, dict[str, Any]] = {
 def add_tune(parser: argparse.ArgumentParser) -> None:
     for name, told in _TUNE.items():
         parser.add_argument(f"--{name}", **told)
-    parser.add_argument("--quiet", action="store_true", help="no progress; print the path only")
 
 
 def run_tune(arguments: argparse.Namespace) -> None:

@@ -7,9 +7,9 @@ import os
 import signal
 from pathlib import Path
 
-from vmonarch.cli.arguments import add_options, config_layers, hide_loading_bars
-from vmonarch.configs import InputError, is_override, parse_overrides, preset_names, read_yaml
-from vmonarch.pipelines.config import SamplingConfig, build_config
+from vmonarch.cli.arguments import add_config, add_options, read_config
+from vmonarch.configs import InputError
+from vmonarch.pipelines.config import SamplingConfig
 from vmonarch.pipelines.environment import DTYPES
 
 
@@ -19,9 +19,7 @@ def add_preprocess(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--procedural", type=int, metavar="N", help="instead, N clips of the embedded model's shapes")
     add_options(parser, SamplingConfig, "model", "revision")
     parser.add_argument("--output", metavar="FOLDER", help="for shards and manifest (default: outputs/preprocess)")
-    known = ", ".join(preset_names("preprocess"))
-    parser.add_argument("--config", metavar="FILE", help=f"YAML file, or one of {known}")
-    parser.add_argument("--quiet", action="store_true", help="no progress; print the manifest's path only")
+    add_config(parser, "preprocess")
 
 
 def run_preprocess(arguments: argparse.Namespace) -> None:
@@ -39,13 +37,10 @@ def run_preprocess(arguments: argparse.Namespace) -> None:
     """
     from vmonarch.finetune.data.preprocess import PreprocessConfig, preprocess
 
-    words = arguments.videos
-    arguments.videos, *more = [word for word in words if not is_override(word)] or [None]
+    arguments.videos, *more = arguments.videos or [None]
     if more:
         raise InputError("videos", f"must be one folder, got {' '.join([arguments.videos, *more])}")
-    layers = config_layers(PreprocessConfig, arguments, "preprocess", filter(is_override, words))
-    config = build_config(PreprocessConfig, *layers)
-    hide_loading_bars()
+    config = read_config(PreprocessConfig, arguments)
     counts = preprocess(config, progress=not arguments.quiet)
     bad = f", {counts['quarantined']} bad videos in quarantine.jsonl" if counts["quarantined"] else ""
     made = "" if arguments.quiet else f"  ({counts['clips']} clips in {counts['shards']} shards{bad})"
@@ -53,11 +48,8 @@ def run_preprocess(arguments: argparse.Namespace) -> None:
 
 
 def add_finetune(parser: argparse.ArgumentParser) -> None:
-    known = ", ".join(preset_names("finetune"))
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="such as steps=800 optimizer.clip=0.5")
-    parser.add_argument(
-        "--config", metavar="FILE", help=f"YAML file, or one of {known} (with or without finetune/ before it)"
-    )
+    add_config(parser, "finetune")
 
 
 def run_finetune(arguments: argparse.Namespace) -> None:
@@ -78,9 +70,7 @@ def run_finetune(arguments: argparse.Namespace) -> None:
     try:
         from vmonarch.finetune.config import FinetuneConfig
 
-        preset = None if arguments.config is None else arguments.config.removeprefix("finetune/")
-        layers = [] if preset is None else [read_yaml(preset, group="finetune")]
-        config = build_config(FinetuneConfig, *layers, *(parse_overrides([word]) for word in arguments.overrides))
+        config = read_config(FinetuneConfig, arguments)
         from vmonarch.finetune.trainer import Trainer
 
         trainer = Trainer(config)
