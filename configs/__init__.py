@@ -143,12 +143,19 @@ def read_yaml(name: str, group: str, argument: str = "config") -> dict[str, Any]
     return contents
 
 
-def check_keys(known: type | Sequence[str], values: Mapping[str, Any], *, prefix: str = "") -> None:
-    """Raise InputError for the first key of `values` that is not known: a field of a dataclass, or one of these."""
-    names = [field.name for field in dataclasses.fields(known)] if isinstance(known, type) else list(known)
+def check_choice(argument: str, word: object, known: Iterable[str]) -> None:
+    """Raise InputError unless a word is one of those that are known."""
+    known = list(known)
+    if word not in known:
+        raise InputError(argument, f"must be one of {', '.join(known)}, got {word!r}{suggest(str(word), known)}")
+
+
+def check_keys(schema: type, values: Mapping[str, Any], *, prefix: str = "") -> None:
+    """Raise InputError for the first key of `values` that is no field of a dataclass."""
+    names = [field.name for field in dataclasses.fields(schema)]
     for key in map(str, values):
         if key not in names:
-            raise InputError(prefix + key, f"is no known key{suggest(key, names)}; known: {', '.join(names) or 'none'}")
+            raise InputError(prefix + key, f"is no known key{suggest(key, names)}; known: {', '.join(names)}")
 
 
 class Settings:
@@ -216,8 +223,8 @@ def choice(default: Any, *choices: str) -> Any:
 
 def _check(name: str, value: Any, choices: Sequence[str] = (), interval: str = "", **_: Any) -> None:
     """Check a value, or an entry of one, by the metadata of its field."""
-    if choices and value not in choices:
-        raise InputError(name, f"must be one of {', '.join(choices)}, got {value!r}")
+    if choices:
+        check_choice(name, value, choices)
     if interval:
         ends = interval[1:-1].replace(" ", "").split(",")
         low, high = (int(end) if end.isdecimal() else float(end) for end in ends)

@@ -25,13 +25,12 @@ from vmonarch.configs import (
     Settings,
     as_json,
     build,
-    check_keys,
+    check_choice,
     choice,
     deep_merge,
     file_sha256,
     parse_override,
     read_yaml,
-    suggest,
 )
 
 if TYPE_CHECKING:
@@ -48,8 +47,8 @@ PROCESSORS = {
     "based": "vmonarch.based:BasedProcessor",
     "control": "vmonarch.eval.controls:ControlProcessor",
 }
-# What methods have besides the options of their processor; the hashes are of the files that the others name.
-_OWN = ("adapter", "adapter_sha256", "plan_sha256")
+# What methods have besides the options of their processor; the hashes are of the files that options name.
+_HASHES = ("adapter_sha256", "plan_sha256")
 _ADVICE = (
     "Based has to be trained for a model: give adapter=FILE of vmonarch.save_adapter, or adapter=null for parameters"
     " that have learnt nothing"
@@ -236,11 +235,7 @@ def resolve_method(
         raise InputError(argument, f"must be a method's name or a mapping with one, got {spec!r}")
     values = _entry(spec)
     name, label = str(values.pop("name", None)), values.pop("label", "")
-    if name in recipe_names() and not recipes:
-        raise InputError(argument, f"must be an attention method, got the recipe {name!r}")
-    known = method_names() + recipe_names() * recipes
-    if name not in known:
-        raise InputError(argument, f"must be one of {', '.join(known)}, got {name!r}{suggest(name, known)}")
+    check_choice(argument, name, method_names() + recipe_names() * recipes)
     if name in recipe_names():
         return _recipe(name, values, label, argument)
     shipped = dict(_shipped("attention")[name])
@@ -270,7 +265,7 @@ def _recipe(name: str, values: Mapping[str, Any], label: str, argument: str) -> 
 
 def _label(name: str, values: Mapping[str, Any], defaults: Mapping[str, Any]) -> str:
     """The name, and the values that are not the defaults."""
-    changed = {key: value for key, value in values.items() if key not in _OWN[1:] and defaults.get(key) != value}
+    changed = {key: value for key, value in values.items() if key not in _HASHES and defaults.get(key) != value}
     return name + (":" if changed else "") + ",".join(f"{key}={value}" for key, value in changed.items())
 
 
@@ -283,13 +278,9 @@ def _complete(processor: str, given: dict[str, Any]) -> dict[str, Any]:
     from vmonarch.plan import plan_file
 
     if processor == "full":
-        check_keys((), given)
+        if given:
+            raise InputError(next(iter(given)), "is no option of full attention, which has none")
         return {}
-    known = [name for name in _class(processor)._OPTIONS if name != "grid"]
-    known += _OWN[:2] * (processor == "based") + _OWN[2:] * ("plan" in known)
-    if processor != "control":
-        # Controls check their own, which depend on which it is.
-        check_keys(known, given)
     made = {name: value for name, value in _made(processor, given).config.items() if name != "grid"}
     # An adapter decides on all that is not given.
     options = given if given.get("adapter") is not None else made | given
@@ -308,20 +299,18 @@ def _complete(processor: str, given: dict[str, Any]) -> dict[str, Any]:
     return options
 
 
-def _class(processor: str) -> Any:
-    module, _, name = PROCESSORS[processor].partition(":")
-    return getattr(importlib.import_module(module), name)
-
-
 def _own_options(processor: str, options: Mapping[str, Any]) -> dict[str, Any]:
     """What the processor is made with; null is for Based what it or an adapter decides on."""
-    nulls = processor != "based"
-    return {name: value for name, value in options.items() if name not in _OWN and (nulls or value is not None)}
+    own = {name: value for name, value in options.items() if name not in _HASHES}
+    if processor == "based":
+        own = {name: value for name, value in own.items() if name != "adapter" and value is not None}
+    return own
 
 
 def _made(processor: str, options: Mapping[str, Any]) -> VideoAttentionProcessor:
     """The processor with these options, without what an adapter has learnt."""
-    made: VideoAttentionProcessor = _class(processor)(**_own_options(processor, options))
+    module, _, name = PROCESSORS[processor].partition(":")
+    made: VideoAttentionProcessor = getattr(importlib.import_module(module), name)(**_own_options(processor, options))
     return made
 
 

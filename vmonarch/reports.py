@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections import Counter
 from collections.abc import Collection, Iterator
 from typing import Any
 
 import torch
 
 from vmonarch.attend import Biased, ByHead, Exact, Op
-from vmonarch.base import VideoAttentionProcessor
 from vmonarch.families import heads_of, known_family
 from vmonarch.grid import LatentGrid
 from vmonarch.hooks import record_of
@@ -31,30 +29,22 @@ class Report:
         method: the processor, with the options that are not the defaults.
         grid: the latent grid, (frames, height, width) in tokens; None before the first call.
         steps: how many denoising steps there were; None where no option needs to know them.
-        exact: the steps that `refresh` made exact, with the error of residual sharing measured there, of the size of
-            exact attention's output; None where none was measured.
-        dense: the steps that `dense_steps` left to the model's own attention.
+        exact: the steps of exact attention, with the error of residual sharing measured there, of the size of exact
+            attention's output; None where none was measured.
         predicted: the steps in which `refresh.cache` predicted the transformer's output.
         forward: the computed steps that measured how wrong that would have been, with the error, of the output's size.
-        held: whether `refresh.at_most` may have let the error grow beyond the tolerance.
         work: attention FLOPs over those of full attention; None where they depend on the data or no call was made.
         residual_bytes: memory of the residuals, of all guidance branches.
-        heads: by what they compute, how many heads of all layers there are.
-        kept: by the reason, how many layers were left to their own attention.
     """
 
     method: str
     grid: tuple[int, int, int] | None
     steps: int | None
     exact: dict[int, float | None]
-    dense: tuple[int, ...]
     predicted: tuple[int, ...]
     forward: dict[int, float]
-    held: bool
     work: float | None
     residual_bytes: int
-    heads: dict[str, int]
-    kept: dict[str, int]
 
     def to_dict(self) -> dict[str, Any]:
         """It as values for JSON; steps with their errors as lists of [step, error]."""
@@ -64,21 +54,16 @@ class Report:
     def __str__(self) -> str:
         parts = []
         if self.steps is not None:
-            exact = {*self.exact, *self.dense}
-            parts.append(f"{len(exact)} of {self.steps} steps exact ({_ranges(exact)})")
+            parts.append(f"{len(self.exact)} of {self.steps} steps exact ({_ranges(self.exact)})")
         if self.predicted:
             parts.append(f"{len(self.predicted)} predicted ({_ranges(self.predicted)})")
         for what, found in (("sharing", self.exact), ("prediction", self.forward)):
             if errors := [error for error in found.values() if error is not None]:
                 parts.append(f"error of {what} {min(errors):.3f} to {max(errors):.3f}")
-        if self.held:
-            parts.append("more exact steps may have been needed than at_most allows")
         if self.work is not None:
             parts.append(f"attention work {100 * self.work:.0f} % of full")
         if self.residual_bytes:
             parts.append(f"residuals {self.residual_bytes / 2**30:.2f} GiB")
-        parts += [f"{count} heads {name}" for name, count in self.heads.items()]
-        parts += [f"{count} layers left to the model ({reason})" for reason, count in self.kept.items()]
         return f"{self.method}\n{'; '.join(parts)}"
 
 
@@ -104,21 +89,16 @@ def report(pipe_or_transformer: Any) -> Report:
     runs = [run for run in runs if run.pipeline() is pipe_or_transformer]
     for run in runs:
         run.schedule.read()
-    heads, kept = Counter[str](), Counter[str]()
-    shares: list[float | None] = []
-    for transformer, record in applied.items():
-        for name, count, share, left in _layers(transformer, record.processor, grid):
-            kept[name] += left
-            heads[name] += 0 if left else count
-            shares += [share] * count
+    shares = [share for transformer in applied for share in _shares(transformer, grid)]
     steps = next((run.schedule.steps for run in runs), next(iter(applied.values())).steps)
-    exact = dict(sorted(pair for run in runs for pair in run.schedule.exact.items()))
-    dense = tuple(filter(lambda step: DenseSet("dense_steps", spec.dense_steps).contains(step, steps), range(steps)))
+    dense = DenseSet("dense_steps", spec.dense_steps)
+    exact: dict[int, float | None] = dict.fromkeys(step for step in range(steps) if dense.contains(step, steps))
+    exact |= {step: error for run in runs for step, error in run.schedule.exact.items()}
     predicted = tuple(sorted(step for run in runs for step in run.schedule.predicted))
     # Without runs all steps count; a run begins with an exact one. Renewals compute approximate attention, too.
     of_run = lambda schedule: range(min(schedule.exact, default=0), schedule.step + 1)
     ran = set(range(steps)) if not sharings else {step for run in runs for step in of_run(run.schedule)}
-    done, rough = max(ran, default=-1) + 1, len(ran - {*exact, *dense, *predicted})
+    done, rough = max(ran, default=-1) + 1, len(ran - {*exact, *predicted})
     whole = done - rough - len(predicted)
     rough += sum(len(run.schedule.renewals) for run in runs)
     of = lambda share: (done - len(predicted) if share == 1 else whole + share * rough) / done if done else share
@@ -127,43 +107,27 @@ def report(pipe_or_transformer: Any) -> Report:
         method=", ".join(dict.fromkeys(map(repr, specs))),
         grid=None if grid is None else (*grid,),
         steps=steps or None,
-        exact=exact,
-        dense=dense,
+        exact=dict(sorted(exact.items())),
         predicted=predicted,
         forward={step: e for run in runs for step, e in run.schedule.forward.items() if e is not None},
-        held=any(run.schedule.held for run in runs),
         work=work,
         residual_bytes=max((run.residual_bytes for run in runs), default=0),
-        heads=dict(+heads),
-        kept=dict(+kept),
     )
 
 
-def _layers(
-    transformer: Any, spec: VideoAttentionProcessor, grid: LatentGrid | None
-) -> Iterator[tuple[str, int, float | None, bool]]:
-    """What heads of every layer compute, how many, their FLOPs over those of exact attention, and whether it is left.
-
-    Of a layer that is left to the model the reason takes the place of what it computes.
-    """
-    layers = known_family(transformer).layers(transformer)
-    blocks = len({block for block, _ in layers})
-    dense = DenseSet("dense_layers", spec.dense_layers)
-    for block, attn in layers:
+def _shares(transformer: Any, grid: LatentGrid | None) -> Iterator[float | None]:
+    """The FLOPs of every head of every layer over those of exact attention."""
+    for _, attn in known_family(transformer).layers(transformer):
         ours = ours_of(attn)
         if ours is None or getattr(ours, "kept", False):
-            why = "dense_layers" if dense.contains(block, blocks) else "the plan, or another processor"
-            yield why, heads_of(attn), 1.0, True
+            yield from [1.0] * heads_of(attn)
             continue
         element: Any = ours.attend
         while (below := next((n for n in ("inner", "approximate", "video") if hasattr(element, n)), None)) is not None:
             element = getattr(element, below)
-        if isinstance(element, ByHead):
-            for name, count in Counter(element.heads).items():
-                yield name, count, _share(element.methods[name], grid), False
-        else:
-            name = element.options.op if isinstance(element, Op) else type(element).__name__.lower()
-            yield name, heads_of(attn), _share(element, grid), False
+        heads = [element.methods[name] for name in element.heads] if isinstance(element, ByHead) else [element]
+        shares = [_share(head, grid) for head in heads]
+        yield from shares if isinstance(element, ByHead) else shares * heads_of(attn)
 
 
 def _share(element: Any, grid: LatentGrid | None) -> float | None:

@@ -75,7 +75,7 @@ def run(tiny, bias, **options):
 
 BAD = {
     "number": (lambda tiny: FlashBiasProcessor(3), TypeError, "bias must be a pair of tensors .* got int"),
-    "config": (lambda tiny: FlashBiasProcessor({"kind": "alibi"}), ValueError, "bias as a config must be .*decay"),
+    "config": (lambda tiny: FlashBiasProcessor({"kind": "alibi"}), TypeError, "bias must be the arguments of .*'kind'"),
     "other-grid": (
         lambda tiny: run(tiny, factors(tiny), grid=(1, 2, 2)), ValueError, "query_factor must be .1, 4,"),
     "other-heads": (lambda tiny: run(tiny, factors(tiny, heads=5)), ValueError, "query_factor must be"),

@@ -7,7 +7,7 @@ nothing. Shapes: Sq queries, Sk keys, H heads, C coordinates, R rank; factors ar
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -121,45 +121,29 @@ class SpatioTemporalDecay(torch.nn.Module):
         heads: H, or 1 for one decay that all heads share.
         reach: initial reach along (time, height, width), in latent frames, rows and columns; math.inf for an axis
             along which nothing decays at first.
+        decay: [H lists of three numbers] that were learnt, in place of both.
 
     The parameter `decay` [H, 3] is 1 / reach². It is used as it is: in training, an axis may come to favour far keys.
     """
 
-    KIND = "spatio-temporal-decay"
-
-    def __init__(self, heads: int = 1, reach: Sequence[float] = (16.0, 64.0, 64.0)) -> None:
+    def __init__(
+        self,
+        heads: int = 1,
+        reach: Sequence[float] = (16.0, 64.0, 64.0),
+        decay: Sequence[Sequence[float]] | None = None,
+    ) -> None:
         super().__init__()
         check_positive_integer("heads", heads)
         numbers = reach if isinstance(reach, Sequence) and len(reach) == 3 else [None]
         if not all(isinstance(r, (int, float)) and not isinstance(r, bool) and r > 0 for r in numbers):
             raise ValueError(f"reach must be three numbers above 0 (time, height, width), got {reach!r}")
         start = [0.0 if math.isinf(r) else float(r) ** -2 for r in reach]
-        self.decay = torch.nn.Parameter(torch.tensor([start] * heads))
+        self.decay = torch.nn.Parameter(torch.tensor([start] * heads if decay is None else decay))
 
     @property
     def config(self) -> dict[str, object]:
-        """What it is, with the decays as they are now, as JSON-serialisable values; `from_config` takes it back."""
-        return {"kind": self.KIND, "decay": self.decay.tolist()}
-
-    @classmethod
-    def from_config(cls, config: Mapping[str, object]) -> SpatioTemporalDecay:
-        """The bias of a `config`, or of a mapping of the arguments, such as `{"reach": (16, 64, 64)}`.
-
-        Raises:
-            TypeError, ValueError: it is something else.
-        """
-        if config and set(config) <= {"heads", "reach"}:
-            try:
-                return cls(**config)  # type: ignore[arg-type]
-            except (TypeError, ValueError) as error:
-                raise type(error)(f"bias.{error}") from error
-        decay = torch.as_tensor(config.get("decay", ()), dtype=torch.float32)
-        if config.get("kind") != cls.KIND or set(config) != {"kind", "decay"} or decay.shape[1:] != (3,):
-            wanted = f'{{"kind": "{cls.KIND}", "decay": [H lists of three numbers]}}'
-            raise ValueError(f"bias as a config must be {wanted}, got {dict(config)!r}")
-        bias = cls(decay.shape[0])
-        bias.decay = torch.nn.Parameter(decay)
-        return bias
+        """The arguments of another with the decays as they are now, as JSON-serialisable values."""
+        return {"decay": self.decay.tolist()}
 
     def forward(self, grid: LatentGrid) -> tuple[torch.Tensor, torch.Tensor]:
         """(φq [1, S, H, 7], φk [1, S, 1, 7]) for the tokens of a grid."""

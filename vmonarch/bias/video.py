@@ -22,16 +22,19 @@ class BiasOption:
     Args:
         bias: a pair of tensors (φq, φk), each [1, S, H or 1, R], for the one grid that they fit; or a callable that
             makes such a pair for a `LatentGrid`, for example a `SpatioTemporalDecay`, a module with parameters or not;
-            or a config of one.
+            or its arguments.
 
     Raises:
-        TypeError: it is none of these.
+        TypeError, ValueError: it is none of these.
     """
 
     def __init__(self, bias: object) -> None:
         self.bias: GridBias
         if isinstance(bias, Mapping):
-            self.bias = SpatioTemporalDecay.from_config(bias)
+            try:
+                self.bias = SpatioTemporalDecay(**bias)
+            except (TypeError, ValueError) as error:
+                raise type(error)(f"bias must be the arguments of a SpatioTemporalDecay: {error}") from error
         elif callable(bias):
             self.bias = bias
         elif isinstance(bias, (tuple, list)) and len(bias) == 2 and all(isinstance(x, torch.Tensor) for x in bias):
