@@ -22,7 +22,7 @@ SPARSE = "two-resolution:share=0.2,tile=[1,2,2]"
 def test_a_model_is_diagnosed_planned_and_reported_and_other_plans_need_no_sampling(cli, monkeypatch):
     words = ["calibrate", PROMPT, "--every", 1, "--candidates", "vmonarch-t1", SPARSE]
     code, out, err = cli(*words, "--flops", 0.5, "--measure", "kl", "--refine", 2)
-    assert code == 0 and "work:" in out and "change of the model's output, measured in place: " in out, err
+    assert code == 0 and "work:" in out, err
     (folder,) = (cli.folder / "outputs" / "calibrate").iterdir()
     assert sorted(path.name for path in folder.iterdir()) == ["diagnosis.json", "plan.json", "report.html"]
     diagnosis = json.loads((folder / "diagnosis.json").read_text())

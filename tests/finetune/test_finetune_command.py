@@ -135,7 +135,7 @@ def test_a_run_that_is_done_says_what_is_left(place, tmp_path, capsys, monkeypat
     with monkeypatch.context() as patch:
         patch.setattr(Trainer, "_update", interrupted)
         assert main([*words, "checkpoints.every=1"]) == 130
-    assert "interrupted; the same command goes on from the newest checkpoint" in capsys.readouterr().err
+    assert "interrupted; nothing half-written is left" in capsys.readouterr().err
     for loss in (", loss=", ""):
         assert main(words) == 0
         [last], bar = (text.splitlines() for text in capsys.readouterr())

@@ -84,17 +84,14 @@ def test_svd_keeps_the_energy_that_was_asked_for():
     bias = low_and_high_rank()
     found = svd_factors(bias, energy=0.995, max_rank=8)
     assert found.low_rank_heads == (0, 1, 2, 3) and found.dense_heads == (4,)
-    assert found.rank == 8 and found.ranks[4] > 20
-    for head, rank in enumerate(found.ranks):
-        squares = torch.linalg.svdvals(bias[head].double()).square()
-        share = squares.cumsum(0) / squares.sum()
-        assert share[rank - 1] >= 0.995 and (rank == 1 or share[rank - 2] < 0.995)
+    assert found.query_factor.shape[3] == 8
     assert (product((found.query_factor, found.key_factor)) - bias[:4]).abs().max() < 1e-5
     assert torch.equal(found.dense[0], bias[4])
-    coarse = svd_factors(bias[4:], energy=0.5, max_rank=20, multiple=4)
+    coarse = svd_factors(bias[4:], energy=0.5, max_rank=20)
     kept = product((coarse.query_factor, coarse.key_factor)).square().sum() / bias[4].double().square().sum()
-    assert coarse.energies[0] == pytest.approx(kept.item(), abs=1e-6) and 0.5 <= kept < 0.9
-    assert coarse.rank % 4 == 0 and coarse.rank - coarse.ranks[0] < 4
+    squares = torch.linalg.svdvals(bias[4].double()).square()
+    needed = int((squares.cumsum(0) / squares.sum() < 0.5).sum()) + 1
+    assert 0.5 <= kept < 0.9 and coarse.query_factor.shape[3] == -(-needed // 8) * 8
 
 
 @pytest.mark.parametrize("heads", [[0, 1, 2, 3, 4], [0, 1], [4]], ids=["both-kinds", "low", "high"])

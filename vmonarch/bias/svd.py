@@ -12,6 +12,9 @@ import torch
 from vmonarch.kernels.flash_bias.api import flash_bias_attention
 from vmonarch.validation import check_positive_integer
 
+# Columns of the factors are a multiple of it.
+_MULTIPLE = 8
+
 
 @dataclass(frozen=True)
 class LowRankBias:
@@ -22,9 +25,6 @@ class LowRankBias:
             less than R columns have them all the same, and are the closer for it.
         dense: [heads of high rank, Sq, Sk].
         low_rank_heads, dense_heads: which heads of the bias these are.
-        ranks: for every head, the smallest rank that keeps `energy`.
-        energies: for every head, the share of Σσ² that is kept; 1 for dense heads.
-        energy: the share that was asked for.
     """
 
     query_factor: torch.Tensor
@@ -32,26 +32,15 @@ class LowRankBias:
     dense: torch.Tensor
     low_rank_heads: tuple[int, ...]
     dense_heads: tuple[int, ...]
-    ranks: tuple[int, ...]
-    energies: tuple[float, ...]
-    energy: float
-
-    @property
-    def rank(self) -> int:
-        """R, columns of the factors."""
-        return self.query_factor.shape[-1]
 
 
-def svd_factors(
-    bias: torch.Tensor, *, energy: float = 0.99, max_rank: int | None = None, multiple: int = 8
-) -> LowRankBias:
+def svd_factors(bias: torch.Tensor, *, energy: float = 0.99, max_rank: int | None = None) -> LowRankBias:
     """Factorise a bias by its singular values.
 
     Args:
         bias: [H, Sq, Sk]; it is decomposed in float64 and has no gradient.
         energy: share of Σσ² that every head keeps, above 0 and at most 1 (the paper uses 0.95, 0.99 and 0.995).
         max_rank: heads that need more stay dense; None for half of min(Sq, Sk), above which factors save nothing.
-        multiple: the common rank of the factors is rounded up to a multiple of this.
 
     Raises:
         TypeError, ValueError: an argument is not as described; the message names it.
@@ -63,7 +52,6 @@ def svd_factors(
         raise ValueError(f"bias must be a tensor [H, Sq, Sk], got {got}")
     if not isinstance(energy, (int, float)) or not 0 < energy <= 1:
         raise ValueError(f"energy must be above 0 and at most 1, got {energy!r}")
-    check_positive_integer("multiple", multiple)
     if max_rank is not None:
         check_positive_integer("max_rank", max_rank)
     H, Sq, Sk = bias.shape
@@ -78,24 +66,14 @@ def svd_factors(
     low = [head for head in range(H) if ranks[head] <= budget]
     high = [head for head in range(H) if ranks[head] > budget]
     most = max((int(ranks[head]) for head in low), default=1)
-    rank = min(-(-most // multiple) * multiple, sigma.shape[1])
+    rank = min(-(-most // _MULTIPLE) * _MULTIPLE, sigma.shape[1])
     root = sigma[low, :rank].sqrt()
-    padding = -(-rank // multiple) * multiple - rank
+    padding = -(-rank // _MULTIPLE) * _MULTIPLE - rank
     query_factor, key_factor = (
         torch.nn.functional.pad(vectors * root[:, None], (0, padding)).transpose(0, 1)[None].to(bias.dtype).contiguous()
         for vectors in (U[low, :, :rank], Vh[low, :rank].transpose(1, 2))
     )
-    energies = tuple(1.0 if head in high else float(share[head, rank - 1]) for head in range(H))
-    return LowRankBias(
-        query_factor,
-        key_factor,
-        bias.detach()[high].contiguous(),
-        tuple(low),
-        tuple(high),
-        tuple(int(r) for r in ranks),
-        energies,
-        float(energy),
-    )
+    return LowRankBias(query_factor, key_factor, bias.detach()[high].contiguous(), tuple(low), tuple(high))
 
 
 def low_rank_bias_attention(
@@ -121,7 +99,7 @@ def low_rank_bias_attention(
 
     Source: FlashBias, §4.3.
     """
-    heads = len(bias.ranks)
+    heads = len(bias.low_rank_heads) + len(bias.dense_heads)
     Sq, Sk = bias.query_factor.shape[1], bias.key_factor.shape[1]
     if (query.shape[1], query.shape[2], key.shape[1]) != (Sq, heads, Sk):
         raise ValueError(

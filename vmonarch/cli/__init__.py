@@ -95,16 +95,18 @@ def _run(parser: Parser, arguments: argparse.Namespace) -> int:
             check_versions()
         arguments.command(arguments)
         return 0
-    except KeyboardInterrupt as stop:
-        print(f"\n{parser.prog}: interrupted; {str(stop) or 'nothing half-written is left'}", file=sys.stderr)
+    except KeyboardInterrupt:
+        print(f"\n{parser.prog}: interrupted; nothing half-written is left", file=sys.stderr)
         return 130
     except Exception as error:
         message = str(error) or type(error).__name__
+        # The message of an error is enough if it is one of ours, or of files.
+        explained = type(error).__module__.startswith("vmonarch") or isinstance(error, OSError)
         if isinstance(error, InputError):
             message = f"{parser.shown(error.argument)} {error.problem}"
-        elif not is_explained(error):
+        elif not explained:
             message = f"{type(error).__name__}: {message}"
-        if arguments.debug:
+        if arguments.debug or not explained:
             traceback.print_exc()
         print(f"{parser.prog}: error: {' '.join(message.split())}", file=sys.stderr)
         return 2 if isinstance(error, InputError) else 1
@@ -112,8 +114,3 @@ def _run(parser: Parser, arguments: argparse.Namespace) -> int:
         warnings.formatwarning = form
         with contextlib.suppress(ValueError):
             signal.signal(signal.SIGTERM, previous)
-
-
-def is_explained(error: Exception) -> bool:
-    """Whether the message of an error is enough: of ours, and of files."""
-    return type(error).__module__.startswith("vmonarch") or isinstance(error, OSError)

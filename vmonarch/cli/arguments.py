@@ -49,21 +49,18 @@ class Parser(argparse.ArgumentParser):
         Prompts may follow options that take several values, which argparse cannot do for a whole tree of commands.
         `key=value` overrides are taken out from among prompts and such values, none of which is named like one.
         """
-        if not self.commands:
-            arguments = self.parse_intermixed_args(words)
-            arguments.overrides = getattr(arguments, "overrides", [])
-            for name in filter(functools.partial(hasattr, arguments), _WITH_OVERRIDES):
-                given = getattr(arguments, name) or ()
-                arguments.overrides += filter(is_override, given)
-                setattr(arguments, name, [word for word in given if not is_override(word)] or None)
-            return self, arguments
         if words and words[0] in self.commands:
             return self.commands[words[0]].parse(words[1:])
-        if words and words[0].startswith("-"):
-            # Help, the version, or the error that a command is missing.
-            self.parse_args(words[:1])
-        wrong = f"there is no command {words[0]!r}{suggest(words[0], self.commands)}" if words else ""
-        self.error(f"{wrong or 'a command is missing'}; the commands are {', '.join(self.commands)}")
+        if self.commands:
+            # Help, the version, or the error that the command is missing or unknown.
+            return self, self.parse_args(words[:1])
+        arguments = self.parse_intermixed_args(words)
+        arguments.overrides = getattr(arguments, "overrides", [])
+        for name in filter(functools.partial(hasattr, arguments), _WITH_OVERRIDES):
+            given = getattr(arguments, name) or ()
+            arguments.overrides += filter(is_override, given)
+            setattr(arguments, name, [word for word in given if not is_override(word)] or None)
+        return self, arguments
 
     def error(self, message: str) -> NoReturn:
         """Print the usage and `message`, with what a misspelt option may have meant, and exit with code 2."""

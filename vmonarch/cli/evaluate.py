@@ -156,17 +156,11 @@ def _plan_again(arguments: argparse.Namespace) -> None:
 
 def _tell(plan: AttentionPlan) -> None:
     predicted = plan.about["predicted"]
-    heads = ", ".join(f"{count} × {name}" for name, count in plan.about["heads"].items())
-    print(f"heads: {heads}")
+    print("heads:", ", ".join(f"{count} × {name}" for name, count in plan.about["heads"].items()))
     print(
         f"work: {100 * predicted['flops_of_full']:.1f} % of full attention, {predicted['flops_of_vmonarch']:.2f} × "
         f"default VMonarch; predicted mean error {predicted['mean_error']:.4f}, row-KL {predicted['mean_kl']:.4f}"
     )
-    if errors := plan.about.get("in_place"):
-        best, first = (100 * error**0.5 for error in (min(errors), errors[0]))
-        print(f"change of the model's output, measured in place: {best:.2f} % (first plan: {first:.2f} %)")
-    if "time_of_full" in predicted:
-        print(f"time: {100 * predicted['time_of_full']:.1f} % of full attention's, as measured head by head")
 
 
 def add_ui(parser: argparse.ArgumentParser) -> None:

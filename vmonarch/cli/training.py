@@ -62,25 +62,16 @@ def run_finetune(arguments: argparse.Namespace) -> None:
     This is one process, with one GPU where there is one. `accelerate launch` starts the same code on several GPUs. The
     same command goes on from the newest checkpoint.
     """
-    from vmonarch.cli import is_explained
-
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         # A process that waits for one which has failed never comes to an exception.
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    try:
-        from vmonarch.finetune.config import FinetuneConfig
+    from vmonarch.finetune.config import FinetuneConfig
 
-        config = read_config(FinetuneConfig, arguments)
-        from vmonarch.finetune.trainer import Trainer
+    config = read_config(FinetuneConfig, arguments)
+    from vmonarch.finetune.trainer import Trainer
 
-        trainer = Trainer(config)
-        trainer.run()
-    except KeyboardInterrupt as stop:
-        raise KeyboardInterrupt("the same command goes on from the newest checkpoint") from stop
-    except Exception as error:
-        # Hours may have gone into the run.
-        arguments.debug |= not is_explained(error)
-        raise
+    trainer = Trainer(config)
+    trainer.run()
     if trainer.accelerator.is_main_process:
         print(f"step {trainer.step} is saved; to export it: vmonarch export {trainer.output} --output …")
 
