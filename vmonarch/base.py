@@ -7,7 +7,6 @@ Shapes: B batch, S tokens, of which N = T·H·W are the video's, H heads, D head
 from __future__ import annotations
 
 import abc
-import copy
 import dataclasses
 import inspect
 from typing import Any, ClassVar, NamedTuple
@@ -232,10 +231,6 @@ class VideoAttentionProcessor(metaclass=_Frozen):
             return list(option) if isinstance(option, tuple) else option
 
         return {name: plain(getattr(self, name)) for name in self._OPTIONS}
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> VideoAttentionProcessor:
-        # Options do not change, and copies of a model share its bias.
-        return copy.copy(self)
 
     def __repr__(self) -> str:
         """The options that are not the defaults; of plans and long ones the type."""
