@@ -150,14 +150,6 @@ def check_choice(argument: str, word: object, known: Iterable[str]) -> None:
         raise InputError(argument, f"must be one of {', '.join(known)}, got {word!r}{suggest(str(word), known)}")
 
 
-def check_keys(schema: type, values: Mapping[str, Any], *, prefix: str = "") -> None:
-    """Raise InputError for the first key of `values` that is no field of a dataclass."""
-    names = [field.name for field in dataclasses.fields(schema)]
-    for key in map(str, values):
-        if key not in names:
-            raise InputError(prefix + key, f"is no known key{suggest(key, names)}; known: {', '.join(names)}")
-
-
 class Settings:
     """Of a frozen dataclass: values get the types of their hints and are checked when it is made.
 
@@ -204,7 +196,10 @@ def build(schema: type[Config], values: Mapping[str, Any], *, prefix: str = "") 
     Raises:
         InputError: an unknown key, or a value that the settings refuse.
     """
-    check_keys(schema, values, prefix=prefix)
+    names = [field.name for field in dataclasses.fields(schema)]  # type: ignore[arg-type]
+    for key in values:
+        if key not in names:
+            raise InputError(prefix + key, f"is no known key{suggest(key, names)}; known: {', '.join(names)}")
     try:
         return schema(**values)
     except InputError as error:

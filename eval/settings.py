@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from vmonarch.configs import InputError, choice, number, suggest
+from vmonarch.configs import InputError, check_choice, choice, number
 from vmonarch.configs.methods import AttentionMethod, resolve_method
 from vmonarch.pipelines.config import SamplingConfig
 
@@ -60,9 +60,8 @@ class EvalConfig(SamplingConfig):
         others = [method for method in resolved(self.methods, "methods") if method.label != reference.label]
         object.__setattr__(self, "reference", reference)
         object.__setattr__(self, "methods", (reference, *others))
-        if self.baseline is not None and self.baseline not in self.labels:
-            hint = suggest(self.baseline, self.labels)
-            raise InputError("baseline", f"must be one of {', '.join(self.labels)}, got {self.baseline!r}{hint}")
+        if self.baseline is not None:
+            check_choice("baseline", self.baseline, self.labels)
         prompts = self.prompts
         if not prompts and self.prompt_set is not None:
             from vmonarch.finetune.scenes import held_out_prompts

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from vmonarch.configs import InputError, Settings, build, check_keys, choice, deep_merge, number, read_yaml
+from vmonarch.configs import InputError, Settings, build, choice, deep_merge, number, read_yaml
 from vmonarch.configs.methods import Additions, AttentionMethod, merge_attention, resolve_method
 from vmonarch.pipelines.embedded import EMBEDDED_SETTINGS, embedded_model_path
 from vmonarch.pipelines.environment import DTYPES, choose_device, choose_dtype
@@ -214,7 +214,6 @@ def build_config(schema: type[AnySettings], *layers: Mapping[str, Any]) -> AnySe
     """
     values: dict[str, Any] = {}
     for layer in layers:
-        check_keys(schema, layer)
         merged = deep_merge(values, layer)
         if "attention" in layer:
             merged["attention"] = merge_attention(values.get("attention", "vmonarch"), layer["attention"])

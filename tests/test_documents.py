@@ -122,7 +122,7 @@ def test_commands_and_their_flags_exist(document, parsed):
             pytest.fail(f"{line}\n{errors.getvalue()}")
         group = "finetune" if module == "vmonarch.finetune" else words[0] if words else ""
         if options.get("config"):
-            assert options["config"].removeprefix("finetune/") in preset_names(group), line
+            assert options["config"] in preset_names(group), line
         if module == "vmonarch" and group != "bench":
             for method in [*(options.get("methods") or []), *filter(None, [options.get("attention")])]:
                 # Files of the reader's are not here.

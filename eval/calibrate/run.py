@@ -11,7 +11,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from vmonarch.configs import InputError, read_document, suggest
+from vmonarch.configs import InputError, check_choice, read_document
 from vmonarch.eval.calibrate import planning
 from vmonarch.eval.calibrate.diagnosis import FORMAT, Recorder, Rerun, document, head_times, recorded
 from vmonarch.eval.calibrate.refining import refine
@@ -123,10 +123,8 @@ def read_diagnosis(path: str | Path, candidates: Sequence[str] | None = None) ->
     diagnosis = read_document("diagnosis", Path(path).expanduser(), FORMAT, "diagnosis of `vmonarch calibrate`")
     if candidates is None:
         return diagnosis
-    known = list(diagnosis["candidates"])
     for name in candidates:
-        if name not in known:
-            raise InputError("candidates", f"must be of {', '.join(known)}, got {name!r}{suggest(name, known)}")
+        check_choice("candidates", name, diagnosis["candidates"])
     kept = lambda found: {"candidates": {name: found["candidates"][name] for name in candidates}}
     parts = {name: part | kept(part) for name, part in diagnosis["transformers"].items()}
     return diagnosis | kept(diagnosis) | {"transformers": parts}

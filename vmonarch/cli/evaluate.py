@@ -161,6 +161,8 @@ def _tell(plan: AttentionPlan) -> None:
         f"work: {100 * predicted['flops_of_full']:.1f} % of full attention, {predicted['flops_of_vmonarch']:.2f} × "
         f"default VMonarch; predicted mean error {predicted['mean_error']:.4f}, row-KL {predicted['mean_kl']:.4f}"
     )
+    if "time_of_full" in predicted:
+        print(f"time: {100 * predicted['time_of_full']:.1f} % of full attention's, as measured head by head")
 
 
 def add_ui(parser: argparse.ArgumentParser) -> None:
