@@ -10,13 +10,13 @@ from pathlib import Path
 
 # By folder: the most lines that it may have now, and the aim.
 MOST_LINES = {
-    "vmonarch": (7_967, 6_500),
-    "vmonarch/cli": (1_122, 900),
+    "vmonarch": (7_729, 6_500),
+    "vmonarch/cli": (1_055, 900),
     "kernels": (14_315, 14_500),
-    "pipelines": (3_198, 2_700),
+    "pipelines": (3_196, 2_700),
     "finetune": (3_600, 2_700),
-    "eval": (6_902, 6_300),
-    "configs": (618, 400),
+    "eval": (6_882, 6_300),
+    "configs": (603, 400),
     "examples": (161, 200),
     "tests": (21_194, 19_000),
     "": (59_410, 53_000),

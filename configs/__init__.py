@@ -132,15 +132,13 @@ def read_yaml(name: str, group: str, argument: str = "config") -> dict[str, Any]
     path = FOLDER / group / f"{name}.yaml" if name in known else Path(name)
     try:
         contents = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (FileNotFoundError, IsADirectoryError, NotADirectoryError) as error:
-        raise InputError(argument, f"must be a YAML file or one of {', '.join(known)}, got {name!r}") from error
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise InputError(argument, f"{name!r} cannot be read as YAML: {' '.join(str(error).split())}") from error
-    if contents is None:
-        return {}
-    if not isinstance(contents, dict) or not all(isinstance(key, str) for key in contents):
+        raise InputError(
+            argument, f"must be a YAML file or one of {', '.join(known)}, got {name!r}: {error}"
+        ) from error
+    if not isinstance(contents, dict | None):
         raise InputError(argument, f"{name!r} must hold a mapping of keys to values, got {type(contents).__name__}")
-    return contents
+    return contents or {}
 
 
 def check_choice(argument: str, word: object, known: Iterable[str]) -> None:

@@ -65,7 +65,8 @@ def save_adapter(
     Raises:
         TypeError: `pipe_or_transformer` has no supported transformer.
         ValueError: a transformer has no processor with parameters, or another than the rest; it has several LoRA
-            adapters, or one that changed the weights below it; `path` has another ending; a value does not fit `dtype`.
+            adapters, or one that changed the weights below it, is disabled or has another weight than 1; `path` has
+            another ending; a value does not fit `dtype`.
         FileExistsError: the file exists, and `overwrite` is False.
         FileNotFoundError: its folder does not exist.
         NotImplementedError: the weights are offloaded to where only hooks find them.
@@ -259,6 +260,14 @@ def _lora_of(name: str, transformer: Any) -> tuple[dict[str, torch.Tensor], dict
             f"{name} must have one adapter of plain LoRA, which leaves the weights below it alone, got"
             f" {', '.join(adapters)}"
         )
+    for place, layer in transformer.named_modules():
+        if adapter in getattr(layer, "scaling", ()):
+            whole = layer.lora_alpha[adapter] / (layer.r[adapter] ** 0.5 if config.use_rslora else layer.r[adapter])
+            if layer.disable_adapters or abs(layer.scaling[adapter] / whole - 1) > 1e-6:
+                raise ValueError(
+                    f"{name}.{place} has LoRA with another weight than 1, or disabled, which the file does not hold:"
+                    f" enable_lora, and set_adapters({adapter!r}, 1.0)"
+                )
     settings = {key: getattr(config, key) for key in _LORA_SETTINGS}
     settings = {key: sorted(value) if isinstance(value, set) else value for key, value in settings.items()}
     layers = get_peft_model_state_dict(transformer, adapter_name=adapter)

@@ -75,9 +75,6 @@ class Exchange(torch.autograd.Function):
     Args:
         split: by rank, the size along `split_dim` that it gets.
         cat: by rank, the size along `cat_dim` that it has.
-
-    Raises:
-        NotImplementedError: forward-mode AD goes through a tensor; tangents do not travel.
     """
 
     @staticmethod
@@ -116,10 +113,6 @@ class Exchange(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor):
         return *(None,) * 5, *Exchange.forward(*ctx.inverse, *grads)
-
-    @staticmethod
-    def jvp(ctx: Any, *tangents: Any) -> Any:
-        raise NotImplementedError("forward-mode AD is not supported across ranks (supported: backward)")
 
 
 class Part(NamedTuple):

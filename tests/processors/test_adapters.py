@@ -164,6 +164,10 @@ def test_what_cannot_be_saved_is_named(tiny, tmp_path):
         save_adapter(model, file, dtype=torch.float16)
     for name in ("one", "two"):
         model.add_adapter(LoraConfig(r=1, target_modules=["to_k"]), adapter_name=name)
+    scaled = adapted(tiny)[0].transformer
+    scaled.set_adapters("default", 0.5)
+    with pytest.raises(ValueError, match="attn1.to_q has LoRA with another weight than 1"):
+        save_adapter(scaled, file)
     changing_weights = tiny.transformer()
     changing_weights.add_adapter(LoraConfig(r=1, target_modules=["to_k"], init_lora_weights="pissa"))
     vmonarch.apply(changing_weights, BasedProcessor(feature_dim=8))
