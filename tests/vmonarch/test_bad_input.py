@@ -50,7 +50,7 @@ CALLS = {
 }  # fmt: skip
 
 EXACT = 'exact must be None, "first_frame" or an ExactBlocks'
-# Of the op and of the processor.
+# Of the processor, which the op checks by the same object.
 OPTIONS = {
     "num_iterations-zero": ({"num_iterations": 0}, ValueError, "num_iterations must be at least 1"),
     "coarse-useless": ({"coarse": 2, "num_iterations": 1}, ValueError, "coarse.*with num_iterations=1 it must be 1"),
@@ -90,8 +90,10 @@ OF_BASED = {
     "feature-map": ({"feature_map": "exp"}, ValueError, "feature_map must be one of taylor"),
     "window": ({"window": 3}, TypeError, "window must be three integers"),
 }  # fmt: skip
-MADE = ((vm, "op", OPTIONS), (call_of(VMonarchProcessor), "processor", OPTIONS | OF_PROCESSORS),
-        (call_of(BasedProcessor), "based", OF_BASED))  # fmt: skip
+MADE = (
+    (call_of(VMonarchProcessor), "processor", OPTIONS | OF_PROCESSORS),
+    (call_of(BasedProcessor), "based", OF_BASED),
+)
 CALLS |= {
     f"{name}-{of}": (make(**options), error, message)
     for make, of, table in MADE
