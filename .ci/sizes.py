@@ -10,7 +10,7 @@ from pathlib import Path
 
 # By folder: the most lines that it may have now, and the aim.
 MOST_LINES = {
-    "vmonarch": (7_729, 6_500),
+    "vmonarch": (7_711, 6_500),
     "vmonarch/cli": (1_055, 900),
     "kernels": (14_315, 14_500),
     "pipelines": (3_196, 2_700),

@@ -36,7 +36,7 @@ from vmonarch.kernels.int8.api import int8_attention
 from vmonarch.kernels.merge.api import merge_partials
 from vmonarch.kernels.residual.api import add_residual
 from vmonarch.options import Options
-from vmonarch.plan import heads_by_method, method_attention
+from vmonarch.plan import method_attention
 
 # (out, lse or None)
 Result = tuple[torch.Tensor, Any]
@@ -133,7 +133,7 @@ class ByHead:
 
     def __call__(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Call) -> Result:
         names = self.heads if call.heads is None else self.heads[call.heads.start : call.heads.stop]
-        groups = heads_by_method(names)
+        groups = {name: tuple(h for h, other in enumerate(names) if other == name) for name in dict.fromkeys(names)}
         found = []
         for name, own in groups.items():
             q, k, v = (_some_heads(x, own) for x in (query, key, value))

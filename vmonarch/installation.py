@@ -29,7 +29,6 @@ from vmonarch.parallelism import (
     has_hook,
     share_parallel_config,
 )
-from vmonarch.processors import preset_processor
 from vmonarch.residuals import NO_REFRESH, ResidualSharing
 from vmonarch.validation import DenseSet
 
@@ -166,7 +165,9 @@ def apply(pipe_or_transformer: Any, processor: VideoAttentionProcessor | str = "
 def _checked(pipe_or_transformer: object, processor: object) -> VideoAttentionProcessor:
     """The processor that a pipeline or transformer is to have; raises as `apply`."""
     if isinstance(processor, str):
-        processor = preset_processor(processor)
+        from vmonarch.configs.methods import resolve_method
+
+        processor = resolve_method(processor, argument="processor").processor()
     if not isinstance(processor, VideoAttentionProcessor):
         raise TypeError(
             "processor must be a VMonarchProcessor(...) or another of vmonarch's, or the name of a preset, got"

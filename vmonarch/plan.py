@@ -178,8 +178,3 @@ class AttentionPlan:
         """Forward operations of all heads of all layers (`vmonarch.flops`)."""
         of = {name: method_flops(options, grid, head_dim) for name, options in self.methods.items()}
         return sum(of[name] for rows in self.layers.values() for heads in rows for name in heads)
-
-
-def heads_by_method(names: Sequence[str]) -> dict[str, tuple[int, ...]]:
-    """The heads of each of these methods of the heads of a layer."""
-    return {name: tuple(head for head, other in enumerate(names) if other == name) for name in dict.fromkeys(names)}

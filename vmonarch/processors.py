@@ -175,17 +175,3 @@ _PRESETS = {
 def presets() -> dict[str, str]:
     """The presets that `vmonarch.apply(pipe, NAME)` takes, each with a line on it."""
     return dict(_PRESETS)
-
-
-def preset_processor(name: str) -> VideoAttentionProcessor:
-    """The processor of a preset, or of another method of `configs/attention.yaml`.
-
-    Args:
-        name: the name, or `name:key=value,…` with options of its own, as on the command line.
-
-    Raises:
-        ValueError: an unknown name or option, or a method that is no processor.
-    """
-    from vmonarch.configs.methods import resolve_method
-
-    return resolve_method(name, argument="processor").processor()
