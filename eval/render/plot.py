@@ -15,14 +15,10 @@ from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup, escape
-from matplotlib import colormaps, rc_context
+from matplotlib import rc_context
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
-from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
-
-from vmonarch.eval.render.tables import percent
 
 # Okabe and Ito's colours, which colour-blind readers can tell apart; what has one carries a number or marker too.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#555555", "#999999")
@@ -45,7 +41,7 @@ def page(template: str, **values: Any) -> str:
     )
     environment.policies["json.dumps_kwargs"] = {"ensure_ascii": False, "allow_nan": False}
     environment.filters |= {"json": partial(json.dumps, ensure_ascii=False), "breakable": breakable}
-    environment.globals |= {"colour": colour, "percent": percent, "shade": shade}
+    environment.globals["colour"] = colour
     return environment.get_template(template).render(values)
 
 
@@ -57,11 +53,6 @@ def breakable(label: str) -> Markup:
 def colour(number: int) -> str:
     """The colour of what has this number, from 1."""
     return COLOURS[(number - 1) % len(COLOURS)]
-
-
-def shade(share: float) -> str:
-    """A colour from white (0) to dark (1)."""
-    return to_hex(colormaps["OrRd"](share))
 
 
 def svg(figure: Figure, label: str, titles: Mapping[Artist, str] | None = None) -> Markup:
@@ -111,19 +102,3 @@ def numbered_points(points: Sequence[tuple[int, float, float, float, float, str]
     axes.margins(x=0.08, y=0.12)
     axes.set_xlim(left=0)
     return svg(figure, f"{title}: {across}", titles)
-
-
-def numbered_lines(lines: Mapping[str, Sequence[float]], places: Sequence[int], title: str, across: str) -> Markup:
-    """Lines over `places`, from 0 up; where there are several, each has its number, from 1, at its points."""
-    figure, axes = _panel(440, 300, title, across)
-    titles: dict[Artist, str] = {}
-    for number, (name, values) in enumerate(lines.items(), start=1):
-        dashes = "-" if number <= len(COLOURS) else "--"
-        (line,) = axes.plot(places, values, dashes, color=colour(number), lw=1)
-        titles[line] = name
-        if len(lines) > 1:
-            axes.plot(places, values, "o", ms=8, color="white", mew=0)
-            axes.plot(places, values, marker=f"${number}$", ms=5, ls="none", color=colour(number), mew=0.2)
-    axes.set_ylim(bottom=0)
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    return svg(figure, title, titles)

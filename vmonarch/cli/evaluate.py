@@ -130,7 +130,7 @@ def run_calibrate(arguments: argparse.Namespace) -> None:
     made = calibrate(config, progress=not arguments.quiet)
     if not arguments.quiet:
         _tell(made.plan)
-    for name in ("report.html", "diagnosis.json", "plan.json"):
+    for name in ("diagnosis.json", "plan.json"):
         print(made.folder / name)
 
 
