@@ -142,7 +142,7 @@ class FinetuneConfig(Settings):
         ema: decay of an average of the weights that is exported in their place; 0 for none.
         precision: of the products; weights, gradients and optimizer are float32.
         gradient_checkpointing: compute activations twice to store few.
-        compile: let torch compile the transformers' blocks; a first gradient is compared with that of eager ones.
+        compile: let torch compile the transformers' blocks.
         sequence_parallel_size: processes that share a clip, each with some of its tokens (diffusers' context
             parallelism); 1 for none.
         trackers: names that accelerate knows (tensorboard, wandb, …); (): none.

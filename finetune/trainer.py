@@ -57,9 +57,6 @@ FREE = ("output_dir", "trackers", "log_every", "validation", "checkpoints", "dat
         "data.path", "model", "revision", "attention.label")  # fmt: skip
 # That a process waits for the others, of which a launcher ends all when one dies.
 WAITING = timedelta(hours=6)
-# By how much the gradient of compiled blocks may differ from that of eager ones, relative to its norm: bfloat16 gives
-# some hundredths, and blocks that are compiled wrongly a multiple.
-GRADIENT_CHANGE = 0.2
 
 
 class TrainingError(RuntimeError):
@@ -232,7 +229,7 @@ class Trainer:
         """Train to the last step; returns what the log's last lines say.
 
         Raises:
-            TrainingError: a loss or gradient is not finite, or compiled blocks are wrong; no weight was changed by it.
+            TrainingError: a loss or gradient is not finite; no weight was changed by it.
         """
         config, accelerator = self.config, self.accelerator
         last: dict[str, Any] = {"step": self.step}
@@ -240,8 +237,6 @@ class Trainer:
         at = lambda every: every > 0 and (self.step % every == 0 or self.step == config.steps)
         with contextlib.ExitStack() as held:
             held.enter_context(self._held)
-            if config.compile:
-                self._check_compiled()
             if config.trackers:
                 accelerator.init_trackers("vmonarch", {k: str(v) for k, v in self.about["config"].items()})
                 held.callback(accelerator.end_training)
@@ -339,34 +334,6 @@ class Trainer:
             f"step {self.step}: the loss or the gradient is not finite (gradient norm {float(norm):.3g});"
             f" no weight was changed. Clips of this step: {'; '.join(of_all)}"
         )
-
-    def _check_compiled(self) -> None:
-        """Compare the gradients of a clip by compiled and by eager blocks.
-
-        Raises:
-            TrainingError: they differ.
-        """
-        anneal(self.layers, 1.0)
-        batch = next(iter(self._loader(self.clips, batch_size=1, seed=0, shuffle=False)))
-        latents = batch.latents.to(self.accelerator.device)
-        for expert in self.objective.experts:
-            draw = dataclasses.replace(self.objective, experts=(expert,)).draw(latents, step=0)
-            found = []
-            for stance in ("force_eager", "default"):
-                with torch.compiler.set_stance(stance):
-                    self.accelerator.backward(self._losses(draw, batch, latents, plain=True).mean())
-                gradients = [p.grad for p in self.trained.values() if p.grad is not None]
-                # Of what FSDP spreads, the part that is on this rank.
-                own = [g.to_local() if hasattr(g, "to_local") else g for g in gradients]
-                found.append([gradient.cpu() for gradient in own])
-                self.optimizer.zero_grad(set_to_none=True)
-            sums = torch.tensor([[(a - b).square().sum(), a.square().sum()] for a, b in zip(*found, strict=True)])
-            difference, norm = self.accelerator.reduce(sums.sum(0).to(self.accelerator.device), "sum").sqrt().tolist()
-            if not difference <= GRADIENT_CHANGE * norm:
-                raise TrainingError(
-                    f"the gradient of compiled blocks differs from that of eager ones by {difference / norm:.2g} of its"
-                    f" norm, where at most {GRADIENT_CHANGE} is right; use compile=false with torch {torch.__version__}"
-                )
 
     # What is seen of it
 

@@ -205,24 +205,14 @@ def test_compiled_blocks_have_the_gradients_of_eager_ones():
         assert (compiled[name] - eager[name]).norm() < 0.05 * eager[name].norm(), name
 
 
-def test_blocks_that_are_compiled_wrongly_are_not_trained(place, tmp_path, monkeypatch):
-    """They are traced, and run by a backend that takes no minute to compile and turns their results round."""
-    stock = diffusers.WanTransformer3DModel.compile_repeated_blocks
-    backend = lambda graph, inputs: lambda *given: [-out for out in graph(*given)]
-
-    def traced(model, dynamic, options):
-        # With it torch 2.11 gets gradients of Wan's blocks wrong on a GPU; others may not have it.
-        wrong = {"triton.mix_order_reduction"}.intersection(torch._inductor.list_options())
-        assert options == dict.fromkeys(wrong, False)
-        stock(model, dynamic=dynamic, backend=backend)
-
-    monkeypatch.setattr(diffusers.WanTransformer3DModel, "compile_repeated_blocks", traced)
-    torch._dynamo.reset()
-    trainer = Trainer(settings(place, tmp_path, steps=3, compile=True))
-    before = weights(trainer)
-    with pytest.raises(TrainingError, match="the gradient of compiled blocks differs .*; use compile=false"):
-        trainer.run()
-    assert equal(weights(trainer), before)
+def test_blocks_are_compiled_without_what_sums_wrongly(place, tmp_path, monkeypatch):
+    asked = []
+    compiling = lambda model, dynamic, options: asked.append(options)
+    monkeypatch.setattr(diffusers.WanTransformer3DModel, "compile_repeated_blocks", compiling)
+    Trainer(settings(place, tmp_path, compile=True))
+    # With it torch 2.11 gets gradients of Wan's blocks wrong on a GPU; others may not have it.
+    wrong = {"triton.mix_order_reduction"}.intersection(torch._inductor.list_options())
+    assert asked == [dict.fromkeys(wrong, False)]
 
 
 def test_a_loss_that_is_not_finite_ends_the_run_before_the_update(place, tmp_path):
