@@ -6,9 +6,9 @@
     print(evaluation.table(), evaluation.folder / "report.html")
 
 An item is one prompt with one seed. Its folder has the video of every method and `item.json` with their numbers, and
-appears complete or not at all: a call that was stopped goes on with the items that are missing, several processes
-(RANK and WORLD_SIZE, as `accelerate launch` sets them) share the items out, and calls that run at the same time leave
-each other's alone. Whichever call finds all of them there writes `evaluation.json`, `table.md` and `report.html`.
+appears complete or not at all: a call that was stopped goes on with the items that are missing, and several processes
+(RANK and WORLD_SIZE, as `accelerate launch` sets them) share the items out. Whichever call finds all of them there
+writes `evaluation.json`, `table.md` and `report.html`.
 Everything but times and dates is the same however often it was stopped and whatever the number of processes: batches
 are cut before they are shared out.
 
@@ -30,8 +30,6 @@ from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-from filelock import FileLock, Timeout
 
 from vmonarch.configs import InputError, file_sha256
 from vmonarch.eval import summary
@@ -245,11 +243,8 @@ class _Run:
         (self.output / "items").mkdir(exist_ok=True)
         self._warm_up([item.prompt for item in batches[0]], [item.seed for item in batches[0]])
         for batch in batches:
-            # Given back by the system, however the process ends; what another call has, it makes.
-            claim = FileLock(self.output / "items" / f".{batch[0].name}.lock", timeout=0)
-            with contextlib.suppress(Timeout), claim, ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
-                if not all(item.is_done(self.output) for item in batch):
-                    self._make(batch, total, pool)
+            with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
+                self._make(batch, total, pool)
 
     def _warm_up(self, prompts: Sequence[str], seeds: Sequence[int]) -> None:
         """One step of every method, and one decoding, at the full shape of a batch.
@@ -452,8 +447,6 @@ def _finish(config: EvalConfig, folder: ModelFolder, output: Path, items: Sequen
         written = {"evaluation.json": text, "table.md": evaluation.table() + "\n", "report.html": page}
         for name, contents in written.items():
             files.stage(output / name).write_text(contents, encoding="utf-8")
-    for lock in (output / "items").glob(".*.lock"):
-        lock.unlink(missing_ok=True)
     return evaluation
 
 

@@ -74,6 +74,10 @@ _CSS = """
 """
 
 
+# Shows the bars of diffusers, too.
+_PROGRESS = gr.Progress(track_tqdm=True)
+
+
 class Cancelled(Exception):
     """Someone has asked to stop the video in work."""
 
@@ -160,9 +164,7 @@ class Studio:
         """`cancel`, for who closes the page."""
         self.cancel(request)
 
-    def run(
-        self, request: gr.Request, progress: Any = gr.Progress(track_tqdm=True), *values: Any
-    ) -> Iterator[tuple[str, str]]:  # noqa: B008
+    def run(self, request: gr.Request, progress: Any = _PROGRESS, *values: Any) -> Iterator[tuple[str, str]]:
         """Make the video of a request; what is to be said of it, and the gallery, as HTML."""
         stop = self.stops[request.session_hash] = threading.Event()
         yield "", self.gallery()

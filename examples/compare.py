@@ -2,7 +2,8 @@
 
 import argparse
 
-from vmonarch.eval.compare import CompareConfig, compare
+from vmonarch.eval.evaluate import evaluate
+from vmonarch.eval.settings import CompareConfig
 
 parser = argparse.ArgumentParser(description=__doc__)
 parser.add_argument("--steps", type=int, default=20)
@@ -18,6 +19,6 @@ config = CompareConfig(
     num_frames=options.frames,
     output_dir=options.output,
 )
-comparison = compare(config)
+comparison = evaluate(config)
 print(comparison.table())
 print(f"videos side by side: {comparison.folder}")

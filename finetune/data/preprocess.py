@@ -65,7 +65,7 @@ class PreprocessConfig(Settings):
 
     Args:
         videos: folder of the videos.
-        captions: JSON lines or CSV, see `read_captions`; None for a text file beside each video.
+        captions: JSON lines, see `read_captions`; None for a text file beside each video.
         procedural: instead of videos, so many clips of the embedded model's coloured shapes.
         model: `embedded`, the folder of a Wan pipeline, or a hub id.
         revision: branch, tag or commit of a hub model.

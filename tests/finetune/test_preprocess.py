@@ -218,16 +218,11 @@ def test_procedural_rows_are_a_function_of_seed_and_number(tmp_path, embedded):
     assert not torch.equal(module.procedural_clip(8, 0)[1].frames, clip.frames)
 
 
-def test_captions_are_json_csv_or_beside_the_videos(tmp_path):
-    file = tmp_path / "captions"
-    wanted = {"b.mp4": "two\u2028lines", "sub/a.mp4": ""}
-    second = '{"video": "sub/a.mp4", "text": ""}'
-    for suffix, text in {
-        ".jsonl": '{"path": "./b.mp4", "text": "two\u2028lines", "file_name": null}\n\n' + second,
-        ".csv": '\ufeffprompt,note,video\n"two\u2028lines",x,b.mp4\n,,sub/a.mp4\n',
-    }.items():
-        file.with_suffix(suffix).write_text(text, encoding="utf-8")
-        assert list(read_captions(tmp_path, str(file.with_suffix(suffix))).items()) == list(wanted.items())
+def test_captions_are_json_lines_or_beside_the_videos(tmp_path):
+    file = tmp_path / "captions.jsonl"
+    first = '\ufeff{"path": "./b.mp4", "text": "two\u2028lines", "file_name": null}\n\n'
+    file.write_text(first + '{"video": "sub/a.mp4", "text": ""}', encoding="utf-8")
+    assert list(read_captions(tmp_path, str(file)).items()) == [("b.mp4", "two\u2028lines"), ("sub/a.mp4", "")]
     composed, split = (unicodedata.normalize(form, "é") for form in ("NFC", "NFD"))
     for video, beside in ((composed, split), (split, composed)):
         videos = tmp_path / video / "videos"
@@ -246,14 +241,13 @@ def test_captions_are_json_csv_or_beside_the_videos(tmp_path):
 
 
 GOOD = '{"file_name": "a.mp4", "caption": "a"}\n'
-FORM = r"must be UTF-8 JSON lines, or CSV .* is not, in row"
+FORM = r"must be UTF-8 JSON lines .* is not, in row"
 BAD_CAPTIONS = {
     "not UTF-8": (".jsonl", GOOD + '{"file_name": "é"}', f"{FORM} 1"),
     "no caption": (".txt", GOOD + '{"file_name": "b.mp4"}', f"{FORM} 2"),
     "outside": (".jsonl", GOOD + '{"file_name": "x/../../b", "caption": ""}', f"{FORM} 2"),
     "twice": (".jsonl", GOOD + "\n" + GOOD.replace("a.mp4", "./a.mp4"), "each video once; 'a.mp4' is there twice"),
     "no row": (".jsonl", "\n\n", "at least one video"),
-    "CSV with more": (".csv", "file_name,caption\na,b,c\n", f"{FORM} 1"),
 }
 
 

@@ -51,12 +51,12 @@ def run_compare(arguments: argparse.Namespace) -> None:
     The reference (full attention) always runs, and every method is warmed up before it is timed. PSNR and SSIM are
     measured on float frames, before mp4 encoding.
     """
-    from vmonarch.eval.compare import compare
+    from vmonarch.eval.evaluate import evaluate
     from vmonarch.pipelines.processes import check_alone
 
     check_alone()
     config = sampling_config(CompareConfig, arguments)
-    comparison = compare(config, progress=not arguments.quiet, command=shown_command(("vmonarch",), arguments.words))
+    comparison = evaluate(config, progress=not arguments.quiet, command=shown_command(("vmonarch",), arguments.words))
     if not arguments.quiet:
         print(comparison.table())
         print("PSNR and SSIM against the reference, on float frames before mp4 encoding; means over all videos")
