@@ -2,8 +2,7 @@
 
 import argparse
 
-from vmonarch.eval.evaluate import evaluate
-from vmonarch.eval.settings import CompareConfig
+from vmonarch.eval.evaluate import CompareConfig, evaluate
 
 parser = argparse.ArgumentParser(description=__doc__)
 parser.add_argument("--steps", type=int, default=20)

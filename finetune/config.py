@@ -115,13 +115,11 @@ class CheckpointConfig(Settings):
 
     Args:
         every: steps. keep: how many.
-        resume: auto (the newest, if there is one), never (an error if there is one), must (an error if there is none).
         waive: WAIVABLE, with which another number of processes may go on.
     """
 
     every: int = number(250, "[1, inf)")
     keep: int = number(2, "[1, inf)")
-    resume: str = choice("auto", "auto", "never", "must")
     waive: tuple[str, ...] = choice((), *WAIVABLE)
 
 

@@ -188,18 +188,14 @@ class Trainer:
 
     def _resume(self) -> None:
         """Restore the newest checkpoint, if there is one and it is of this run."""
-        how = self.config.checkpoints
-        some = how.resume == "never" and checkpoints.steps_in(self.saved)
-        require(not some, "checkpoints.resume", f"is never, but {self.saved} holds some; give another output_dir")
         path = checkpoints.resume_from(self.saved)
         if path is None:
-            require(how.resume != "must", "checkpoints.resume", f"is must, but {self.saved} holds no checkpoint")
             return
         run = checkpoints.read(path)
         if self.spread == (checkpoints.WEIGHTS in run["files"]):
             raise CheckpointError(f"{path} was saved with{'out' * self.spread} FSDP; go on with it as it began")
         anew = run["world_size"] != self.world
-        if anew and set(how.waive) != set(WAIVABLE):
+        if anew and set(self.config.checkpoints.waive) != set(WAIVABLE):
             raise CheckpointError(
                 f"{path} was saved by {run['world_size']} processes, there are {self.world};"
                 f" checkpoints.waive=[{','.join(WAIVABLE)}] lets data and random numbers begin anew"

@@ -5,13 +5,12 @@ from __future__ import annotations
 import functools
 import json
 import warnings
-from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from vmonarch.configs import InputError, read_document, suggest
+from vmonarch.configs import InputError, read_document
 from vmonarch.eval.calibrate import planning
 from vmonarch.eval.calibrate.diagnosis import FORMAT, Recorder, Rerun, document, head_times, recorded
 from vmonarch.eval.calibrate.refining import refine
@@ -96,22 +95,10 @@ def warn_if_full(plan: AttentionPlan) -> None:
         )
 
 
-def read_diagnosis(path: str | Path, candidates: Sequence[str] | None = None) -> dict[str, Any]:
+def read_diagnosis(path: str | Path) -> dict[str, Any]:
     """What a `diagnosis.json` holds.
 
-    Args:
-        candidates: names of those that are kept; None for all.
-
     Raises:
-        InputError: it cannot be read, or is none, or lacks one of these candidates.
+        InputError: it cannot be read, or is none.
     """
-    diagnosis = read_document("diagnosis", Path(path).expanduser(), FORMAT, "diagnosis of `vmonarch calibrate`")
-    if candidates is None:
-        return diagnosis
-    known = list(diagnosis["candidates"])
-    for name in candidates:
-        if name not in known:
-            raise InputError("candidates", f"must be of {', '.join(known)}, got {name!r}{suggest(name, known)}")
-    kept = lambda found: {"candidates": {name: found["candidates"][name] for name in candidates}}
-    parts = {name: part | kept(part) for name, part in diagnosis["transformers"].items()}
-    return diagnosis | kept(diagnosis) | {"transformers": parts}
+    return read_document("diagnosis", Path(path).expanduser(), FORMAT, "diagnosis of `vmonarch calibrate`")

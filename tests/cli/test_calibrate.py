@@ -37,10 +37,7 @@ def test_a_model_is_diagnosed_and_planned_and_other_plans_need_no_sampling(cli, 
         assert code == 0 and out.splitlines()[-1] == "exact.json"
         assert {name for row in AttentionPlan.parse("exact.json").layers["transformer"] for name in row} == {"full"}
         least = diagnosis["candidates"][SPARSE]["flops"] / default_flops(LatentGrid(*diagnosis["grid"])) + 1e-9
-        some = [*again, "--measure", "kl", "--candidates", "vmonarch-t1"]
-        assert cli(*some, "--flops", 99, "--plan", "1.json", tiny=False)[0] == 0
-        assert not {SPARSE} & AttentionPlan.parse("1.json").methods.keys()
-        assert cli(*some, SPARSE, "--flops", least, "--plan", "2.json", tiny=False)[0] == 0
+        assert cli(*again, "--measure", "kl", "--flops", least, "--plan", "2.json", tiny=False)[0] == 0
         assert list(AttentionPlan.parse("2.json").methods) == [SPARSE]
         for words, message in (
             (again, "exists; give another --plan"),

@@ -286,8 +286,6 @@ def test_another_run_is_not_resumed(place, tmp_path):
     ):
         with pytest.raises(CheckpointError, match=message):
             Trainer(settings(place, tmp_path, **changes))
-    with pytest.raises(InputError, match="checkpoints.resume is never, but .* holds some"):
-        Trainer(settings(place, tmp_path, checkpoints={"resume": "never"}))
     # What may change.
     free = {"log_every": 5, "data": {"workers": 1}, "checkpoints": {"keep": 3}, "validation": {"clips": 2}, "steps": 9}
     assert Trainer(settings(place, tmp_path, **free)).step == 2

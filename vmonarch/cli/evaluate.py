@@ -100,7 +100,7 @@ def run_eval(arguments: argparse.Namespace) -> None:
 def add_calibrate(parser: argparse.ArgumentParser) -> None:
     add_sampling_arguments(parser, group="calibrate")
     add_options(parser, CalibrateConfig, "candidates", "every", "sensitivity", "refine", *_BUDGET)
-    about = "make another plan from this one, of all its candidates or of --candidates; nothing is sampled"
+    about = "make another plan from this one; nothing is sampled"
     parser.add_argument("--diagnosis", metavar="FILE", help=about)
     about = "where the plan goes with --diagnosis (default: plan.json beside)"
     parser.add_argument("--plan", metavar="FILE", help=about)
@@ -139,11 +139,11 @@ def _plan_again(arguments: argparse.Namespace) -> None:
     from vmonarch.eval.calibrate.planning import plan
     from vmonarch.eval.calibrate.run import read_diagnosis, warn_if_full
 
-    for name in ("prompts", "refine"):
+    for name in ("prompts", "candidates", "refine"):
         if getattr(arguments, name):
             raise InputError(name, "must not be given with --diagnosis, which runs no model")
     budget = build(Budget, {name: getattr(arguments, name) for name in _BUDGET})
-    made = plan(read_diagnosis(arguments.diagnosis, arguments.candidates), budget)
+    made = plan(read_diagnosis(arguments.diagnosis), budget)
     path = Path(arguments.plan or Path(arguments.diagnosis).with_name("plan.json")).expanduser()
     if path.exists():
         raise InputError("plan", f"{str(path)!r} exists; give another --plan")
