@@ -54,7 +54,6 @@ FIELDS = {
     "steps": "Steps",
     "guidance": "Guidance",
     "negative_prompt": "Negative prompt",
-    "model": "Model",
 }
 # All that a browser asks for: the page, its parts, its events, and files, which gradio looks for in allowed folders.
 _NEEDED = re.compile(
@@ -87,25 +86,23 @@ class Studio:
     """The model in memory, the video in work and the videos that were made.
 
     Args:
-        models: as `SamplingConfig.model` takes them, the first being chosen at the start.
         output_dir: of the videos; all files in it can be seen by those who can open the page.
-        dtype, device, offload: as in `SamplingConfig`.
+        model, dtype, device, offload: as in `SamplingConfig`.
 
     Raises:
-        InputError, ModelError: a model cannot be found, or the device or the output folder cannot be used.
+        InputError, ModelError: the model cannot be found, or the device or the output folder cannot be used.
     """
 
-    models: Sequence[str] = ("embedded",)
+    model: str = "embedded"
     output_dir: str = "outputs/ui"
     dtype: str = "auto"
     device: str = "auto"
     offload: str = "none"
 
     def __post_init__(self) -> None:
-        self.folders = {name: find_model(name) for name in self.models}
+        self.folder = find_model(self.model)
         self.output = prepare_output_dir(self.output_dir).resolve()
-        private = [Path.cwd(), Path.home(), Path(__file__), *(folder.path for folder in self.folders.values())]
-        for path in private:
+        for path in (Path.cwd(), Path.home(), Path(__file__), self.folder.path):
             if path.resolve().is_relative_to(self.output):
                 raise InputError("output_dir", f"must not hold {path}: the page shows what is in it")
         self.loaded: LoadedModel | None = None
@@ -129,10 +126,9 @@ class Studio:
                 raise InputError("size", f"must be WIDTH×HEIGHT in pixels, got {size!r}")
             given |= {"width": int(width), "height": int(height)}
         given |= {"prompts": (given.get("prompts", ""),), "seeds": (given.get("seeds", 0),)}
-        folder = self.folders[given.setdefault("model", self.models[0])]
-        machine: dict[str, Any] = {"dtype": self.dtype, "device": self.device, "offload": self.offload}
+        own = {name: getattr(self, name) for name in ("model", "dtype", "device", "offload")}
         try:
-            config = complete(GenerateConfig(**given, **machine, output_dir=str(self.output)), folder)
+            config = complete(GenerateConfig(**given, **own, output_dir=str(self.output)), self.folder)
             if self.loaded is not None and self._serves(config):
                 check_loaded(config, self.loaded)
         except InputError as error:
@@ -141,18 +137,8 @@ class Studio:
         return config
 
     def _serves(self, config: GenerateConfig) -> bool:
-        """Whether the pipeline in memory is that of a config's model, and for an image or none as the config is."""
-        has = self.loaded and (self.loaded.config.model, self.loaded.config.image is None)
-        return has == (config.model, config.image is None)
-
-    def describe(self, model: str) -> list[Any]:
-        """Updates of what depends on the model: whether it takes an image, its sizes, and what it is best run with."""
-        folder, found = self.folders[model], recommended_settings(self.folders[model])
-        width, height = found["width"], found["height"]
-        square = round((width * height) ** 0.5 / folder.multiples[1]) * folder.multiples[1]
-        sizes = [f"{width}×{height}", f"{height}×{width}", f"{square}×{square}"]
-        best = [gr.update(value=found[name]) for name in list(FIELDS)[5:9]]
-        return [gr.update(visible=folder.image_capable, value=None), gr.update(choices=sizes, value=sizes[0]), *best]
+        """Whether there is a pipeline in memory, and it is for an image or none as the config is."""
+        return self.loaded is not None and (self.loaded.config.image is None) == (config.image is None)
 
     def cancel(self, request: gr.Request) -> str:
         """Stop the video of the request's session before the transformer's next call."""
@@ -193,9 +179,8 @@ class Studio:
         if not self._serves(config):
             self.loaded = None
             gc.collect()
-            folder = next(folder for folder in self.folders.values() if folder.word == config.model)
             # For any method: with a recipe the weights would be quantised for good.
-            self.loaded = load_model(replace(config, attention="full"), folder)
+            self.loaded = load_model(replace(config, attention="full"), self.folder)
         assert self.loaded is not None
         pipe = self.loaded.pipe
         try:
@@ -264,6 +249,10 @@ def _figure(path: Path, record: dict[str, Any]) -> str:
 def build_page(studio: Studio) -> gr.Blocks:
     """The components of the page, and what they do."""
     quick: dict[str, Any] = {"api_visibility": "private", "show_progress": "hidden", "queue": False}
+    folder, best = studio.folder, recommended_settings(studio.folder)
+    width, height = best["width"], best["height"]
+    square = round((width * height) ** 0.5 / folder.multiples[1]) * folder.multiples[1]
+    sizes = [f"{width}×{height}", f"{height}×{width}", f"{square}×{square}"]
     with gr.Blocks(title="vmonarch", analytics_enabled=False, delete_cache=(3600, 86400)) as page:
         gr.Markdown("# vmonarch\nVideos from words, by fast attention.")
         with gr.Row():
@@ -272,30 +261,31 @@ def build_page(studio: Studio) -> gr.Blocks:
                 image = gr.Image(
                     label=FIELDS["image"], type="filepath", image_mode=None, sources=["upload"], height=200
                 )
+                image.visible = folder.image_capable
                 attention = gr.Radio(list(studio.presets.items()), label=FIELDS["attention"])
                 attention.value = next(iter(studio.presets.values()))
                 with gr.Row():
                     seed = gr.Number(0, label=FIELDS["seeds"], precision=0, min_width=100)
-                    size = gr.Dropdown([], label=FIELDS["size"], allow_custom_value=True, min_width=140)
+                    size = gr.Dropdown(
+                        sizes, value=sizes[0], label=FIELDS["size"], allow_custom_value=True, min_width=140
+                    )
                 with gr.Row():
-                    frames = gr.Number(None, label=FIELDS["num_frames"], precision=0, min_width=90)
-                    steps = gr.Number(None, label=FIELDS["steps"], precision=0, min_width=90)
-                    guidance = gr.Number(None, label=FIELDS["guidance"], min_width=90)
-                negative = gr.Textbox(label=FIELDS["negative_prompt"])
-                model = gr.Dropdown(list(studio.folders), label=FIELDS["model"], visible=len(studio.folders) > 1)
+                    frames = gr.Number(best["num_frames"], label=FIELDS["num_frames"], precision=0, min_width=90)
+                    steps = gr.Number(best["steps"], label=FIELDS["steps"], precision=0, min_width=90)
+                    guidance = gr.Number(best["guidance"], label=FIELDS["guidance"], min_width=90)
+                negative = gr.Textbox(best["negative_prompt"], label=FIELDS["negative_prompt"])
                 with gr.Row():
                     start = gr.Button("Generate", variant="primary", min_width=120)
                     stop = gr.Button("Cancel", min_width=120)
             with gr.Column(scale=3, min_width=320):
                 status = gr.HTML(elem_classes="vm-status")
                 made = gr.HTML()
-        fields = [prompt, image, attention, seed, size, frames, steps, guidance, negative, model]
+        fields = [prompt, image, attention, seed, size, frames, steps, guidance, negative]
         told: dict[str, Any] = {"show_progress_on": status, "api_visibility": "private"}
         running = start.click(studio.run, fields, [status, made], scroll_to_output=True, **told)
         # Two listeners: the second waits until the first has let the running thread end.
         stop.click(studio.cancel, None, status, **quick)
         stop.click(None, cancels=running)
-        gr.on([model.change, page.load], studio.describe, model, [image, *fields[4:9]], **quick)
         page.load(studio.gallery, None, made, **quick)
         page.unload(studio.leave)
     # One video at a time; who comes next sees the place in the queue.

@@ -26,12 +26,12 @@ VALUES = {"prompts": "a red circle moving right", "image": None, "attention": "n
 class Visitor:
     """A browser's requests, in a session of their own."""
 
-    def __init__(self, page: Any, model: Path) -> None:
-        self.address, self.values = ("127.0.0.1", page.server_port), {**VALUES, "model": str(model)}
+    def __init__(self, page: Any) -> None:
+        self.address = "127.0.0.1", page.server_port
         self.session = os.urandom(4).hex()
         # By what they take and change: the page names none of its events.
         events = json.loads(self.ask("GET", "/config")[1])["dependencies"]
-        self.run = next(event["id"] for event in events if len(event["inputs"]) == len(self.values))
+        self.run = next(event["id"] for event in events if len(event["inputs"]) == len(VALUES))
         (self.stop,) = [event["id"] for event in events if not event["inputs"] and len(event["outputs"]) == 1
                         and event["targets"][0][1] == "click"]  # fmt: skip
 
@@ -44,7 +44,7 @@ class Visitor:
 
     def start(self, **values: object) -> tuple[int, Any]:
         """Ask for a video with the fields' usual values but for `values`."""
-        data = [{**self.values, **values}[name] for name in ui.FIELDS]
+        data = [{**VALUES, **values}[name] for name in ui.FIELDS]
         body = {"fn_index": self.run, "data": data, "session_hash": self.session}
         status, answer = self.ask("POST", "/gradio_api/queue/join", body)
         return status, json.loads(answer)
@@ -72,7 +72,7 @@ class Visitor:
 @pytest.fixture(scope="module")
 def studio(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
     folder = tmp_path_factory.mktemp("ui") / "videos"
-    return ui.Studio(models=(str(tiny_model),), output_dir=str(folder), device="cpu")
+    return ui.Studio(str(tiny_model), output_dir=str(folder), device="cpu")
 
 
 @pytest.fixture(scope="module")
@@ -84,8 +84,8 @@ def page(studio: Any) -> Iterator[Any]:
 
 
 @pytest.fixture
-def visitor(page: Any, tiny_model: Path) -> Visitor:
-    return Visitor(page, tiny_model)
+def visitor(page: Any) -> Visitor:
+    return Visitor(page)
 
 
 def files(studio: Any) -> list[str]:
@@ -108,7 +108,7 @@ def test_a_request_gives_a_video_with_its_record_and_the_page_tells_what_is_done
     values = load_record(str(studio.output / new[0]))["config"]
     assert (values["attention"]["label"], values["seeds"], values["width"]) == ("near-lossless", [3], 48)
     # A server that starts later shows it, too.
-    assert new[1] in ui.Studio(studio.models, str(studio.output), device="cpu").gallery()
+    assert new[1] in ui.Studio(studio.model, str(studio.output), device="cpu").gallery()
     # Now that the model is there, its tokeniser can count.
     assert "Prompt must have at most 512 tokens" in visitor.results(prompts="a " * 600)
 
@@ -129,7 +129,7 @@ def test_bad_input_is_said_with_its_field(visitor, field, value, said):
 
 
 def test_cancelling_stops_the_sampling_frees_memory_and_the_next_visitor_has_the_turn(
-    studio, visitor, page, tiny_model, monkeypatch
+    studio, visitor, page, monkeypatch
 ):
     before, freed, apply = files(studio), [], recipes.apply
     monkeypatch.setattr(
@@ -138,7 +138,7 @@ def test_cancelling_stops_the_sampling_frees_memory_and_the_next_visitor_has_the
     assert visitor.start(steps=300)[0] == 200
     # The page is not told of every step.
     assert any('"length": 300' in message or '"length":300' in message for message in visitor.messages())
-    other = Visitor(page, tiny_model)
+    other = Visitor(page)
     assert other.start()[0] == 200
     visitor.cancel()
     assert "Made in" in "".join(other.messages())

@@ -170,8 +170,7 @@ def _tell(plan: AttentionPlan) -> None:
 
 
 def add_ui(parser: argparse.ArgumentParser) -> None:
-    models = "one or several to choose from: embedded (default), folders of pipelines, hub ids"
-    parser.add_argument("--model", dest="models", nargs="+", metavar="MODEL", help=models)
+    add_options(parser, SamplingConfig, "model")
     add_options(parser.add_argument_group("machine"), SamplingConfig, *MACHINE)
     server = parser.add_argument_group("server")
     server.add_argument("--output-dir", metavar="FOLDER", help="default: outputs/ui; the page shows all that is in it")
@@ -184,7 +183,7 @@ def run_ui(arguments: argparse.Namespace) -> None:
 
     examples:
       vmonarch ui
-      vmonarch ui --model Wan-AI/Wan2.1-T2V-1.3B-Diffusers embedded --offload model
+      vmonarch ui --model Wan-AI/Wan2.1-T2V-1.3B-Diffusers --offload model
       ssh -L 7860:localhost:7860 gpu-machine vmonarch ui        # then http://localhost:7860 here
 
     The page needs the extra ui: pip install 'vmonarch[ui]'. It has no password: whoever reaches it can use it.
@@ -194,7 +193,7 @@ def run_ui(arguments: argparse.Namespace) -> None:
     except ModuleNotFoundError as error:
         raise InputError("ui", f"needs {error.name}: pip install 'vmonarch[ui]'") from error
     hide_loading_bars()
-    studio = Studio(**given_options(arguments, "models", "output_dir", *MACHINE))
+    studio = Studio(**given_options(arguments, "model", "output_dir", *MACHINE))
     page, address = launch(studio, arguments.host, arguments.port)
     if not is_local(arguments.host):
         print(f"vmonarch ui: warning: whoever reaches {arguments.host} can use the page; no password", file=sys.stderr)
