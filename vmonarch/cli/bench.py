@@ -161,8 +161,6 @@ def run_bench(arguments: argparse.Namespace) -> None:
 _TUNE: dict[str, dict[str, Any]] = {
     "kernels": _SEVERAL | {"help": "such as r_step l_output (default: all; an unknown one lists them)"},
     "head-dims": _SEVERAL | {"help": "default: 128 64"},
-    "dtype": {"help": "bfloat16 (default), float16, float32"},
-    "shapes": _SEVERAL | {"help": "latent grids to time on in place of those that stand for all"},
     "budget": {"type": above_0(float), "metavar": "SECONDS", "help": "begin no kernel after this time (default 480)"},
     "output": {"type": Path, "metavar": "FILE", "help": "table to write or extend (default: the chip's own)"},
     "device": DEVICE,
