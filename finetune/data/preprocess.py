@@ -161,22 +161,16 @@ class PipelineEncoders:
     def __init__(self, pipe: Any, device: torch.device) -> None:
         self.pipe, self._device = pipe, device
 
-    def cut(self, caption: str) -> bool:
-        """Whether it has more tokens than TEXT_LENGTH, which is what the transformer sees."""
-        return len(self._tokens(caption, verbose=False).input_ids) > TEXT_LENGTH
-
-    def _tokens(self, caption: str, **options: Any) -> Any:
-        from diffusers.pipelines.wan.pipeline_wan import prompt_clean
-
-        return self.pipe.tokenizer(prompt_clean(caption), **options)
-
     @torch.no_grad()
     def text(self, caption: str) -> torch.Tensor:
         """Float32 [L, D]: the tokens that the attention mask marks; zeros after them give the pipeline's own rows."""
+        from diffusers.pipelines.wan.pipeline_wan import prompt_clean
+
         embeds, _ = self.pipe.encode_prompt(
             caption, do_classifier_free_guidance=False, max_sequence_length=TEXT_LENGTH, device=self._device
         )
-        tokens = self._tokens(caption, max_length=TEXT_LENGTH, truncation=True, return_attention_mask=True)
+        how = {"max_length": TEXT_LENGTH, "truncation": True, "return_attention_mask": True}
+        tokens = self.pipe.tokenizer(prompt_clean(caption), **how)
         return embeds[0, : sum(tokens.attention_mask)].float().cpu()
 
     @torch.no_grad()
@@ -325,11 +319,11 @@ def preprocess(
     """Prepare all clips that `config` names and that are not in its output folder yet.
 
     Args:
-        progress: show on stderr how far it is, and how many videos are bad or cropped and captions cut.
+        progress: show on stderr how far it is, and how many videos are bad or cropped.
         encoders: instead of those of the model.
 
     Returns:
-        The counts that the manifest then has: videos, captions_cut, clips, shards, quarantined.
+        The counts that the manifest then has: videos, clips, shards, quarantined.
 
     Raises:
         InputError: an argument that cannot be used, found before any work; or the output folder holds the work of
@@ -381,8 +375,8 @@ def _fill(
 ) -> None:
     """Write the shards of the videos in `todo`, in order; bad ones go to quarantine on the way."""
     versions = environment(choose_device(config.device)) | {"decoder": package_versions(("imageio-ffmpeg", "pyarrow"))}
-    cropped, cut = 0, sum(map(encoders.cut, captions.values()))
-    output.write_manifest(environment=versions, counts={"videos": bar.total, "captions_cut": cut})
+    cropped = 0
+    output.write_manifest(environment=versions, counts={"videos": bar.total})
     if not (empty := output.folder / EMPTY_CAPTION).exists():
         with AtomicFiles() as files:
             save_file({"text_embedding": encoders.text("")}, files.stage(empty))
@@ -396,7 +390,7 @@ def _fill(
         except BadVideo as error:
             output.quarantine(name, str(error))
         bar.update()
-        bar.set_postfix(bad=len(output.bad), cropped=cropped, captions_cut=cut, refresh=False)
+        bar.set_postfix(bad=len(output.bad), cropped=cropped, refresh=False)
         if len(rows) >= config.rows_per_shard:
             output.write_shard(rows)
             rows = []

@@ -139,7 +139,7 @@ def test_real_clips_through_the_command_line(tmp_path, capsys, embedded):
     assert main(words) == 0
     printed = capsys.readouterr()
     assert printed.out == f"{tmp_path / 'out' / 'manifest.json'}  (4 clips in 1 shards)\n"
-    assert "bad=0, captions_cut=0, cropped=4]" in printed.err
+    assert "bad=0, cropped=4]" in printed.err
     rows = rows_of(tmp_path / "out")
     assert [row["id"] for row in rows] == [f"{clip.name}-0" for clip in clips]
     for row, clip in zip(rows, clips, strict=True):
@@ -167,7 +167,6 @@ def test_text_and_latents_are_what_the_pipeline_makes(embedded):
         found = embedded.text(text)
         assert found.dtype == torch.float32 and len(found) == int((expected.abs().sum(1) > 0).sum()) >= 1
         assert torch.equal(torch.nn.functional.pad(found, (0, 0, 0, 512 - len(found))), expected)
-        assert embedded.cut(text) == (len(text) > 1000)
     video = module.procedural_clip(0, 0)[1].frames[:, :9]
     with torch.no_grad():
         assert torch.equal(embedded.latents(video), embedded.pipe.vae.encode(video[None]).latent_dist.mode()[0])
@@ -313,13 +312,13 @@ def test_bad_ones_are_counted_and_tried_again_when_their_lines_are_taken_out(fol
     encode_video(folder / "videos" / "clip-5.mp4", moving(9, width=64), 10.0)
     preprocess(config_of(folder), progress=True, encoders=Broken())
     line = capsys.readouterr().err.split("\r")[-1]
-    assert re.fullmatch(r"100%.* 14/14 \[.*video/s, bad=3, captions_cut=1, cropped=1]\n", line)
+    assert re.fullmatch(r"100%.* 14/14 \[.*video/s, bad=3, cropped=1]\n", line)
     assert quarantine(folder / "out")["clip-1.mp4"] == "has encodings that are not finite"
     path = folder / "out" / "quarantine.jsonl"
     path.write_text("".join(line for line in path.read_text().splitlines(True) if "clip-7" in line))
     shutil.copy(one_video, folder / "videos" / "clip-3.mp4")
     again = Fake()
-    counts = {"videos": 14, "captions_cut": 1, "clips": 13, "shards": 5, "quarantined": 1}
+    counts = {"videos": 14, "clips": 13, "shards": 5, "quarantined": 1}
     assert preprocess(config_of(folder), encoders=again) == counts
     assert again.seen == ["caption 1", "caption 3"] and quarantine(folder / "out").keys() == {"clip-7.mp4"}
     assert capsys.readouterr().err == ""
@@ -358,7 +357,7 @@ def test_a_killed_run_goes_on(folder):
     assert len(resumed.seen) == 6 and contents(output) == contents(folder / "whole")
     # Or between shard and manifest.
     manifest = json.loads((output / "manifest.json").read_text())
-    (output / "manifest.json").write_text(json.dumps(manifest | {"counts": {"videos": 14, "captions_cut": 0}}))
+    (output / "manifest.json").write_text(json.dumps(manifest | {"counts": {"videos": 14}}))
     preprocess(config_of(folder), encoders=(idle := Fake()))
     assert idle.seen == [] and contents(output) == contents(folder / "whole")
 
