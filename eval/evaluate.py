@@ -8,7 +8,7 @@
 An item is one prompt with one seed. Its folder has the video of every method and `item.json` with their numbers, and
 appears complete or not at all: a call that was stopped goes on with the items that are missing, and several processes
 (RANK and WORLD_SIZE, as `accelerate launch` sets them) share the items out. Whichever call finds all of them there
-writes `evaluation.json`, `table.md` and `report.html`.
+writes `evaluation.json` and `report.html`.
 Everything but times and dates is the same however often it was stopped and whatever the number of processes: batches
 are cut before they are shared out.
 
@@ -391,7 +391,7 @@ def prompt_score(folder: ModelFolder, frames: torch.Tensor, prompt: str, prompt_
 
 
 def _finish(config: EvalConfig, folder: ModelFolder, output: Path, items: Sequence[Item], command: str) -> Evaluation:
-    """Put all items together, and write `evaluation.json`, `table.md` and `report.html`.
+    """Put all items together, and write `evaluation.json` and `report.html`.
 
     Raises:
         GenerationError: an item's record cannot be read, or a video is missing or no longer the one that was measured.
@@ -442,12 +442,11 @@ def _finish(config: EvalConfig, folder: ModelFolder, output: Path, items: Sequen
     text = summary.json_text(record | summary.document_table(record))
     # As it is read back: JSON has no tuples.
     record = json.loads(text)
-    page, evaluation = report(record, output), Evaluation(output, record, 0)
+    page = report(record, output)
     with AtomicFiles(overwrite=True) as files:
-        written = {"evaluation.json": text, "table.md": evaluation.table() + "\n", "report.html": page}
-        for name, contents in written.items():
+        for name, contents in {"evaluation.json": text, "report.html": page}.items():
             files.stage(output / name).write_text(contents, encoding="utf-8")
-    return evaluation
+    return Evaluation(output, record, 0)
 
 
 def _measured_work(config: EvalConfig, records: Sequence[Mapping[str, Any]]) -> dict[str, float]:

@@ -24,7 +24,7 @@ class DataConfig(Settings):
     """Clips as rows of parquet (`vmonarch preprocess` or FastVideo make them).
 
     Args:
-        path: folder or file. validation: the same, of clips that are never trained on; null for no validation loss.
+        path: their folder. validation: the same, of clips that are never trained on; null for no validation loss.
         workers: processes of each rank that read ahead.
         caption_dropout: share of the clips that are trained on without their caption, in [0, 1].
         bad_fraction: share of rows that may be unusable; above it the run ends with an error.

@@ -221,14 +221,13 @@ class Trainer:
 
     # Training
 
-    def run(self) -> dict[str, Any]:
-        """Train to the last step; returns what the log's last lines say.
+    def run(self) -> None:
+        """Train to the last step.
 
         Raises:
             TrainingError: a loss or gradient is not finite; no weight was changed by it.
         """
         config, accelerator = self.config, self.accelerator
-        last: dict[str, Any] = {"step": self.step}
         validates = 0 if self.held_out is None else config.validation.every
         at = lambda every: every > 0 and (self.step % every == 0 or self.step == config.steps)
         with contextlib.ExitStack() as held:
@@ -242,7 +241,7 @@ class Trainer:
             bar = held.enter_context(tqdm(total=config.steps, initial=self.step, unit="step", **shown))
             batches = held.enter_context(contextlib.closing(iter(self.loader)))
             if self.step == 0 and validates:
-                last |= self._log({"validation_loss": self.validate()}, bar)
+                self._log({"validation_loss": self.validate()}, bar)
             seconds: list[float] = []
             while self.step < config.steps:
                 began = time.monotonic()
@@ -255,15 +254,14 @@ class Trainer:
                     values |= {"seconds": mean, "clips_per_second": config.batch_size / mean}
                     if accelerator.device.type == "cuda":
                         values["peak_memory_gb"] = torch.cuda.max_memory_allocated(accelerator.device) / 1e9
-                    last |= self._log(values, bar)
+                    self._log(values, bar)
                     seconds.clear()
                 if at(validates):
-                    last |= self._log({"validation_loss": self.validate()}, bar)
+                    self._log({"validation_loss": self.validate()}, bar)
                 if at(config.validation.videos_every):
                     self.sample()
                 if at(config.checkpoints.every):
                     self.save()
-        return last
 
     def _update(self, batches: Iterator[Batch]) -> dict[str, float]:
         config, accelerator = self.config, self.accelerator
@@ -381,17 +379,15 @@ class Trainer:
     def sample(self) -> None:
         """Make a video of each validation prompt on the first rank (seed 0); the others wait.
 
-        Beside each mp4 is a contact sheet (PNG), which trackers show. Those of this step that a run has left which
-        ended before its next checkpoint are replaced.
+        Those of this step that a run has left which ended before its next checkpoint are replaced.
         """
         if self.rank == 0:
             import diffusers
-            import numpy as np
 
             from vmonarch.pipelines.config import SamplingConfig, complete
             from vmonarch.pipelines.loading import LoadedModel, read_pipeline
             from vmonarch.pipelines.sampling import sample
-            from vmonarch.pipelines.video_io import contact_sheet, encode_video, to_uint8
+            from vmonarch.pipelines.video_io import encode_video, to_uint8
 
             config, device = self.config, self.accelerator.device
             wanted = SamplingConfig(config.validation.prompts, model=config.model, revision=config.revision)
@@ -408,17 +404,11 @@ class Trainer:
                 with self._exported_weights(), self.accelerator.autocast():
                     frames = to_uint8(sample(model, settings, [prompt], [0]).frames[0])
                 path = videos / f"step-{self.step:08d}-{number:02d}.mp4"
-                sheet = contact_sheet(frames, title=prompt)
                 with AtomicFiles(overwrite=True) as files:
                     encode_video(files.stage(path), frames, settings.fps or 16.0)
-                    sheet.save(files.stage(path.with_suffix(".png")))
-                for tracker in self.accelerator.trackers:
-                    if hasattr(tracker, "log_images"):
-                        layout = {"dataformats": "NHWC"} if tracker.name == "tensorboard" else {}
-                        tracker.log_images({path.stem: np.asarray(sheet.convert("RGB"))[None]}, self.step, **layout)
         self.accelerator.wait_for_everyone()
 
-    def _log(self, values: dict[str, float], bar: Any) -> dict[str, float]:
+    def _log(self, values: dict[str, float], bar: Any) -> None:
         """Write values of this step to the log, the trackers and the bar."""
         if self.rank == 0:
             with (self.output / "log.jsonl").open("a", encoding="utf-8") as file:
@@ -427,7 +417,6 @@ class Trainer:
             bar.set_postfix(self._shown, refresh=False)
         if self.config.trackers:
             self.accelerator.log(values, step=self.step)
-        return values
 
 
 def _accelerator(config: FinetuneConfig, experts: int) -> Accelerator:

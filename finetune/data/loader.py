@@ -92,7 +92,7 @@ class LatentLoader(Dataset[tuple[Batch | Exception, BadRows]]):
 
     def __post_init__(self) -> None:
         if self.folder.empty_caption is not None:
-            self._check_text(self.folder.empty_caption, f"{self.folder.root / EMPTY_CAPTION}")
+            self._check_text(self.folder.empty_caption, f"{self.folder.path / EMPTY_CAPTION}")
         numbers = {shape: number for number, shape in enumerate(dict.fromkeys(self.folder.shapes))}
         self._buckets = np.array([numbers[shape] for shape in self.folder.shapes])
         self._unit = self.batch_size * self.world_size

@@ -163,8 +163,8 @@ class ParquetFolder:
     """The rows of all parquet files of a folder, numbered from 0 in the order of the files' relative paths.
 
     Args:
-        path: a folder, searched for `*.parquet` in its folders too (hidden files are those of a writer that was
-            killed; links to folders are not followed), or one file.
+        path: searched for `*.parquet` in its folders too (hidden files are those of a writer that was killed; links to
+            folders are not followed).
 
     Raises:
         DataError: no parquet file or no row at `path`; a file that cannot be read or has lost its end;
@@ -177,14 +177,13 @@ class ParquetFolder:
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
-        self.root = self.path.parent if self.path.is_file() else self.path
-        found = [self.path] if self.path.is_file() else self.root.rglob("*.parquet")
-        self.files = sorted(f.relative_to(self.root).as_posix() for f in found if f.is_file() and f.name[0] != ".")
+        found = self.path.rglob("*.parquet")
+        self.files = sorted(f.relative_to(self.path).as_posix() for f in found if f.is_file() and f.name[0] != ".")
         if not self.files:
             raise DataError(f"no *.parquet file in {self.path}")
         self.extras: tuple[str, ...] | None = None
         self.shapes: list[tuple[tuple[int, ...], ...]] = []
-        self._sizes = [(self.root / name).stat().st_size for name in self.files]
+        self._sizes = [(self.path / name).stat().st_size for name in self.files]
         # Of each row its file, its row group there and its number in that.
         self._places: list[tuple[str, int, int]] = []
         for name in self.files:
@@ -192,7 +191,7 @@ class ParquetFolder:
         if not len(self):
             raise DataError(f"no rows in {self.path}: {len(self.files)} parquet file(s) are all empty")
         self.empty_caption: torch.Tensor | None = None
-        if (empty := self.root / EMPTY_CAPTION).exists():
+        if (empty := self.path / EMPTY_CAPTION).exists():
             try:
                 self.empty_caption = load_file(empty)["text_embedding"].float()
             except (SafetensorError, KeyError) as error:
@@ -200,7 +199,7 @@ class ParquetFolder:
 
     def _read_footer(self, name: str) -> None:
         """Note the rows of a file and their shapes."""
-        path = self.root / name
+        path = self.path / name
         try:
             with pq.ParquetFile(path, pre_buffer=False) as file:
                 columns = file.schema_arrow.names
@@ -235,7 +234,7 @@ class ParquetFolder:
     def place(self, index: int) -> str:
         """Where row `index` is, in words."""
         file, group, row = self._places[index]
-        return f"row {row} of row group {group} of {self.root / file}"
+        return f"row {row} of row group {group} of {self.path / file}"
 
     def read(self, index: int) -> Sample:
         """The clip in row `index`.
@@ -245,7 +244,7 @@ class ParquetFolder:
             DataError, OSError: the file is gone, has changed or cannot be opened; the message names it.
         """
         name, group, row = self._places[index]
-        path = self.root / name
+        path = self.path / name
         if path.stat().st_size != self._sizes[self.files.index(name)]:
             raise DataError(f"{path} has changed since its footer was read")
         wanted = ["id", "caption", *_columns((*TENSORS, *(self.extras or ())))]

@@ -245,10 +245,10 @@ def test_validation_is_always_the_same(place, tmp_path):
         shares.append(trainer.validate())
     assert (2 * shares[0] + shares[1]) / 3 == pytest.approx(first, rel=1e-5)
     trainer.data_rank, trainer.data_world = 0, 1
-    last = trainer.run()
-    assert last["validation_loss"] != first and trainer.validate() == last["validation_loss"]
+    trainer.run()
     lines = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in lines if "validation_loss" in line] == [0, 2, 4]
+    found = {line["step"]: line["validation_loss"] for line in lines if "validation_loss" in line}
+    assert list(found) == [0, 2, 4] and found[4] != first and trainer.validate() == found[4]
     # Neither the batches of training nor what is dropped from them bears on it.
     others = validating(place, 3, 2, caption_dropout=1.0) | {"objective": {"distillation": 1.0}, "batch_size": 4}
     assert Trainer(settings(place, tmp_path / "again", **others)).validate() == first
@@ -395,7 +395,7 @@ def test_lora_layers_become_files_that_stock_diffusers_loads(place, tmp_path, ki
         export(tmp_path / "run", tmp_path / other)
 
 
-def test_validation_videos_and_their_sheets(tmp_path, monkeypatch):
+def test_validation_videos(tmp_path, monkeypatch):
     """One step of the embedded model, which can be watched while it trains, and goes on if it is killed after one."""
     shape, whole = (16, 2, 4, 4), config.complete
     small = {"height": 32, "width": 32, "num_frames": 5}
@@ -421,7 +421,7 @@ def test_validation_videos_and_their_sheets(tmp_path, monkeypatch):
         Trainer(build_config(FinetuneConfig, values)).run()
     Trainer(build_config(FinetuneConfig, values)).run()
     names = sorted(path.name for path in (tmp_path / "run" / "videos").iterdir())
-    assert names == [f"step-00000001-00.{suffix}" for suffix in ("mp4", "png")]
+    assert names == ["step-00000001-00.mp4"]
     assert list((tmp_path / "run").rglob("events.out.tfevents*"))
     model = export(tmp_path / "run", tmp_path / "model")
     # A finetune of the embedded model is run with its settings.

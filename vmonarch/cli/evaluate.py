@@ -80,7 +80,7 @@ def run_eval(arguments: argparse.Namespace) -> None:
       vmonarch eval --prompt-file prompts.txt --config exact --model /path/to/a/wan/pipeline --output-dir outputs/exact
       accelerate launch --num_processes 8 -m vmonarch eval --config table2
 
-    The folder gets evaluation.json, table.md and report.html, a single file with tables, plots and videos. The same
+    The folder gets evaluation.json and report.html, a single file with tables, plots and videos. The same
     command goes on where it was stopped; several processes share the prompts and seeds out.
     """
     from vmonarch.eval.evaluate import evaluate
