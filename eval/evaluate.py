@@ -34,7 +34,7 @@ from typing import TYPE_CHECKING, Any
 from vmonarch.configs import InputError, file_sha256
 from vmonarch.eval import summary
 from vmonarch.eval.render.tables import aligned
-from vmonarch.eval.settings import CompareConfig, EvalConfig
+from vmonarch.eval.settings import REFERENCE, CompareConfig, EvalConfig
 from vmonarch.files import AtomicFiles, file_name, short_hash
 from vmonarch.pipelines import recipes
 from vmonarch.pipelines.config import complete
@@ -306,8 +306,8 @@ class _Run:
             exact, errors = result.report.exact, result.report.exact.values()
             row |= {"exact_steps": [*exact], "errors": [*errors], "predicted_steps": [*result.report.predicted]}
             row["attention_work"] = result.report.work
-        if label != self.config.reference.label:
-            pair = [frames[name].to(self.model.device) for name in (label, self.config.reference.label)]
+        if label != REFERENCE:
+            pair = [frames[name].to(self.model.device) for name in (label, REFERENCE)]
             row |= similarity.similarity(*pair) | (similarity.lpips(*pair) if self.config.lpips else {})
         return summary.json_values(row)
 
@@ -424,7 +424,7 @@ def _finish(config: EvalConfig, folder: ModelFolder, output: Path, items: Sequen
         "format": EVALUATION_FORMAT,
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": command,
-        "reference": config.reference.label,
+        "reference": REFERENCE,
         "baseline": baseline,
         "methods": labels,
         "measures": {key: dataclasses.asdict(measure) for key, measure in summary.MEASURES.items()},
