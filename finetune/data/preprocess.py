@@ -6,8 +6,7 @@
 
 The output folder holds `shard-00000.parquet` and on, `quarantine.jsonl` (bad files with reasons) and `manifest.json`.
 Work that was broken off, at any moment, goes on where it was: the order of the rows is that of the captions, a shard
-holds whole videos and appears complete or not at all, and a video is not tried again once it is in a shard or in
-quarantine.
+appears complete or not at all, and a video is not tried again once it is in a shard or in quarantine.
 
 Tensors are stored as float32: FastVideo's reader takes every tensor for that, whatever the column of its dtype says.
 
@@ -41,7 +40,7 @@ from vmonarch.files import AtomicFiles, write_json
 from vmonarch.finetune.checkpoints import hold
 from vmonarch.finetune.config import require
 from vmonarch.finetune.data.captions import read_captions
-from vmonarch.finetune.data.decode import BadVideo, Clip, ClipShape, decode_clips
+from vmonarch.finetune.data.decode import BadVideo, Clip, ClipShape, decode_clip
 from vmonarch.finetune.data.parquet import EMPTY_CAPTION, TEXT_LENGTH, DataError, Sample, write_shard
 from vmonarch.pipelines.environment import DTYPES, choose_device, choose_dtype, environment, package_versions
 from vmonarch.pipelines.model_folder import ModelFolder, find_wan_model
@@ -55,8 +54,8 @@ _FREE = (
     *("config.captions", "config.output", "config.model", "config.revision", "config.workers", "config.timeout"),
     *("model.name", "model.revision"),
 )
-# Caption and clips of a video.
-Made = tuple[str, list[Clip]]
+# Caption and clip of a video.
+Made = tuple[str, Clip]
 
 
 @dataclass(frozen=True)
@@ -76,12 +75,11 @@ class PreprocessConfig(Settings):
             clips of the one that keeps most of its picture and is not longer than it is.
         fps: frames per second of the clips; None leaves those of each file.
         start: where clips begin: `begin` or `middle`.
-        clips_per_video: at most, one after the other.
         image_to_video: also store the first frame's latents, and its image features if the model has an image encoder;
             None stores them for models that need them.
         dtype: auto, float32, bfloat16 or float16, of the text and image encoders; the VAE runs in float32.
         device: auto, cpu, cuda or cuda:N.
-        rows_per_shard: clips of a file, which are in memory until it is written; the last video may bring more.
+        rows_per_shard: clips of a file, which are in memory until it is written.
         workers: videos decoded at a time, ahead of the encoders, each by one thread.
         seed: of the procedural clips.
         timeout: seconds that decoding a video may take; it is decoded twice.
@@ -102,7 +100,6 @@ class PreprocessConfig(Settings):
     buckets: tuple[str, ...] = ()
     fps: float | None = number(None, "[0.001, 1000]")
     start: str = choice("begin", "begin", "middle")
-    clips_per_video: int = number(1, "[1, 10000]")
     image_to_video: bool | None = None
     dtype: str = choice("auto", *DTYPES)
     device: str = "auto"
@@ -127,7 +124,7 @@ class PreprocessConfig(Settings):
         """Of each bucket, or the one of all clips, whose sizes may be None."""
         sizes: list[Any] = [tuple(map(int, bucket.split("x"))) for bucket in self.buckets]
         sizes = sizes or [(self.height, self.width, self.num_frames)]
-        return [ClipShape(h, w, f, self.fps, self.start, self.clips_per_video) for h, w, f in sizes]
+        return [ClipShape(h, w, f, self.fps, self.start) for h, w, f in sizes]
 
 
 def complete(config: PreprocessConfig, model: ModelFolder) -> PreprocessConfig:
@@ -148,7 +145,7 @@ def complete(config: PreprocessConfig, model: ModelFolder) -> PreprocessConfig:
     for shape in config.shapes:
         check_sizes(shape, model.multiples, model.temporal, " for this model")
     if config.procedural is not None:
-        own = dict(height=HEIGHT, width=WIDTH, num_frames=NUM_FRAMES, fps=None, start="begin", clips_per_video=1)
+        own = dict(height=HEIGHT, width=WIDTH, num_frames=NUM_FRAMES, fps=None, start="begin")
         for name, only in own.items():
             problem = f"must be {only} for procedural clips, got {getattr(config, name)}"
             require(getattr(config, name) == only, name, problem)
@@ -381,12 +378,12 @@ def _fill(
         with AtomicFiles() as files:
             save_file({"text_embedding": encoders.text("")}, files.stage(empty))
     rows: list[Sample] = []
-    for name, future in _ahead(todo, partial(_clips, config, captions), config.workers):
+    for name, future in _ahead(todo, partial(_clip, config, captions), config.workers):
         try:
-            caption, clips = future.result()
-            rows += _rows(name, caption, clips, encoders, config)
+            caption, clip = future.result()
+            rows.append(_row(name, caption, clip, encoders, config))
             # Sizes are whole pixels: no more than that is lost of a picture that has the shape of the clips.
-            cropped += clips[0].kept < 0.98
+            cropped += clip.kept < 0.98
         except BadVideo as error:
             output.quarantine(name, str(error))
         bar.update()
@@ -398,18 +395,17 @@ def _fill(
         output.write_shard(rows)
 
 
-def _clips(config: PreprocessConfig, captions: Mapping[str, str], name: str) -> Made:
-    """Caption and clips of a video.
+def _clip(config: PreprocessConfig, captions: Mapping[str, str], name: str) -> Made:
+    """Caption and clip of a video.
 
     Raises:
         BadVideo: it is to blame, whatever the error.
     """
     if config.procedural:
-        caption, clip = procedural_clip(config.seed, int(name.rpartition("-")[2]))
-        return caption, [clip]
+        return procedural_clip(config.seed, int(name.rpartition("-")[2]))
     try:
         path = Path(str(config.videos), name)
-        return captions[name], decode_clips(path, config.shapes, timeout=config.timeout)
+        return captions[name], decode_clip(path, config.shapes, timeout=config.timeout)
     except OSError:
         # The video is not to blame when ffmpeg cannot be started.
         raise
@@ -417,28 +413,23 @@ def _clips(config: PreprocessConfig, captions: Mapping[str, str], name: str) -> 
         raise BadVideo(str(error) or repr(error)) from error
 
 
-def _rows(
-    name: str, caption: str, clips: Sequence[Clip], encoders: PipelineEncoders, config: PreprocessConfig
-) -> list[Sample]:
-    """The clips of a video, encoded."""
-    samples, text = [], encoders.text(caption)
-    for k, clip in enumerate(clips):
-        video = clip.frames if clip.frames.is_floating_point() else clip.frames.float() / 127.5 - 1
-        frames, height, width = video.shape[1:]
-        tensors = {"latents": encoders.latents(video), **(encoders.image(video) if config.image_to_video else {})}
-        if not all(x.isfinite().all() for x in (text, *tensors.values())):
-            raise BadVideo("has encodings that are not finite")
-        sample = Sample(
-            id=name if config.procedural else f"{name}-{k}",
-            latents=tensors.pop("latents"),
-            text=text,
-            caption=caption,
-            file_name=name,
-            width=width,
-            height=height,
-            fps=clip.fps,
-            duration=frames / clip.fps if clip.fps else 0.0,
-            extras=tensors,
-        )
-        samples.append(sample)
-    return samples
+def _row(name: str, caption: str, clip: Clip, encoders: PipelineEncoders, config: PreprocessConfig) -> Sample:
+    """The clip of a video, encoded."""
+    text = encoders.text(caption)
+    video = clip.frames if clip.frames.is_floating_point() else clip.frames.float() / 127.5 - 1
+    frames, height, width = video.shape[1:]
+    tensors = {"latents": encoders.latents(video), **(encoders.image(video) if config.image_to_video else {})}
+    if not all(x.isfinite().all() for x in (text, *tensors.values())):
+        raise BadVideo("has encodings that are not finite")
+    return Sample(
+        id=name,
+        latents=tensors.pop("latents"),
+        text=text,
+        caption=caption,
+        file_name=name,
+        width=width,
+        height=height,
+        fps=clip.fps,
+        duration=frames / clip.fps if clip.fps else 0.0,
+        extras=tensors,
+    )

@@ -26,7 +26,7 @@ from vmonarch.configs import InputError
 from vmonarch.finetune.checkpoints import hold
 from vmonarch.finetune.data import preprocess as module
 from vmonarch.finetune.data.captions import read_captions
-from vmonarch.finetune.data.decode import ClipShape, decode_clips
+from vmonarch.finetune.data.decode import ClipShape, decode_clip
 from vmonarch.finetune.data.parquet import ParquetFolder, decode_row
 from vmonarch.finetune.data.preprocess import PipelineEncoders, PreprocessConfig, load_encoders, preprocess
 from vmonarch.pipelines.embedded import embedded_model_path
@@ -138,10 +138,10 @@ def test_real_clips_through_the_command_line(tmp_path, capsys, embedded):
     assert printed.out == f"{tmp_path / 'out' / 'manifest.json'}  (4 clips in 1 shards)\n"
     assert "bad=0, cropped=4]" in printed.err
     rows = rows_of(tmp_path / "out")
-    assert [row["id"] for row in rows] == [f"{clip.name}-0" for clip in clips]
+    assert [row["id"] for row in rows] == [clip.name for clip in clips]
     for row, clip in zip(rows, clips, strict=True):
         sample, fps = decode_row(row), next(imageio_ffmpeg.read_frames(str(clip)))["fps"]
-        (decoded,) = decode_clips(clip, [ClipShape(32, 48, 5)], timeout=60)
+        decoded = decode_clip(clip, [ClipShape(32, 48, 5)], timeout=60)
         means = embedded.latents(decoded.frames.float() / 127.5 - 1)
         assert sample.latents.shape == (16, 2, 4, 6) and sample.latents.dtype == torch.float32
         torch.testing.assert_close(sample.latents, means, rtol=1e-4, atol=1e-4)
