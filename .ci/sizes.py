@@ -11,11 +11,11 @@ from pathlib import Path
 # By folder: the most lines that it may have now, and the aim.
 MOST_LINES = {
     "vmonarch": (7_967, 6_500),
-    "vmonarch/cli": (1_122, 900),
+    "vmonarch/cli": (1_104, 900),
     "kernels": (14_315, 14_500),
     "pipelines": (3_198, 2_700),
-    "finetune": (3_600, 2_700),
-    "eval": (6_902, 6_300),
+    "finetune": (3_499, 2_700),
+    "eval": (6_401, 6_300),
     "configs": (618, 400),
     "examples": (161, 200),
     "tests": (21_194, 19_000),
