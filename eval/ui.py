@@ -121,7 +121,7 @@ class Studio:
         """
         given = {name: value for name, value in zip(FIELDS, values, strict=True) if value not in (None, "")}
         if size := given.pop("size", None):
-            width, _, height = size.replace("x", "×").partition("×")
+            width, _, height = size.replace(" ", "").replace("x", "×").partition("×")
             if not (width.isdecimal() and height.isdecimal()):
                 raise InputError("size", f"must be WIDTH×HEIGHT in pixels, got {size!r}")
             given |= {"width": int(width), "height": int(height)}
