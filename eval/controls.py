@@ -162,14 +162,14 @@ class Factorised(Iterative):
     """Monarch attention with other blocks than frames: the paper's (4, HWT/4), (4, WHT/4), (4, THW/4), and its "F".
 
     Tokens are put in the order in which that axis comes first, cut there into blocks (places that are left over are
-    masked), and put back afterwards. In plain torch.
+    masked), and put back afterwards. The rows of the first frame are answered exactly, as the default method does. In
+    plain torch.
 
     Args:
         axis: "T", "H" or "W".
         blocks: m; their lengths along the axis differ by at most one. None with `length`.
         length: places along the axis in a block, the last of which may be short; None with `blocks`. On the axis "T" it
             is the paper's "F", latent frames in a block.
-        recompute: answer the rows of the first frame exactly, as the default method does.
 
     Source: VMonarch, App. K and Fig. 12, and Table 2 ("F").
     """
@@ -177,7 +177,6 @@ class Factorised(Iterative):
     axis: str = "H"
     blocks: int | None = 4
     length: int | None = None
-    recompute: bool = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -189,7 +188,6 @@ class Factorised(Iterative):
             )
         name = "length" if self.blocks is None else "blocks"
         check_positive_integer(name, getattr(self, name))
-        check_flag("recompute", self.recompute)
 
     def check_grid(self, grid: LatentGrid) -> None:
         """Raise ValueError unless the axis is as long as it is to have blocks."""
@@ -210,8 +208,7 @@ class Factorised(Iterative):
         q, k, v = (x.index_select(1, tokens) for x in (query, key, value))
         options = VMonarchOptions(num_iterations=self.num_iterations, min_mass=self.min_mass, exact=None)
         out, _ = monarch_attention_reference(q, k, v, layout, options, scale=query.shape[-1] ** -0.5)
-        out = out.index_select(1, torch.argsort(tokens))
-        return _recompute_first_frame(out, query, key, value, grid) if self.recompute else out
+        return _recompute_first_frame(out.index_select(1, torch.argsort(tokens)), query, key, value, grid)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,9 +6,9 @@
     print(evaluation.table(), evaluation.folder / "report.html")
 
 An item is one prompt with one seed. Its folder has the video of every method and `item.json` with their numbers, and
-appears complete or not at all: a call that was stopped goes on with the items that are missing, several processes
-(RANK and WORLD_SIZE, as `accelerate launch` sets them) share the items out, and calls that run at the same time leave
-each other's alone. Whichever call finds all of them there writes `evaluation.json`, `table.md` and `report.html`.
+appears complete or not at all: a call that was stopped goes on with the items that are missing, and several processes
+(RANK and WORLD_SIZE, as `accelerate launch` sets them) share the items out. Whichever call finds all of them there
+writes `evaluation.json` and `report.html`.
 Everything but times and dates is the same however often it was stopped and whatever the number of processes: batches
 are cut before they are shared out.
 
@@ -31,12 +31,10 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from filelock import FileLock, Timeout
-
 from vmonarch.configs import InputError, file_sha256
 from vmonarch.eval import summary
 from vmonarch.eval.render.tables import aligned
-from vmonarch.eval.settings import CompareConfig, EvalConfig
+from vmonarch.eval.settings import REFERENCE, CompareConfig, EvalConfig
 from vmonarch.files import AtomicFiles, file_name, short_hash
 from vmonarch.pipelines import recipes
 from vmonarch.pipelines.config import complete
@@ -245,11 +243,8 @@ class _Run:
         (self.output / "items").mkdir(exist_ok=True)
         self._warm_up([item.prompt for item in batches[0]], [item.seed for item in batches[0]])
         for batch in batches:
-            # Given back by the system, however the process ends; what another call has, it makes.
-            claim = FileLock(self.output / "items" / f".{batch[0].name}.lock", timeout=0)
-            with contextlib.suppress(Timeout), claim, ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
-                if not all(item.is_done(self.output) for item in batch):
-                    self._make(batch, total, pool)
+            with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
+                self._make(batch, total, pool)
 
     def _warm_up(self, prompts: Sequence[str], seeds: Sequence[int]) -> None:
         """One step of every method, and one decoding, at the full shape of a batch.
@@ -311,8 +306,8 @@ class _Run:
             exact, errors = result.report.exact, result.report.exact.values()
             row |= {"exact_steps": [*exact], "errors": [*errors], "predicted_steps": [*result.report.predicted]}
             row["attention_work"] = result.report.work
-        if label != self.config.reference.label:
-            pair = [frames[name].to(self.model.device) for name in (label, self.config.reference.label)]
+        if label != REFERENCE:
+            pair = [frames[name].to(self.model.device) for name in (label, REFERENCE)]
             row |= similarity.similarity(*pair) | (similarity.lpips(*pair) if self.config.lpips else {})
         return summary.json_values(row)
 
@@ -396,7 +391,7 @@ def prompt_score(folder: ModelFolder, frames: torch.Tensor, prompt: str, prompt_
 
 
 def _finish(config: EvalConfig, folder: ModelFolder, output: Path, items: Sequence[Item], command: str) -> Evaluation:
-    """Put all items together, and write `evaluation.json`, `table.md` and `report.html`.
+    """Put all items together, and write `evaluation.json` and `report.html`.
 
     Raises:
         GenerationError: an item's record cannot be read, or a video is missing or no longer the one that was measured.
@@ -429,7 +424,7 @@ def _finish(config: EvalConfig, folder: ModelFolder, output: Path, items: Sequen
         "format": EVALUATION_FORMAT,
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": command,
-        "reference": config.reference.label,
+        "reference": REFERENCE,
         "baseline": baseline,
         "methods": labels,
         "measures": {key: dataclasses.asdict(measure) for key, measure in summary.MEASURES.items()},
@@ -447,14 +442,11 @@ def _finish(config: EvalConfig, folder: ModelFolder, output: Path, items: Sequen
     text = summary.json_text(record | summary.document_table(record))
     # As it is read back: JSON has no tuples.
     record = json.loads(text)
-    page, evaluation = report(record, output), Evaluation(output, record, 0)
+    page = report(record, output)
     with AtomicFiles(overwrite=True) as files:
-        written = {"evaluation.json": text, "table.md": evaluation.table() + "\n", "report.html": page}
-        for name, contents in written.items():
+        for name, contents in {"evaluation.json": text, "report.html": page}.items():
             files.stage(output / name).write_text(contents, encoding="utf-8")
-    for lock in (output / "items").glob(".*.lock"):
-        lock.unlink(missing_ok=True)
-    return evaluation
+    return Evaluation(output, record, 0)
 
 
 def _measured_work(config: EvalConfig, records: Sequence[Mapping[str, Any]]) -> dict[str, float]:

@@ -68,8 +68,7 @@ def quality_plot(record: Mapping[str, Any], key: str) -> Markup | None:
             continue
         mean = value["mean"]
         low, high = (mean if value[edge] is None else value[edge] for edge in ("low", "high"))
-        about = f"{label}: {measure.heading} {mean:.{measure.decimals}f} at {100 * share:.1f} % of the FLOPs"
-        points.append((number, 100 * share, mean, low, high, about))
+        points.append((number, 100 * share, mean, low, high))
     better = "more" if measure.more_is_better else "less"
     across = "attention FLOPs, % of full attention"
     return numbered_points(points, f"{measure.heading} ({better} is better)", across) if points else None

@@ -10,6 +10,8 @@ from vmonarch.configs import InputError, check_choice, choice, number
 from vmonarch.configs.methods import AttentionMethod, resolve_method
 from vmonarch.pipelines.config import SamplingConfig
 
+REFERENCE = "full"
+
 
 def resolved(specs: Sequence[Any], argument: str, *, recipes: bool = True) -> tuple[AttentionMethod, ...]:
     """The methods of an argument, which must differ.
@@ -29,8 +31,8 @@ class EvalConfig(SamplingConfig):
     """`SamplingConfig`, plus the methods that sample, what to measure and what the report shows.
 
     Args:
-        methods: as `GenerateConfig.attention` takes them; the reference is added in front when it is missing.
-        reference: the method that the others are measured against.
+        methods: as `GenerateConfig.attention` takes them; full attention, the reference that the others are measured
+            against, is put in front.
         prompt_set: where no prompt is given: embedded, the embedded model's 64 held-out prompts.
         num_prompts: only the first N prompts.
         baseline: the method, by its label, that paired differences are taken to (default: vmonarch if it is there, else
@@ -43,7 +45,6 @@ class EvalConfig(SamplingConfig):
     """
 
     methods: tuple[Any, ...] = ("full", "vmonarch")
-    reference: Any = "full"
     output_dir: str = "outputs/eval"
     prompt_set: str | None = choice(None, "embedded")
     num_prompts: int | None = number(None, "[1, inf)")
@@ -56,10 +57,8 @@ class EvalConfig(SamplingConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        (reference,) = resolved([self.reference], "reference")
-        others = [method for method in resolved(self.methods, "methods") if method.label != reference.label]
-        object.__setattr__(self, "reference", reference)
-        object.__setattr__(self, "methods", (reference, *others))
+        others = [method for method in resolved(self.methods, "methods") if method.label != REFERENCE]
+        object.__setattr__(self, "methods", (resolve_method(REFERENCE), *others))
         if self.baseline is not None:
             check_choice("baseline", self.baseline, self.labels)
         prompts = self.prompts
@@ -76,7 +75,7 @@ class EvalConfig(SamplingConfig):
     @property
     def attention_methods(self) -> Mapping[str, Sequence[AttentionMethod]]:
         """As in `SamplingConfig`."""
-        return {"reference": self.methods[:1], "methods": self.methods[1:]}
+        return {"methods": self.methods}
 
     @property
     def labels(self) -> list[str]:

@@ -71,21 +71,18 @@ def interval(values: Sequence[float]) -> dict[str, Any]:
 
 
 def low_end(records: Sequence[Mapping[str, Any]], label: str) -> dict[str, Any]:
-    """What the mean PSNR of a method's videos hides, in dB; percentiles are interpolated linearly.
+    """What the mean PSNR of a method's videos hides, in dB; the percentile is interpolated linearly.
 
     Returns:
-        p1 and p5 (a number, "inf", or None of fewer than 100 and 20 videos, where less than one video lies below them),
+        p5 (a number, "inf", or None of fewer than 20 videos, where less than one video lies below it),
         below_27 (how many videos are below 27 dB), items.
     """
     import numpy as np
 
     psnr = sorted(value for value in _values(records, label, "psnr") if value is not None)
-    found: dict[str, Any] = {"below_27": sum(value < 27 for value in psnr), "items": len(psnr)}
-    for percentile in (1, 5):
-        place = (len(psnr) - 1) * percentile / 100
-        # Not `numpy.percentile`, which is NaN between infinite numbers.
-        found[f"p{percentile}"] = np.interp(place, range(len(psnr)), psnr) if len(psnr) * percentile >= 100 else None
-    return json_values(found)
+    # Not `numpy.percentile`, which is NaN between infinite numbers.
+    p5 = np.interp(0.05 * (len(psnr) - 1), range(len(psnr)), psnr) if len(psnr) >= 20 else None
+    return json_values({"p5": p5, "below_27": sum(value < 27 for value in psnr), "items": len(psnr)})
 
 
 def statistics(records: Sequence[Mapping[str, Any]], labels: Sequence[str]) -> dict[str, dict[str, Any]]:

@@ -15,11 +15,9 @@ import re
 import shutil
 import socket
 import threading
-import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -38,7 +36,6 @@ from vmonarch.pipelines.generation import generate
 from vmonarch.pipelines.loading import LoadedModel, check_loaded, load_model
 from vmonarch.pipelines.model_folder import ModelError, find_model
 from vmonarch.pipelines.outputs import RECORD_FORMAT, GenerationError, prepare_output_dir
-from vmonarch.steps import denoising_step
 
 # What to choose from: the recipe for it, and the method for where that cannot run.
 PRESETS = {
@@ -46,10 +43,6 @@ PRESETS = {
     "Fast: sooner, and a little less faithful": ("stack-fast", "fast"),
     "Full attention: exact and slow": ("stock", "full"),
 }
-EXAMPLES = (
-    "a red circle moving to the right over a dark grey background",
-    "a blue square moving down over a plain white background",
-)
 # What the fields set in `GenerateConfig` (`size` both of its sides), in their order on the page.
 FIELDS = {
     "prompts": "Prompt",
@@ -61,7 +54,6 @@ FIELDS = {
     "steps": "Steps",
     "guidance": "Guidance",
     "negative_prompt": "Negative prompt",
-    "model": "Model",
 }
 # All that a browser asks for: the page, its parts, its events, and files, which gradio looks for in allowed folders.
 _NEEDED = re.compile(
@@ -71,18 +63,18 @@ _NEEDED = re.compile(
 _CSS = """
 .gradio-container { max-width: 1280px !important; overflow-x: clip !important; }
 .vm-status { min-height: 4rem; }
-[data-testid="status-tracker"]:has(> .validation-error), [data-testid="status-tracker"] > .validation-error {
-    position: static !important;
-}
 .vm-videos small { opacity: .75; }
 .vm-videos { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(15rem, 100%), 1fr)); gap: 1rem; }
 .vm-videos figure { margin: 0; min-width: 0; }
 .vm-videos video { width: 100%; border-radius: 8px; background: #000; }
 .vm-videos b { display: block; font-weight: 500; overflow-wrap: anywhere; }
 .vm-videos a { margin-right: .6rem; }
-.vm-die { font-size: 1.5rem; align-self: stretch; }
 .vm-error { color: var(--error-text-color); border-left: 3px solid var(--error-border-color); padding-left: .6rem; }
 """
+
+
+# Shows the bars of diffusers, too.
+_PROGRESS = gr.Progress(track_tqdm=True)
 
 
 class Cancelled(Exception):
@@ -94,25 +86,23 @@ class Studio:
     """The model in memory, the video in work and the videos that were made.
 
     Args:
-        models: as `SamplingConfig.model` takes them, the first being chosen at the start.
         output_dir: of the videos; all files in it can be seen by those who can open the page.
-        dtype, device, offload: as in `SamplingConfig`.
+        model, dtype, device, offload: as in `SamplingConfig`.
 
     Raises:
-        InputError, ModelError: a model cannot be found, or the device or the output folder cannot be used.
+        InputError, ModelError: the model cannot be found, or the device or the output folder cannot be used.
     """
 
-    models: Sequence[str] = ("embedded",)
+    model: str = "embedded"
     output_dir: str = "outputs/ui"
     dtype: str = "auto"
     device: str = "auto"
     offload: str = "none"
 
     def __post_init__(self) -> None:
-        self.folders = {name: find_model(name) for name in self.models}
+        self.folder = find_model(self.model)
         self.output = prepare_output_dir(self.output_dir).resolve()
-        private = [Path.cwd(), Path.home(), Path(__file__), *(folder.path for folder in self.folders.values())]
-        for path in private:
+        for path in (Path.cwd(), Path.home(), Path(__file__), self.folder.path):
             if path.resolve().is_relative_to(self.output):
                 raise InputError("output_dir", f"must not hold {path}: the page shows what is in it")
         self.loaded: LoadedModel | None = None
@@ -120,7 +110,7 @@ class Studio:
         self.alone = threading.Lock()
         self.stops: dict[str | None, threading.Event] = {}
         # The machine's settings are checked before anyone opens the page.
-        self.complete([EXAMPLES[0], *[None] * (len(FIELDS) - 1)])
+        self.complete(["a prompt", *[None] * (len(FIELDS) - 1)])
         self.presets = offered_presets(choose_device(self.device))
 
     def complete(self, values: Sequence[Any]) -> GenerateConfig:
@@ -131,15 +121,14 @@ class Studio:
         """
         given = {name: value for name, value in zip(FIELDS, values, strict=True) if value not in (None, "")}
         if size := given.pop("size", None):
-            sides = re.fullmatch(r"\s*(\d{1,5})\s*[x×]\s*(\d{1,5})\s*", size)
-            if sides is None:
+            width, _, height = size.replace(" ", "").replace("x", "×").partition("×")
+            if not (width.isdecimal() and height.isdecimal()):
                 raise InputError("size", f"must be WIDTH×HEIGHT in pixels, got {size!r}")
-            given |= {"width": int(sides[1]), "height": int(sides[2])}
+            given |= {"width": int(width), "height": int(height)}
         given |= {"prompts": (given.get("prompts", ""),), "seeds": (given.get("seeds", 0),)}
-        folder = self.folders[given.setdefault("model", self.models[0])]
-        machine: dict[str, Any] = {"dtype": self.dtype, "device": self.device, "offload": self.offload}
+        own = {name: getattr(self, name) for name in ("model", "dtype", "device", "offload")}
         try:
-            config = complete(GenerateConfig(**given, **machine, output_dir=str(self.output)), folder)
+            config = complete(GenerateConfig(**given, **own, output_dir=str(self.output)), self.folder)
             if self.loaded is not None and self._serves(config):
                 check_loaded(config, self.loaded)
         except InputError as error:
@@ -148,30 +137,11 @@ class Studio:
         return config
 
     def _serves(self, config: GenerateConfig) -> bool:
-        """Whether the pipeline in memory is that of a config's model, and for an image or none as the config is."""
-        has = self.loaded and (self.loaded.config.model, self.loaded.config.image is None)
-        return has == (config.model, config.image is None)
-
-    def check(self, *values: Any) -> list[dict[str, Any]]:
-        """For every field whether its value can be used and, if not, why."""
-        where, problem = "", ""
-        try:
-            self.complete(values)
-        except InputError as error:
-            where, problem = error.argument, error.problem
-        return [gr.validate(name != where, problem[:1].upper() + problem[1:]) for name in FIELDS]
-
-    def describe(self, model: str) -> list[Any]:
-        """Updates of what depends on the model: whether it takes an image, its sizes, and what it is best run with."""
-        folder, found = self.folders[model], recommended_settings(self.folders[model])
-        width, height = found["width"], found["height"]
-        square = round((width * height) ** 0.5 / folder.multiples[1]) * folder.multiples[1]
-        sizes = [f"{width}×{height}", f"{height}×{width}", f"{square}×{square}"]
-        best = [gr.update(value=found[name]) for name in list(FIELDS)[5:9]]
-        return [gr.update(visible=folder.image_capable, value=None), gr.update(choices=sizes, value=sizes[0]), *best]
+        """Whether there is a pipeline in memory, and it is for an image or none as the config is."""
+        return self.loaded is not None and (self.loaded.config.image is None) == (config.image is None)
 
     def cancel(self, request: gr.Request) -> str:
-        """Stop the video of the request's session before the transformer's next block."""
+        """Stop the video of the request's session before the transformer's next call."""
         if request.session_hash in self.stops:
             self.stops[request.session_hash].set()
         return _said("Cancelled.")
@@ -180,7 +150,7 @@ class Studio:
         """`cancel`, for who closes the page."""
         self.cancel(request)
 
-    def run(self, request: gr.Request, progress: Any = gr.Progress(), *values: Any) -> Iterator[tuple[str, str]]:  # noqa: B008
+    def run(self, request: gr.Request, progress: Any = _PROGRESS, *values: Any) -> Iterator[tuple[str, str]]:
         """Make the video of a request; what is to be said of it, and the gallery, as HTML."""
         stop = self.stops[request.session_hash] = threading.Event()
         yield "", self.gallery()
@@ -209,14 +179,13 @@ class Studio:
         if not self._serves(config):
             self.loaded = None
             gc.collect()
-            folder = next(folder for folder in self.folders.values() if folder.word == config.model)
             # For any method: with a recipe the weights would be quantised for good.
-            self.loaded = load_model(replace(config, attention="full"), folder)
+            self.loaded = load_model(replace(config, attention="full"), self.folder)
         assert self.loaded is not None
-        pipe, more = self.loaded.pipe, "compiling if new, " if config.additions.compile else ""
+        pipe = self.loaded.pipe
         try:
-            with _watched(pipe, progress, stop, more), recipes.room_for_versions([config.attention]):
-                (video,) = generate(config, model=self.loaded)
+            with _stopping(pipe, stop), recipes.room_for_versions([config.attention]):
+                (video,) = generate(config, model=self.loaded, progress=True)
             return float(video.record["seconds"]["total"])
         finally:
             # Lets go of residuals and of what a cache of steps holds.
@@ -245,34 +214,16 @@ def offered_presets(device: torch.device) -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def _watched(pipe: Any, progress: Callable[..., object], stop: threading.Event, more: str) -> Iterator[None]:
-    """While the block runs, the progress is told of every stage and step, or Cancelled raised once `stop` is set.
+def _stopping(pipe: Any, stop: threading.Event) -> Iterator[None]:
+    """While the block runs, calls of the pipeline's transformers raise Cancelled once `stop` is set."""
 
-    Args:
-        more: what else goes on in the steps.
-    """
-    begun, last, transformers = 0.0, -1, set(find_transformers(pipe).values())
-
-    def before(what: str, module: torch.nn.Module, args: Any, call: dict[str, Any]) -> None:
-        nonlocal begun, last
+    def before(*_: Any) -> None:
         if stop.is_set():
             raise Cancelled
-        if what:
-            progress(1, desc=what)
-        elif module in transformers:
-            if (place := denoising_step(module, call.get("timestep"), "the progress", "wait")).step == last:
-                return
-            now, last = time.perf_counter(), place.step
-            begun = begun or now
-            left = f", {seconds((now - begun) / last * (place.steps - last))} left" if last else ""
-            progress((last, place.steps), desc=f"{more}step {last + 1} of {place.steps}{left}", unit="steps")
 
-    parts = [(module, "") for model in transformers for module in (model, *recipes.repeated_blocks(model))]
-    parts += [(part, "Reading the prompt") for name, part in pipe.components.items() if name.startswith("text_encoder")]
     with contextlib.ExitStack() as hooks:
-        for part, what in (*parts, (pipe.vae.decoder, "Decoding")):
-            if part is not None:
-                hooks.enter_context(part.register_forward_pre_hook(partial(before, what), with_kwargs=True))
+        for module in find_transformers(pipe).values():
+            hooks.enter_context(module.register_forward_pre_hook(before))
         yield
 
 
@@ -298,41 +249,43 @@ def _figure(path: Path, record: dict[str, Any]) -> str:
 def build_page(studio: Studio) -> gr.Blocks:
     """The components of the page, and what they do."""
     quick: dict[str, Any] = {"api_visibility": "private", "show_progress": "hidden", "queue": False}
+    folder, best = studio.folder, recommended_settings(studio.folder)
+    width, height = best["width"], best["height"]
+    square = round((width * height) ** 0.5 / folder.multiples[1]) * folder.multiples[1]
+    sizes = [f"{width}×{height}", f"{height}×{width}", f"{square}×{square}"]
     with gr.Blocks(title="vmonarch", analytics_enabled=False, delete_cache=(3600, 86400)) as page:
         gr.Markdown("# vmonarch\nVideos from words, by fast attention.")
         with gr.Row():
             with gr.Column(scale=2, min_width=320):
                 prompt = gr.Textbox(label=FIELDS["prompts"], lines=3, placeholder="What the video shows")
-                gr.Examples([[text] for text in EXAMPLES], [prompt], label="Examples")
                 image = gr.Image(
                     label=FIELDS["image"], type="filepath", image_mode=None, sources=["upload"], height=200
                 )
+                image.visible = folder.image_capable
                 attention = gr.Radio(list(studio.presets.items()), label=FIELDS["attention"])
                 attention.value = next(iter(studio.presets.values()))
                 with gr.Row():
                     seed = gr.Number(0, label=FIELDS["seeds"], precision=0, min_width=100)
-                    die = gr.Button("⚄", min_width=50, scale=0, elem_classes="vm-die")
-                    size = gr.Dropdown([], label=FIELDS["size"], allow_custom_value=True, min_width=140)
+                    size = gr.Dropdown(
+                        sizes, value=sizes[0], label=FIELDS["size"], allow_custom_value=True, min_width=140
+                    )
                 with gr.Row():
-                    frames = gr.Number(None, label=FIELDS["num_frames"], precision=0, min_width=90)
-                    steps = gr.Number(None, label=FIELDS["steps"], precision=0, min_width=90)
-                    guidance = gr.Number(None, label=FIELDS["guidance"], min_width=90)
-                negative = gr.Textbox(label=FIELDS["negative_prompt"])
-                model = gr.Dropdown(list(studio.folders), label=FIELDS["model"], visible=len(studio.folders) > 1)
+                    frames = gr.Number(best["num_frames"], label=FIELDS["num_frames"], precision=0, min_width=90)
+                    steps = gr.Number(best["steps"], label=FIELDS["steps"], precision=0, min_width=90)
+                    guidance = gr.Number(best["guidance"], label=FIELDS["guidance"], min_width=90)
+                negative = gr.Textbox(best["negative_prompt"], label=FIELDS["negative_prompt"])
                 with gr.Row():
                     start = gr.Button("Generate", variant="primary", min_width=120)
                     stop = gr.Button("Cancel", min_width=120)
             with gr.Column(scale=3, min_width=320):
                 status = gr.HTML(elem_classes="vm-status")
                 made = gr.HTML()
-        fields = [prompt, image, attention, seed, size, frames, steps, guidance, negative, model]
-        told: dict[str, Any] = {"validator": studio.check, "show_progress_on": status, "api_visibility": "private"}
+        fields = [prompt, image, attention, seed, size, frames, steps, guidance, negative]
+        told: dict[str, Any] = {"show_progress_on": status, "api_visibility": "private"}
         running = start.click(studio.run, fields, [status, made], scroll_to_output=True, **told)
         # Two listeners: the second waits until the first has let the running thread end.
         stop.click(studio.cancel, None, status, **quick)
         stop.click(None, cancels=running)
-        die.click(None, None, seed, js="() => Math.floor(Math.random() * 2 ** 31)", api_visibility="private")
-        gr.on([model.change, page.load], studio.describe, model, [image, *fields[4:9]], **quick)
         page.load(studio.gallery, None, made, **quick)
         page.unload(studio.leave)
     # One video at a time; who comes next sees the place in the queue.

@@ -2,7 +2,7 @@
 
 import argparse
 
-from vmonarch.eval.compare import CompareConfig, compare
+from vmonarch.eval.evaluate import CompareConfig, evaluate
 
 parser = argparse.ArgumentParser(description=__doc__)
 parser.add_argument("--steps", type=int, default=20)
@@ -13,11 +13,11 @@ options = parser.parse_args()
 config = CompareConfig(
     prompts=("a green ring drifts to the upper left",),
     seeds=(0,),
-    methods=("full", "vmonarch", "near-lossless"),  # the first one is the reference
+    methods=("full", "vmonarch", "near-lossless"),  # full attention is the reference
     steps=options.steps,
     num_frames=options.frames,
     output_dir=options.output,
 )
-comparison = compare(config)
+comparison = evaluate(config)
 print(comparison.table())
 print(f"videos side by side: {comparison.folder}")

@@ -28,7 +28,7 @@ config = CalibrateConfig(
 )
 made = calibrate(config)
 print("heads:", made.plan.about["heads"])
-print("report:", made.folder / "report.html")
+print("diagnosis:", made.folder / "diagnosis.json")
 
 pipe = diffusers.WanPipeline.from_pretrained(embedded_model_path())
 vmonarch.apply(pipe, vmonarch.VMonarchProcessor(plan=made.folder / "plan.json"))

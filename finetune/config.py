@@ -24,7 +24,7 @@ class DataConfig(Settings):
     """Clips as rows of parquet (`vmonarch preprocess` or FastVideo make them).
 
     Args:
-        path: folder or file. validation: the same, of clips that are never trained on; null for no validation loss.
+        path: their folder. validation: the same, of clips that are never trained on; null for no validation loss.
         workers: processes of each rank that read ahead.
         caption_dropout: share of the clips that are trained on without their caption, in [0, 1].
         bad_fraction: share of rows that may be unusable; above it the run ends with an error.
@@ -115,13 +115,11 @@ class CheckpointConfig(Settings):
 
     Args:
         every: steps. keep: how many.
-        resume: auto (the newest, if there is one), never (an error if there is one), must (an error if there is none).
         waive: WAIVABLE, with which another number of processes may go on.
     """
 
     every: int = number(250, "[1, inf)")
     keep: int = number(2, "[1, inf)")
-    resume: str = choice("auto", "auto", "never", "must")
     waive: tuple[str, ...] = choice((), *WAIVABLE)
 
 
@@ -142,7 +140,7 @@ class FinetuneConfig(Settings):
         ema: decay of an average of the weights that is exported in their place; 0 for none.
         precision: of the products; weights, gradients and optimizer are float32.
         gradient_checkpointing: compute activations twice to store few.
-        compile: let torch compile the transformers' blocks; a first gradient is compared with that of eager ones.
+        compile: let torch compile the transformers' blocks.
         sequence_parallel_size: processes that share a clip, each with some of its tokens (diffusers' context
             parallelism); 1 for none.
         trackers: names that accelerate knows (tensorboard, wandb, …); (): none.

@@ -57,9 +57,6 @@ FREE = ("output_dir", "trackers", "log_every", "validation", "checkpoints", "dat
         "data.path", "model", "revision", "attention.label")  # fmt: skip
 # That a process waits for the others, of which a launcher ends all when one dies.
 WAITING = timedelta(hours=6)
-# By how much the gradient of compiled blocks may differ from that of eager ones, relative to its norm: bfloat16 gives
-# some hundredths, and blocks that are compiled wrongly a multiple.
-GRADIENT_CHANGE = 0.2
 
 
 class TrainingError(RuntimeError):
@@ -191,18 +188,14 @@ class Trainer:
 
     def _resume(self) -> None:
         """Restore the newest checkpoint, if there is one and it is of this run."""
-        how = self.config.checkpoints
-        some = how.resume == "never" and checkpoints.steps_in(self.saved)
-        require(not some, "checkpoints.resume", f"is never, but {self.saved} holds some; give another output_dir")
         path = checkpoints.resume_from(self.saved)
         if path is None:
-            require(how.resume != "must", "checkpoints.resume", f"is must, but {self.saved} holds no checkpoint")
             return
         run = checkpoints.read(path)
         if self.spread == (checkpoints.WEIGHTS in run["files"]):
             raise CheckpointError(f"{path} was saved with{'out' * self.spread} FSDP; go on with it as it began")
         anew = run["world_size"] != self.world
-        if anew and set(how.waive) != set(WAIVABLE):
+        if anew and set(self.config.checkpoints.waive) != set(WAIVABLE):
             raise CheckpointError(
                 f"{path} was saved by {run['world_size']} processes, there are {self.world};"
                 f" checkpoints.waive=[{','.join(WAIVABLE)}] lets data and random numbers begin anew"
@@ -228,20 +221,17 @@ class Trainer:
 
     # Training
 
-    def run(self) -> dict[str, Any]:
-        """Train to the last step; returns what the log's last lines say.
+    def run(self) -> None:
+        """Train to the last step.
 
         Raises:
-            TrainingError: a loss or gradient is not finite, or compiled blocks are wrong; no weight was changed by it.
+            TrainingError: a loss or gradient is not finite; no weight was changed by it.
         """
         config, accelerator = self.config, self.accelerator
-        last: dict[str, Any] = {"step": self.step}
         validates = 0 if self.held_out is None else config.validation.every
         at = lambda every: every > 0 and (self.step % every == 0 or self.step == config.steps)
         with contextlib.ExitStack() as held:
             held.enter_context(self._held)
-            if config.compile:
-                self._check_compiled()
             if config.trackers:
                 accelerator.init_trackers("vmonarch", {k: str(v) for k, v in self.about["config"].items()})
                 held.callback(accelerator.end_training)
@@ -251,7 +241,7 @@ class Trainer:
             bar = held.enter_context(tqdm(total=config.steps, initial=self.step, unit="step", **shown))
             batches = held.enter_context(contextlib.closing(iter(self.loader)))
             if self.step == 0 and validates:
-                last |= self._log({"validation_loss": self.validate()}, bar)
+                self._log({"validation_loss": self.validate()}, bar)
             seconds: list[float] = []
             while self.step < config.steps:
                 began = time.monotonic()
@@ -264,15 +254,14 @@ class Trainer:
                     values |= {"seconds": mean, "clips_per_second": config.batch_size / mean}
                     if accelerator.device.type == "cuda":
                         values["peak_memory_gb"] = torch.cuda.max_memory_allocated(accelerator.device) / 1e9
-                    last |= self._log(values, bar)
+                    self._log(values, bar)
                     seconds.clear()
                 if at(validates):
-                    last |= self._log({"validation_loss": self.validate()}, bar)
+                    self._log({"validation_loss": self.validate()}, bar)
                 if at(config.validation.videos_every):
                     self.sample()
                 if at(config.checkpoints.every):
                     self.save()
-        return last
 
     def _update(self, batches: Iterator[Batch]) -> dict[str, float]:
         config, accelerator = self.config, self.accelerator
@@ -340,34 +329,6 @@ class Trainer:
             f" no weight was changed. Clips of this step: {'; '.join(of_all)}"
         )
 
-    def _check_compiled(self) -> None:
-        """Compare the gradients of a clip by compiled and by eager blocks.
-
-        Raises:
-            TrainingError: they differ.
-        """
-        anneal(self.layers, 1.0)
-        batch = next(iter(self._loader(self.clips, batch_size=1, seed=0, shuffle=False)))
-        latents = batch.latents.to(self.accelerator.device)
-        for expert in self.objective.experts:
-            draw = dataclasses.replace(self.objective, experts=(expert,)).draw(latents, step=0)
-            found = []
-            for stance in ("force_eager", "default"):
-                with torch.compiler.set_stance(stance):
-                    self.accelerator.backward(self._losses(draw, batch, latents, plain=True).mean())
-                gradients = [p.grad for p in self.trained.values() if p.grad is not None]
-                # Of what FSDP spreads, the part that is on this rank.
-                own = [g.to_local() if hasattr(g, "to_local") else g for g in gradients]
-                found.append([gradient.cpu() for gradient in own])
-                self.optimizer.zero_grad(set_to_none=True)
-            sums = torch.tensor([[(a - b).square().sum(), a.square().sum()] for a, b in zip(*found, strict=True)])
-            difference, norm = self.accelerator.reduce(sums.sum(0).to(self.accelerator.device), "sum").sqrt().tolist()
-            if not difference <= GRADIENT_CHANGE * norm:
-                raise TrainingError(
-                    f"the gradient of compiled blocks differs from that of eager ones by {difference / norm:.2g} of its"
-                    f" norm, where at most {GRADIENT_CHANGE} is right; use compile=false with torch {torch.__version__}"
-                )
-
     # What is seen of it
 
     @torch.no_grad()
@@ -418,17 +379,15 @@ class Trainer:
     def sample(self) -> None:
         """Make a video of each validation prompt on the first rank (seed 0); the others wait.
 
-        Beside each mp4 is a contact sheet (PNG), which trackers show. Those of this step that a run has left which
-        ended before its next checkpoint are replaced.
+        Those of this step that a run has left which ended before its next checkpoint are replaced.
         """
         if self.rank == 0:
             import diffusers
-            import numpy as np
 
             from vmonarch.pipelines.config import SamplingConfig, complete
             from vmonarch.pipelines.loading import LoadedModel, read_pipeline
             from vmonarch.pipelines.sampling import sample
-            from vmonarch.pipelines.video_io import contact_sheet, encode_video, to_uint8
+            from vmonarch.pipelines.video_io import encode_video, to_uint8
 
             config, device = self.config, self.accelerator.device
             wanted = SamplingConfig(config.validation.prompts, model=config.model, revision=config.revision)
@@ -445,17 +404,11 @@ class Trainer:
                 with self._exported_weights(), self.accelerator.autocast():
                     frames = to_uint8(sample(model, settings, [prompt], [0]).frames[0])
                 path = videos / f"step-{self.step:08d}-{number:02d}.mp4"
-                sheet = contact_sheet(frames, title=prompt)
                 with AtomicFiles(overwrite=True) as files:
                     encode_video(files.stage(path), frames, settings.fps or 16.0)
-                    sheet.save(files.stage(path.with_suffix(".png")))
-                for tracker in self.accelerator.trackers:
-                    if hasattr(tracker, "log_images"):
-                        layout = {"dataformats": "NHWC"} if tracker.name == "tensorboard" else {}
-                        tracker.log_images({path.stem: np.asarray(sheet.convert("RGB"))[None]}, self.step, **layout)
         self.accelerator.wait_for_everyone()
 
-    def _log(self, values: dict[str, float], bar: Any) -> dict[str, float]:
+    def _log(self, values: dict[str, float], bar: Any) -> None:
         """Write values of this step to the log, the trackers and the bar."""
         if self.rank == 0:
             with (self.output / "log.jsonl").open("a", encoding="utf-8") as file:
@@ -464,7 +417,6 @@ class Trainer:
             bar.set_postfix(self._shown, refresh=False)
         if self.config.trackers:
             self.accelerator.log(values, step=self.step)
-        return values
 
 
 def _accelerator(config: FinetuneConfig, experts: int) -> Accelerator:

@@ -5,9 +5,7 @@ A benchmark is one record (`Bench`): its cases, and how each can be computed. A 
 
 from __future__ import annotations
 
-import dataclasses
 import os
-import re
 import time
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -373,8 +371,6 @@ def run_bench(
     bench: Bench,
     *,
     output: Path | None,
-    methods: Sequence[str] | None = None,
-    cases: str = "",
     rounds: int,
     budget: float,
     device: str,
@@ -386,7 +382,6 @@ def run_bench(
 
     Args:
         output: None to write nothing.
-        methods: some of the benchmark's, None for all. cases: a regular expression, found in the labels of the cases.
         rounds: measurements of each method, at most.
         budget: seconds after which nothing is begun.
         command: as documents show it. say: told what is done.
@@ -401,7 +396,7 @@ def run_bench(
         InputError: an argument cannot be used.
     """
     started = time.monotonic()
-    bench, on = _chosen(bench, methods, cases), check_device(device)
+    on = check_device(device)
     if output is not None:
         check_output(output)
     if on.type == "cuda":
@@ -427,18 +422,6 @@ def run_bench(
         found.append(run.case(case))
         write()
     return write(complete=True)
-
-
-def _chosen(bench: Bench, methods: Sequence[str] | None, cases: str) -> Bench:
-    """The benchmark with these methods and cases alone, as `run_bench` is asked for them."""
-    names = bench.methods if methods is None else choose("methods", methods, bench.methods)
-    try:
-        chosen = [case for case in bench.cases if re.search(cases, case.label)]
-    except re.error as error:
-        raise InputError("cases", f"must be a regular expression, got {cases!r}: {error}") from error
-    if not chosen:
-        raise InputError("cases", f"{cases!r} leaves none of: {'; '.join(case.label for case in bench.cases)}")
-    return dataclasses.replace(bench, methods=names, cases=chosen)
 
 
 def _about(run: Run, command: str) -> dict[str, Any]:

@@ -22,7 +22,7 @@ import torch
 from vmonarch.configs import InputError
 from vmonarch.eval.bench.attention import randn, with_gradients
 from vmonarch.eval.bench.kernels import parse_shape, read_head_dims
-from vmonarch.eval.bench.machine import check_device
+from vmonarch.eval.bench.machine import check_device, measured_dtype
 from vmonarch.eval.bench.runner import Bench, Case, Way, Ways, choose, run_bench
 from vmonarch.files import AtomicFiles, check_output
 from vmonarch.kernels.common import launch
@@ -33,9 +33,8 @@ from vmonarch.pipelines.environment import device_name, package_versions
 
 Options = dict[str, int]
 
-DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 # Relative difference (Frobenius norm) from the results of the options in use that other tile sizes may cause.
-BOUNDS = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 1e-4}
+BOUNDS = {torch.bfloat16: 1e-2, torch.float32: 1e-4}
 # A gain of the whole operator below this share is noise: the options in use stay.
 LEAST_GAIN = 0.005
 IN_USE = "in use"
@@ -114,12 +113,6 @@ SWEEPS: dict[str, Sweep] = {
     "flash_bias_rows": Sweep(_BIAS, _BACKWARD, training=True, ranks=_RANKS),
     "flash_bias_keys": Sweep(_BIAS, _BACKWARD, training=True, ranks=_RANKS),
 }
-# Kernels without a sweep: set by hand.
-UNTUNED = (
-    "taylor", "window", "window_rows", "window_keys",
-    "hopper_two_resolution", "two_resolution", "two_resolution_rows", "two_resolution_means",
-    "two_resolution_keys",
-)  # fmt: skip
 
 
 class _Asked(dict[str, Options]):
@@ -156,12 +149,7 @@ def ways(winners: Mapping[tuple[str, int], Options], case: Case, device: torch.d
     sweep = SWEEPS[case.kernel]
     base = {kernel: best for (kernel, head_dim), best in winners.items() if head_dim == case.head_dim}
     base["hopper"] = {"enabled": int(sweep.hopper)}
-    of_dtype = DTYPES[case.dtype]
-    calls = [
-        _operator(sweep, rank, shape, case, device, of_dtype)
-        for rank in sweep.ranks
-        for shape in case.shapes or sweep.shapes
-    ]
+    calls = [_operator(sweep, rank, shape, case, device, dtype) for rank in sweep.ranks for shape in sweep.shapes]
 
     def run(candidate: Options) -> tuple[torch.Tensor, ...]:
         options = _Asked({**base, case.kernel: {**case.in_use, **candidate}})
@@ -175,7 +163,7 @@ def ways(winners: Mapping[tuple[str, int], Options], case: Case, device: torch.d
     found = lambda results: {str(i): x for i, x in enumerate(results)}
     expected = cache(lambda: {name: x.float() for name, x in found(run({})).items()})
     count = len(calls) * (4 + 2 * (sweep.ranks != (0,)) if sweep.training else 1)
-    bounds = {str(i): BOUNDS[of_dtype] for i in range(count)}
+    bounds = {str(i): BOUNDS[dtype] for i in range(count)}
     return {
         name: partial(Way, partial(run, candidate), found, expected, bounds)
         for name, candidate in sweep.candidates().items()
@@ -217,28 +205,18 @@ def write_table(path: Path, chip: str, kernel: str, head_dim: int, options: Opti
     launch._tabled_options.cache_clear()
 
 
-def _cases(
-    kernels: Sequence[str], head_dims: Sequence[str], dtype: str, shapes: Sequence[str], device: str
-) -> list[Case]:
+def _cases(kernels: Sequence[str], head_dims: Sequence[str], on: torch.device) -> list[Case]:
     """A case for every kernel and head dimension, of `run_tune`'s arguments, which are checked."""
     choose("kernels", kernels, SWEEPS)
-    choose("dtype", [dtype], DTYPES)
     dims = read_head_dims(head_dims)
-    for shape in shapes:
-        parse_shape(shape)
-    if device == "cpu" and dtype == "bfloat16":
-        raise InputError("dtype", "bfloat16 does not work in the interpreter; supported there: float16, float32")
-    on = check_device(device)
     return [
         Case(
             label=f"{kernel} d={head_dim}",
             kernel=kernel,
             head_dim=head_dim,
-            dtype=dtype,
-            shapes=tuple(shapes),
             heads=12,
             training=SWEEPS[kernel].training,
-            in_use=launch_options(kernel, on, DTYPES[dtype], head_dim),
+            in_use=launch_options(kernel, on, measured_dtype(on), head_dim),
         )
         for kernel in kernels
         for head_dim in dims
@@ -251,8 +229,6 @@ def run_tune(
     output: Path | None = None,
     kernels: Sequence[str] = tuple(SWEEPS),
     head_dims: Sequence[str] = ("128", "64"),
-    dtype: str = "bfloat16",
-    shapes: Sequence[str] = (),
     budget: float = 480.0,
     device: str = "cuda",
     say: Callable[[str], None] = lambda text: None,
@@ -261,7 +237,6 @@ def run_tune(
 
     Args:
         output: the table to write or extend; None for the chip's own in `kernels/common/tables`.
-        shapes: stand in for those of the sweeps if given.
         budget: seconds after which no kernel is begun.
 
     Returns:
@@ -272,8 +247,9 @@ def run_tune(
     """
     if device == "cpu" and output is None:
         raise InputError("output", "is needed with --device cpu: the interpreter has nothing to tune")
-    cases = _cases(kernels, head_dims, dtype, shapes, device)
-    chip = device_name(on) if (on := check_device(device)).type == "cuda" else "interpreter"
+    on = check_device(device)
+    cases = _cases(kernels, head_dims, on)
+    chip = device_name(on) if on.type == "cuda" else "interpreter"
     check_output(path := output or table_path(chip))
     names = dict.fromkeys(name for kernel in kernels for name in SWEEPS[kernel].candidates())
     winners: dict[tuple[str, int], Options] = {}
@@ -288,7 +264,7 @@ def run_tune(
         best = best if ms[best] <= (1 - LEAST_GAIN) * ms[IN_USE] else IN_USE
         options = {**used, **SWEEPS[kernel].candidates()[best]}
         winners[kernel, head_dim] = options
-        write_table(path, chip, kernel, head_dim, options, DTYPES[dtype].itemsize)
+        write_table(path, chip, kernel, head_dim, options, measured_dtype(on).itemsize)
         new = ", ".join(f"{key}={value}" for key, value in options.items() if used.get(key) != value) or "as before"
         times = [f"{ms[IN_USE]:.3f}", f"{ms[best]:.3f}", f"{ms[IN_USE] / ms[best]:.2f}x"]
         rows.append([kernel, str(head_dim), *times, new])

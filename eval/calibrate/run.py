@@ -5,20 +5,19 @@ from __future__ import annotations
 import functools
 import json
 import warnings
-from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from vmonarch.configs import InputError, check_choice, read_document
+from vmonarch.configs import InputError, read_document
 from vmonarch.eval.calibrate import planning
 from vmonarch.eval.calibrate.diagnosis import FORMAT, Recorder, Rerun, document, head_times, recorded
 from vmonarch.eval.calibrate.refining import refine
 from vmonarch.eval.calibrate.settings import CalibrateConfig
 from vmonarch.files import AtomicFiles, short_hash
 from vmonarch.pipelines.loading import LoadedModel, complete_and_load
-from vmonarch.pipelines.outputs import GenerationError, facts, keep_elsewhere, next_number, prepare_output_dir
+from vmonarch.pipelines.outputs import facts, next_number, prepare_output_dir
 from vmonarch.pipelines.sampling import sample
 from vmonarch.plan import AttentionPlan
 
@@ -36,7 +35,7 @@ def calibrate(config: CalibrateConfig, *, progress: bool = False, model: LoadedM
     """Sample every prompt and seed with full attention, measure what the candidates lose in its calls, and plan.
 
     In a new folder of `config.output_dir`: `diagnosis.json`, `plan.json` (for `VMonarchProcessor(plan=…)` and
-    `vmonarch compare --methods full vmonarch:plan=…`) and `report.html`.
+    `vmonarch compare --methods full vmonarch:plan=…`).
 
     Args:
         progress: show progress bars.
@@ -44,10 +43,9 @@ def calibrate(config: CalibrateConfig, *, progress: bool = False, model: LoadedM
 
     Raises:
         InputError, ModelError: as `vmonarch.pipelines.generation.generate`; or a budget does not fit.
-        GenerationError: a file could not be written.
+        OSError: a file could not be written.
     """
     from vmonarch import restore
-    from vmonarch.eval.calibrate.report import report
 
     config, model = complete_and_load(config, model)
     if config.time is not None and model.device.type != "cuda":
@@ -71,7 +69,10 @@ def calibrate(config: CalibrateConfig, *, progress: bool = False, model: LoadedM
     about = {"created": datetime.now(UTC).isoformat(timespec="seconds"), "config": config.to_dict()}
     diagnosis = {**document(recorder, times), "about": about | facts(config, model)}
     target = output / f"{next_number(output)}-{short_hash(config.to_dict())}"
-    _save(target / "diagnosis.json", json.dumps(diagnosis, ensure_ascii=False, allow_nan=False) + "\n")
+    target.mkdir()
+    with AtomicFiles() as files:
+        text = json.dumps(diagnosis, ensure_ascii=False, allow_nan=False) + "\n"
+        files.stage(target / "diagnosis.json").write_text(text, encoding="utf-8")
     # What was sampled is on disk by now: a plan that cannot be made costs no more than another --diagnosis.
     try:
         make = functools.partial(planning.plan, diagnosis, config)
@@ -79,10 +80,8 @@ def calibrate(config: CalibrateConfig, *, progress: bool = False, model: LoadedM
     except InputError as error:
         kept = f"the diagnosis is {target / 'diagnosis.json'}, from which --diagnosis makes other plans"
         raise InputError(error.argument, f"{error.problem}; {kept}") from error
-    # Refining may take longer than sampling: the plan is on disk before the report is made.
-    _save(target / "plan.json", json.dumps(plan.to_dict(), indent=1, ensure_ascii=False) + "\n")
+    plan.save(target / "plan.json")
     warn_if_full(plan)
-    _save(target / "report.html", report(diagnosis, plan))
     return Calibration(target, diagnosis, plan)
 
 
@@ -96,35 +95,10 @@ def warn_if_full(plan: AttentionPlan) -> None:
         )
 
 
-def _save(path: Path, text: str) -> None:
-    """Write a file of a calibration, or keep it where there is room for it.
-
-    Raises:
-        GenerationError: its folder cannot be written to; the message says where the text is kept.
-    """
-    try:
-        path.parent.mkdir(exist_ok=True)
-        with AtomicFiles() as files:
-            files.stage(path).write_text(text, encoding="utf-8")
-    except OSError as error:
-        kept = keep_elsewhere(path.name, lambda elsewhere: elsewhere.write_text(text, encoding="utf-8"))
-        raise GenerationError(f"{path.parent} cannot be written to: {error}; {kept}") from error
-
-
-def read_diagnosis(path: str | Path, candidates: Sequence[str] | None = None) -> dict[str, Any]:
+def read_diagnosis(path: str | Path) -> dict[str, Any]:
     """What a `diagnosis.json` holds.
 
-    Args:
-        candidates: names of those that are kept; None for all.
-
     Raises:
-        InputError: it cannot be read, or is none, or lacks one of these candidates.
+        InputError: it cannot be read, or is none.
     """
-    diagnosis = read_document("diagnosis", Path(path).expanduser(), FORMAT, "diagnosis of `vmonarch calibrate`")
-    if candidates is None:
-        return diagnosis
-    for name in candidates:
-        check_choice("candidates", name, diagnosis["candidates"])
-    kept = lambda found: {"candidates": {name: found["candidates"][name] for name in candidates}}
-    parts = {name: part | kept(part) for name, part in diagnosis["transformers"].items()}
-    return diagnosis | kept(diagnosis) | {"transformers": parts}
+    return read_document("diagnosis", Path(path).expanduser(), FORMAT, "diagnosis of `vmonarch calibrate`")

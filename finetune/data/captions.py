@@ -1,14 +1,11 @@
-"""Which video has which caption: JSON lines, CSV, or a text file beside each; read and checked before any work."""
+"""Which video has which caption: JSON lines, or a text file beside each; read and checked before any work."""
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 import unicodedata
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path, PurePosixPath
-from typing import Any
 
 from vmonarch.configs import InputError
 from vmonarch.finetune.config import require
@@ -19,21 +16,21 @@ TEXT_KEYS = ("caption", "text", "prompt")
 # What is taken for a video where no file of captions says so.
 VIDEOS = (".mp4", ".mov", ".mkv", ".webm", ".avi", ".m4v", ".gif")
 _FORM = (
-    f"must be UTF-8 JSON lines, or CSV in a .csv, whose rows have text as {' or '.join(FILE_KEYS)} (a path within the"
-    f" folder of videos) and as {' or '.join(TEXT_KEYS)}"
+    f"must be UTF-8 JSON lines with text as {' or '.join(FILE_KEYS)} (a path within the folder of videos) and as"
+    f" {' or '.join(TEXT_KEYS)}"
 )
 
 
 def read_captions(videos: Path, path: str | None) -> dict[str, str]:
     """The captions of a folder's videos by their files, in the order of the file of captions, or by name.
 
-    JSON lines are objects, CSV (.csv) has a header; the file's name is `file_name`, `video` or `path`, the caption
-    `caption`, `text` or `prompt`. Other keys and empty lines are passed over. Without such a file, `sub/a.txt` holds
-    the caption of `sub/a.mp4`, and all videos must have one. Names are the same that look so: of one name macOS writes
-    another form of Unicode than other systems. Those returned are relative, with `/`, as they are on the disk.
+    JSON lines are objects; the file's name is `file_name`, `video` or `path`, the caption `caption`, `text` or
+    `prompt`. Other keys and empty lines are passed over. Without such a file, `sub/a.txt` holds the caption of
+    `sub/a.mp4`, and all videos must have one. Names are the same that look so: of one name macOS writes another form of
+    Unicode than other systems. Those returned are relative, with `/`, as they are on the disk.
 
     Raises:
-        InputError: there is no such file, it is not UTF-8, JSON lines or CSV, a row lacks one of the two, a video's
+        InputError: there is no such file, it is not UTF-8 or JSON lines, a row lacks one of the two, a video's
             path is absolute or leads out of its folder, a video is there twice or has no caption, or there is none.
     """
     on_disk = (file.relative_to(videos).as_posix() for file in sorted(videos.rglob("*")) if file.is_file())
@@ -63,18 +60,15 @@ def _in_file(path: str) -> Iterator[tuple[str, str]]:
     done = 0
     try:
         text = Path(path).read_bytes().decode("utf-8-sig")
-        rows: Iterable[Any] = csv.DictReader(io.StringIO(text, newline=""), strict=True)
-        if Path(path).suffix.lower() != ".csv":
-            # Not splitlines: JSON may hold separators that it takes for ends of lines.
-            rows = map(json.loads, filter(str.strip, text.split("\n")))
-        for row in rows:
+        # Not splitlines: JSON may hold separators that it takes for ends of lines.
+        for row in map(json.loads, filter(str.strip, text.split("\n"))):
             pair = [[row[key] for key in keys if row.get(key) is not None][:1] for keys in (FILE_KEYS, TEXT_KEYS)]
-            # Half a pair of UTF-16 cannot be stored. CSV has what is beyond its header under None.
+            # Half a pair of UTF-16 cannot be stored.
             texts = [text.encode().decode() for one in pair for text in one if isinstance(text, str)]
-            file = PurePosixPath(texts[0] if len(texts) == 2 and None not in row else "/")
+            file = PurePosixPath(texts[0] if len(texts) == 2 else "/")
             if file.is_absolute() or ".." in file.parts:
                 raise ValueError(f"it has {row!r}")
             yield str(file), texts[1]
             done += 1
-    except (OSError, ValueError, AttributeError, RecursionError, csv.Error) as error:
+    except (OSError, ValueError, AttributeError) as error:
         raise InputError("captions", f"{_FORM}; {path!r} is not, in row {done + 1}: {error}") from error

@@ -1,7 +1,7 @@
-"""Clips of one size from video files of any, by an ffmpeg that may be slow, wrong or stuck.
+"""A clip of one size from video files of any, by an ffmpeg that may be slow, wrong or stuck.
 
-A file is decoded twice: once whole, to count its frames and to find damage wherever it is, and once as far as its clips
-reach. Damage is what ffmpeg reports: noise within the data of a picture may well decode, to a picture of
+A file is decoded twice: once whole, to count its frames and to find damage wherever it is, and once as far as its clip
+reaches. Damage is what ffmpeg reports: noise within the data of a picture may well decode, to a picture of
 noise.
 
 Frames become what a player shows on a BT.709 screen: pixels are made square, interlaced frames deinterlaced, HDR is
@@ -41,10 +41,9 @@ class ClipShape:
 
     Args:
         height, width: pixels.
-        num_frames: of each clip.
-        fps: frames per second of the clips; None for those of the file.
-        start: `begin`, or `middle` for clips around the middle of the file.
-        clips: one after the other, at most so many.
+        num_frames: of the clip.
+        fps: frames per second of the clip; None for those of the file.
+        start: `begin`, or `middle` for a clip around the middle of the file.
     """
 
     height: int
@@ -52,7 +51,6 @@ class ClipShape:
     num_frames: int
     fps: float | None = None
     start: str = "begin"
-    clips: int = 1
 
 
 @dataclass(frozen=True)
@@ -129,8 +127,8 @@ class Stream:
         return ",".join(filters)
 
 
-def decode_clips(path: Path, shapes: Sequence[ClipShape], *, timeout: float) -> list[Clip]:
-    """The clips of a video file.
+def decode_clip(path: Path, shapes: Sequence[ClipShape], *, timeout: float) -> Clip:
+    """The clip of a video file.
 
     Args:
         shapes: of those for which the video is long enough, the one is taken of which most of the picture is kept; of
@@ -150,14 +148,14 @@ def decode_clips(path: Path, shapes: Sequence[ClipShape], *, timeout: float) -> 
         fewest = min(shape.num_frames for shape in shapes)
         raise BadVideo(f"is too short: it has {stream.frames} frames{rate}, {fewest} are needed")
     shape = max(fitting, key=lambda shape: (stream.kept(shape), shape.num_frames, shape.height * shape.width))
-    count = shape.num_frames * min(shape.clips, stream.frames // shape.num_frames)
+    count = shape.num_frames
     first = 0 if shape.start == "begin" else (stream.frames - count) // 2
     output = ["-vf", stream.filters(shape, first), "-frames:v", str(count), "-f", "rawvideo"]
     pixels, _ = _decode(path, output, timeout)
     if len(pixels) < 3 * count * shape.height * shape.width:
         raise BadVideo("cannot be decoded: the decoder ended early")
     frames = torch.frombuffer(pixels, dtype=torch.uint8).view(count, shape.height, shape.width, 3).permute(3, 0, 1, 2)
-    return [Clip(clip, stream.rate, stream.kept(shape)) for clip in frames.split(shape.num_frames, 1)]
+    return Clip(frames, stream.rate, stream.kept(shape))
 
 
 def _decode(path: Path, output: Sequence[str], timeout: float) -> tuple[bytearray, str]:
@@ -191,7 +189,7 @@ def read_stream(path: Path, timeout: float, fps: float | None = None) -> Stream:
         fps: of clips; None for that of the file.
 
     Raises:
-        BadVideo, OSError: as `decode_clips`.
+        BadVideo, OSError: as `decode_clip`.
     """
     filters = [] if fps is None else ["-vf", f"fps={fps}"]
     found, report = _decode(path, [*filters, "-enc_time_base", "demux", "-f", "framecrc"], timeout)

@@ -48,7 +48,7 @@ class Batch:
 
 
 @dataclass(eq=False)
-class LatentLoader(Dataset[tuple[Batch | Exception, BadRows]]):
+class LatentLoader(Dataset[tuple[Batch, BadRows]]):
     """Batches of one rank, endless over epochs, from a position that is saved and restored exactly.
 
     As a data set, whose copies worker processes get, it holds the batches by their number from the run's first.
@@ -69,7 +69,7 @@ class LatentLoader(Dataset[tuple[Batch | Exception, BadRows]]):
 
     Raises:
         DataError: the folder's empty caption has another dimension than `text_dim`; (from iteration) too many rows are
-            bad or all of one shape, a row's text has another dimension than `text_dim`, a file has changed.
+            bad or all of one shape, a row's text has another dimension than `text_dim`.
 
     Attributes:
         batches_per_epoch: the same on all ranks.
@@ -92,7 +92,7 @@ class LatentLoader(Dataset[tuple[Batch | Exception, BadRows]]):
 
     def __post_init__(self) -> None:
         if self.folder.empty_caption is not None:
-            self._check_text(self.folder.empty_caption, f"{self.folder.root / EMPTY_CAPTION}")
+            self._check_text(self.folder.empty_caption, f"{self.folder.path / EMPTY_CAPTION}")
         numbers = {shape: number for number, shape in enumerate(dict.fromkeys(self.folder.shapes))}
         self._buckets = np.array([numbers[shape] for shape in self.folder.shapes])
         self._unit = self.batch_size * self.world_size
@@ -125,21 +125,15 @@ class LatentLoader(Dataset[tuple[Batch | Exception, BadRows]]):
         batches.sort(key=lambda batch: place[orders[batch[0]][batch[1]]])
         return batches, orders, dropped
 
-    def __getitem__(self, number: int) -> tuple[Batch | Exception, BadRows]:
-        """Batch `number`, counted from the run's first, and the rows that could not be used for it.
-
-        An error that ends the run is returned: raised in a worker, it would be wrapped in that one's traceback.
-        """
+    def __getitem__(self, number: int) -> tuple[Batch, BadRows]:
+        """Batch `number`, counted from the run's first, and the rows that could not be used for it."""
         epoch, place = divmod(number, self.batches_per_epoch)
         if epoch != self._epoch:
             (self._batches, self._orders, self._dropped), self._epoch = self.schedule(epoch), epoch
         bucket, first = self._batches[place]
         start = first + self.rank * self.batch_size
         bad: BadRows = {}
-        try:
-            samples = [self._sample(bucket, slot, bad) for slot in range(start, start + self.batch_size)]
-        except (DataError, OSError) as error:
-            return error, bad
+        samples = [self._sample(bucket, slot, bad) for slot in range(start, start + self.batch_size)]
         batch = Batch(
             latents=torch.stack([sample.latents for sample in samples]),
             text=torch.stack([F.pad(s.text, (0, 0, 0, self.text_length - len(s.text))) for s in samples]),
@@ -199,7 +193,7 @@ class LatentLoader(Dataset[tuple[Batch | Exception, BadRows]]):
         self._next = int(state["batches"])
 
     def __iter__(self) -> Generator[Batch]:
-        loader: DataLoader[tuple[Batch | Exception, BadRows]] = DataLoader(
+        loader: DataLoader[tuple[Batch, BadRows]] = DataLoader(
             self,
             batch_size=None,
             sampler=itertools.count(self._next),
@@ -211,8 +205,6 @@ class LatentLoader(Dataset[tuple[Batch | Exception, BadRows]]):
             for index in bad.keys() - self._bad.keys():
                 warnings.warn(f"a clip cannot be used and is replaced: {bad[index]}", stacklevel=2)
             self._bad |= bad
-            if isinstance(batch, Exception):
-                raise batch
             self._stop_if_too_bad(self._bad)
             self._next += 1
             yield batch

@@ -6,8 +6,7 @@
 
 The output folder holds `shard-00000.parquet` and on, `quarantine.jsonl` (bad files with reasons) and `manifest.json`.
 Work that was broken off, at any moment, goes on where it was: the order of the rows is that of the captions, a shard
-holds whole videos and appears complete or not at all, and a video is not tried again once it is in a shard or in
-quarantine.
+appears complete or not at all, and a video is not tried again once it is in a shard or in quarantine.
 
 Tensors are stored as float32: FastVideo's reader takes every tensor for that, whatever the column of its dtype says.
 
@@ -41,7 +40,7 @@ from vmonarch.files import AtomicFiles, write_json
 from vmonarch.finetune.checkpoints import hold
 from vmonarch.finetune.config import require
 from vmonarch.finetune.data.captions import read_captions
-from vmonarch.finetune.data.decode import BadVideo, Clip, ClipShape, decode_clips
+from vmonarch.finetune.data.decode import BadVideo, Clip, ClipShape, decode_clip
 from vmonarch.finetune.data.parquet import EMPTY_CAPTION, TEXT_LENGTH, DataError, Sample, write_shard
 from vmonarch.pipelines.environment import DTYPES, choose_device, choose_dtype, environment, package_versions
 from vmonarch.pipelines.model_folder import ModelFolder, find_wan_model
@@ -55,8 +54,8 @@ _FREE = (
     *("config.captions", "config.output", "config.model", "config.revision", "config.workers", "config.timeout"),
     *("model.name", "model.revision"),
 )
-# Caption and clips of a video.
-Made = tuple[str, list[Clip]]
+# Caption and clip of a video.
+Made = tuple[str, Clip]
 
 
 @dataclass(frozen=True)
@@ -65,7 +64,7 @@ class PreprocessConfig(Settings):
 
     Args:
         videos: folder of the videos.
-        captions: JSON lines or CSV, see `read_captions`; None for a text file beside each video.
+        captions: JSON lines, see `read_captions`; None for a text file beside each video.
         procedural: instead of videos, so many clips of the embedded model's coloured shapes.
         model: `embedded`, the folder of a Wan pipeline, or a hub id.
         revision: branch, tag or commit of a hub model.
@@ -76,12 +75,11 @@ class PreprocessConfig(Settings):
             clips of the one that keeps most of its picture and is not longer than it is.
         fps: frames per second of the clips; None leaves those of each file.
         start: where clips begin: `begin` or `middle`.
-        clips_per_video: at most, one after the other.
         image_to_video: also store the first frame's latents, and its image features if the model has an image encoder;
             None stores them for models that need them.
         dtype: auto, float32, bfloat16 or float16, of the text and image encoders; the VAE runs in float32.
         device: auto, cpu, cuda or cuda:N.
-        rows_per_shard: clips of a file, which are in memory until it is written; the last video may bring more.
+        rows_per_shard: clips of a file, which are in memory until it is written.
         workers: videos decoded at a time, ahead of the encoders, each by one thread.
         seed: of the procedural clips.
         timeout: seconds that decoding a video may take; it is decoded twice.
@@ -102,7 +100,6 @@ class PreprocessConfig(Settings):
     buckets: tuple[str, ...] = ()
     fps: float | None = number(None, "[0.001, 1000]")
     start: str = choice("begin", "begin", "middle")
-    clips_per_video: int = number(1, "[1, 10000]")
     image_to_video: bool | None = None
     dtype: str = choice("auto", *DTYPES)
     device: str = "auto"
@@ -127,7 +124,7 @@ class PreprocessConfig(Settings):
         """Of each bucket, or the one of all clips, whose sizes may be None."""
         sizes: list[Any] = [tuple(map(int, bucket.split("x"))) for bucket in self.buckets]
         sizes = sizes or [(self.height, self.width, self.num_frames)]
-        return [ClipShape(h, w, f, self.fps, self.start, self.clips_per_video) for h, w, f in sizes]
+        return [ClipShape(h, w, f, self.fps, self.start) for h, w, f in sizes]
 
 
 def complete(config: PreprocessConfig, model: ModelFolder) -> PreprocessConfig:
@@ -148,7 +145,7 @@ def complete(config: PreprocessConfig, model: ModelFolder) -> PreprocessConfig:
     for shape in config.shapes:
         check_sizes(shape, model.multiples, model.temporal, " for this model")
     if config.procedural is not None:
-        own = dict(height=HEIGHT, width=WIDTH, num_frames=NUM_FRAMES, fps=None, start="begin", clips_per_video=1)
+        own = dict(height=HEIGHT, width=WIDTH, num_frames=NUM_FRAMES, fps=None, start="begin")
         for name, only in own.items():
             problem = f"must be {only} for procedural clips, got {getattr(config, name)}"
             require(getattr(config, name) == only, name, problem)
@@ -161,22 +158,16 @@ class PipelineEncoders:
     def __init__(self, pipe: Any, device: torch.device) -> None:
         self.pipe, self._device = pipe, device
 
-    def cut(self, caption: str) -> bool:
-        """Whether it has more tokens than TEXT_LENGTH, which is what the transformer sees."""
-        return len(self._tokens(caption, verbose=False).input_ids) > TEXT_LENGTH
-
-    def _tokens(self, caption: str, **options: Any) -> Any:
-        from diffusers.pipelines.wan.pipeline_wan import prompt_clean
-
-        return self.pipe.tokenizer(prompt_clean(caption), **options)
-
     @torch.no_grad()
     def text(self, caption: str) -> torch.Tensor:
         """Float32 [L, D]: the tokens that the attention mask marks; zeros after them give the pipeline's own rows."""
+        from diffusers.pipelines.wan.pipeline_wan import prompt_clean
+
         embeds, _ = self.pipe.encode_prompt(
             caption, do_classifier_free_guidance=False, max_sequence_length=TEXT_LENGTH, device=self._device
         )
-        tokens = self._tokens(caption, max_length=TEXT_LENGTH, truncation=True, return_attention_mask=True)
+        how = {"max_length": TEXT_LENGTH, "truncation": True, "return_attention_mask": True}
+        tokens = self.pipe.tokenizer(prompt_clean(caption), **how)
         return embeds[0, : sum(tokens.attention_mask)].float().cpu()
 
     @torch.no_grad()
@@ -325,11 +316,11 @@ def preprocess(
     """Prepare all clips that `config` names and that are not in its output folder yet.
 
     Args:
-        progress: show on stderr how far it is, and how many videos are bad or cropped and captions cut.
+        progress: show on stderr how far it is, and how many videos are bad or cropped.
         encoders: instead of those of the model.
 
     Returns:
-        The counts that the manifest then has: videos, captions_cut, clips, shards, quarantined.
+        The counts that the manifest then has: videos, clips, shards, quarantined.
 
     Raises:
         InputError: an argument that cannot be used, found before any work; or the output folder holds the work of
@@ -381,22 +372,22 @@ def _fill(
 ) -> None:
     """Write the shards of the videos in `todo`, in order; bad ones go to quarantine on the way."""
     versions = environment(choose_device(config.device)) | {"decoder": package_versions(("imageio-ffmpeg", "pyarrow"))}
-    cropped, cut = 0, sum(map(encoders.cut, captions.values()))
-    output.write_manifest(environment=versions, counts={"videos": bar.total, "captions_cut": cut})
+    cropped = 0
+    output.write_manifest(environment=versions, counts={"videos": bar.total})
     if not (empty := output.folder / EMPTY_CAPTION).exists():
         with AtomicFiles() as files:
             save_file({"text_embedding": encoders.text("")}, files.stage(empty))
     rows: list[Sample] = []
-    for name, future in _ahead(todo, partial(_clips, config, captions), config.workers):
+    for name, future in _ahead(todo, partial(_clip, config, captions), config.workers):
         try:
-            caption, clips = future.result()
-            rows += _rows(name, caption, clips, encoders, config)
+            caption, clip = future.result()
+            rows.append(_row(name, caption, clip, encoders, config))
             # Sizes are whole pixels: no more than that is lost of a picture that has the shape of the clips.
-            cropped += clips[0].kept < 0.98
+            cropped += clip.kept < 0.98
         except BadVideo as error:
             output.quarantine(name, str(error))
         bar.update()
-        bar.set_postfix(bad=len(output.bad), cropped=cropped, captions_cut=cut, refresh=False)
+        bar.set_postfix(bad=len(output.bad), cropped=cropped, refresh=False)
         if len(rows) >= config.rows_per_shard:
             output.write_shard(rows)
             rows = []
@@ -404,18 +395,17 @@ def _fill(
         output.write_shard(rows)
 
 
-def _clips(config: PreprocessConfig, captions: Mapping[str, str], name: str) -> Made:
-    """Caption and clips of a video.
+def _clip(config: PreprocessConfig, captions: Mapping[str, str], name: str) -> Made:
+    """Caption and clip of a video.
 
     Raises:
         BadVideo: it is to blame, whatever the error.
     """
     if config.procedural:
-        caption, clip = procedural_clip(config.seed, int(name.rpartition("-")[2]))
-        return caption, [clip]
+        return procedural_clip(config.seed, int(name.rpartition("-")[2]))
     try:
         path = Path(str(config.videos), name)
-        return captions[name], decode_clips(path, config.shapes, timeout=config.timeout)
+        return captions[name], decode_clip(path, config.shapes, timeout=config.timeout)
     except OSError:
         # The video is not to blame when ffmpeg cannot be started.
         raise
@@ -423,28 +413,23 @@ def _clips(config: PreprocessConfig, captions: Mapping[str, str], name: str) -> 
         raise BadVideo(str(error) or repr(error)) from error
 
 
-def _rows(
-    name: str, caption: str, clips: Sequence[Clip], encoders: PipelineEncoders, config: PreprocessConfig
-) -> list[Sample]:
-    """The clips of a video, encoded."""
-    samples, text = [], encoders.text(caption)
-    for k, clip in enumerate(clips):
-        video = clip.frames if clip.frames.is_floating_point() else clip.frames.float() / 127.5 - 1
-        frames, height, width = video.shape[1:]
-        tensors = {"latents": encoders.latents(video), **(encoders.image(video) if config.image_to_video else {})}
-        if not all(x.isfinite().all() for x in (text, *tensors.values())):
-            raise BadVideo("has encodings that are not finite")
-        sample = Sample(
-            id=name if config.procedural else f"{name}-{k}",
-            latents=tensors.pop("latents"),
-            text=text,
-            caption=caption,
-            file_name=name,
-            width=width,
-            height=height,
-            fps=clip.fps,
-            duration=frames / clip.fps if clip.fps else 0.0,
-            extras=tensors,
-        )
-        samples.append(sample)
-    return samples
+def _row(name: str, caption: str, clip: Clip, encoders: PipelineEncoders, config: PreprocessConfig) -> Sample:
+    """The clip of a video, encoded."""
+    text = encoders.text(caption)
+    video = clip.frames if clip.frames.is_floating_point() else clip.frames.float() / 127.5 - 1
+    frames, height, width = video.shape[1:]
+    tensors = {"latents": encoders.latents(video), **(encoders.image(video) if config.image_to_video else {})}
+    if not all(x.isfinite().all() for x in (text, *tensors.values())):
+        raise BadVideo("has encodings that are not finite")
+    return Sample(
+        id=name,
+        latents=tensors.pop("latents"),
+        text=text,
+        caption=caption,
+        file_name=name,
+        width=width,
+        height=height,
+        fps=clip.fps,
+        duration=frames / clip.fps if clip.fps else 0.0,
+        extras=tensors,
+    )

@@ -1,30 +1,26 @@
-"""`vmonarch calibrate`: from prompts to a diagnosis, a plan that runs, and a report; and what it refuses."""
+"""`vmonarch calibrate`: from prompts to a diagnosis and a plan that runs; and what it refuses."""
 
-import contextlib
-import html
 import json
 import re
-from pathlib import Path
 
 import pytest
 
 from vmonarch import AttentionPlan
 from vmonarch.configs import InputError
 from vmonarch.eval.calibrate.planning import default_flops
-from vmonarch.files import AtomicFiles
 from vmonarch.grid import LatentGrid
 from vmonarch.options import TwoResolutionOptions
 
-PROMPT = "a <b>red</b> circle & more"
+PROMPT = "a red circle"
 SPARSE = "two-resolution:share=0.2,tile=[1,2,2]"
 
 
-def test_a_model_is_diagnosed_planned_and_reported_and_other_plans_need_no_sampling(cli, monkeypatch):
+def test_a_model_is_diagnosed_and_planned_and_other_plans_need_no_sampling(cli, monkeypatch):
     words = ["calibrate", PROMPT, "--every", 1, "--candidates", "vmonarch-t1", SPARSE]
     code, out, err = cli(*words, "--flops", 0.5, "--measure", "kl", "--refine", 2)
     assert code == 0 and "work:" in out, err
     (folder,) = (cli.folder / "outputs" / "calibrate").iterdir()
-    assert sorted(path.name for path in folder.iterdir()) == ["diagnosis.json", "plan.json", "report.html"]
+    assert sorted(path.name for path in folder.iterdir()) == ["diagnosis.json", "plan.json"]
     diagnosis = json.loads((folder / "diagnosis.json").read_text())
     part = diagnosis["transformers"]["transformer"]
     assert part["steps"] == list(range(len(part["steps"]))) and list(part["candidates"]) == ["vmonarch-t1", SPARSE]
@@ -33,10 +29,6 @@ def test_a_model_is_diagnosed_planned_and_reported_and_other_plans_need_no_sampl
     plan = AttentionPlan.parse(folder / "plan.json")
     assert 1 <= len(plan.about["in_place"]) <= 2 and min(plan.about["in_place"]) > 0
     assert plan.about["measure"] == "kl" and plan.about["predicted"]["flops_of_vmonarch"] <= 0.5 + 1e-6
-    page = (folder / "report.html").read_text()
-    assert "Measured in place, the output changes by" in page and html.escape(PROMPT) in page and PROMPT not in page
-    # The plan and three measures of two candidates: 2 layers of 2 heads each.
-    assert page.count('title="layer 1, head 1: ') == 1 + 3 * 2
     again = ["calibrate", "--diagnosis", folder / "diagnosis.json"]
     with monkeypatch.context() as patch:
         patch.setattr("vmonarch.pipelines.loading.load_model", lambda *_: pytest.fail("a model was loaded"))
@@ -45,10 +37,7 @@ def test_a_model_is_diagnosed_planned_and_reported_and_other_plans_need_no_sampl
         assert code == 0 and out.splitlines()[-1] == "exact.json"
         assert {name for row in AttentionPlan.parse("exact.json").layers["transformer"] for name in row} == {"full"}
         least = diagnosis["candidates"][SPARSE]["flops"] / default_flops(LatentGrid(*diagnosis["grid"])) + 1e-9
-        some = [*again, "--measure", "kl", "--candidates", "vmonarch-t1"]
-        assert cli(*some, "--flops", 99, "--plan", "1.json", tiny=False)[0] == 0
-        assert not {SPARSE} & AttentionPlan.parse("1.json").methods.keys()
-        assert cli(*some, SPARSE, "--flops", least, "--plan", "2.json", tiny=False)[0] == 0
+        assert cli(*again, "--measure", "kl", "--flops", least, "--plan", "2.json", tiny=False)[0] == 0
         assert list(AttentionPlan.parse("2.json").methods) == [SPARSE]
         for words, message in (
             (again, "exists; give another --plan"),
@@ -62,7 +51,7 @@ def test_a_model_is_diagnosed_planned_and_reported_and_other_plans_need_no_sampl
     assert cli("compare", "a red circle", "--methods", "full", "vmonarch:plan=2.json")[0] == 0
 
 
-def test_a_plan_for_a_time_needs_a_gpu_and_is_reported(cli, monkeypatch):
+def test_a_plan_for_a_time_needs_a_gpu(cli, monkeypatch):
     line = ["calibrate", PROMPT, *"--steps 1 --candidates vmonarch-t1 vmonarch --no-sensitivity".split()]
     code, _, err = cli(*line, "--time", 1)
     assert code == 2 and "--time must be measured on a GPU, but the model is on cpu" in err
@@ -71,19 +60,16 @@ def test_a_plan_for_a_time_needs_a_gpu_and_is_reported(cli, monkeypatch):
     monkeypatch.setattr("vmonarch.eval.calibrate.run.head_times", lambda *_: times)
     code, out, err = cli(*line)
     assert code == 0, err
-    (shown,) = re.findall(r"^time: (\S+ %) of full", out, re.MULTILINE)
+    assert re.search(r"^time: \S+ % of full", out, re.MULTILINE)
     diagnosis = out.splitlines()[-2]
     monkeypatch.setenv("HOME", str(cli.folder))
     words = ["--diagnosis", f"~/{diagnosis}", "--time", 1, "--plan", "~/p.json"]
     code, out, err = cli("calibrate", *words, tiny=False)
     assert code == 0 and "time: 40.0 % of full attention's" in out, err
-    page = " ".join(Path(diagnosis).with_name("report.html").read_text().split())
-    assert "time of full attention" in page and f"head by head: {shown}" in page
 
 
-def test_what_was_sampled_outlives_a_plan_a_report_or_a_file_that_cannot_be_made(cli, monkeypatch):
+def test_what_was_sampled_outlives_a_plan_that_cannot_be_made(cli, monkeypatch):
     line = ["calibrate", "a red circle", *"--steps 1 --candidates vmonarch-t1 vmonarch --no-sensitivity".split()]
-    monkeypatch.setattr("tempfile.tempdir", str(cli.folder))
 
     def no_plan(*_, **__):
         raise InputError("flops", "has no plan")
@@ -95,18 +81,5 @@ def test_what_was_sampled_outlives_a_plan_a_report_or_a_file_that_cannot_be_made
     assert code == 2 and "--flops has no plan" in err and "--diagnosis makes other plans" in err
     assert str(folder.relative_to(cli.folder) / "diagnosis.json") in err
     assert cli("calibrate", "--diagnosis", folder / "diagnosis.json", tiny=False)[0] == 0
-    stage = AtomicFiles.stage
-    for lost in ("diagnosis.json", "report.html"):
-
-        def no_room(self, path, lost=lost):
-            if path.name == lost:
-                raise OSError(28, "No space left on device")
-            return stage(self, path)
-
-        monkeypatch.setattr(AtomicFiles, "stage", no_room)
-        told = pytest.warns(UserWarning, match="nothing but full attention")
-        with told if lost == "report.html" else contextlib.nullcontext():
-            code, _, err = cli(*line, "--flops", 99)
-        (kept,) = cli.folder.glob(f"vmonarch-*/{lost}")
-        assert code == 1 and "No space left" in err and f"{lost} is kept at {kept}" in err
-    assert AttentionPlan.parse(max((cli.folder / "outputs" / "calibrate").iterdir()) / "plan.json").methods
+    with pytest.warns(UserWarning, match="nothing but full attention"):
+        assert cli(*line, "--flops", 99)[0] == 0

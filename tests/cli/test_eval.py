@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from filelock import FileLock
 from videos import read_video
 
 from vmonarch.configs import InputError
@@ -136,7 +135,7 @@ def test_a_stopped_evaluation_goes_on_to_the_same_record(
     assert without_times(evaluation.record) == without_times(whole.record)
 
 
-def test_processes_and_calls_share_the_items_out(
+def test_processes_share_the_items_out(
     loaded: loading.LoadedModel, whole: Evaluation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings = config(loaded.folder.path, tmp_path / "eval")
@@ -145,13 +144,10 @@ def test_processes_and_calls_share_the_items_out(
     evaluation = evaluate(settings, model=loaded)
     assert evaluation.missing == 2 and evaluation.record is None
     monkeypatch.setenv("RANK", "0")
-    # Another call makes the batch that is left.
-    name = Item(1, PROMPTS[0], 1).name
-    half_written = tmp_path / "eval" / "items" / name / ".full.1.partial.mp4"
+    # What a process that was killed has left.
+    half_written = tmp_path / "eval" / "items" / Item(1, PROMPTS[0], 1).name / ".full.1.partial.mp4"
     half_written.parent.mkdir()
     half_written.touch()
-    with FileLock(tmp_path / "eval" / "items" / f".{name}.lock"):
-        assert evaluate(settings, model=loaded).missing == 2 and half_written.exists()
     evaluation = evaluate(settings, model=loaded)
     assert evaluation.missing == 0 and not [name for name in files(tmp_path / "eval") if "/." in name]
     assert without_times(evaluation.record) == without_times(whole.record)
@@ -227,16 +223,15 @@ def test_differences_are_paired() -> None:
     assert statistics(some, "a")["a"]["prompt_score"]["items"] == 1
 
 
-def test_the_low_end_is_of_the_videos_and_percentiles_are_of_enough() -> None:
+def test_the_low_end_is_of_the_videos_and_the_percentile_is_of_enough() -> None:
     psnr = list(np.random.default_rng(3).normal(30, 3, 128))
     low = statistics(made_up(a=psnr), "a")["a"]["psnr"]
-    assert (low["p1"], low["p5"]) == pytest.approx(tuple(np.percentile(psnr, [1, 5])))
+    assert low["p5"] == pytest.approx(np.percentile(psnr, 5))
     assert 0 < low["below_27"] == sum(value < 27 for value in psnr) and low["items"] == 128
-    # One of 20 videos lies below p5, one of 100 below p1; and 27 dB is not below itself.
-    few = [low_end(made_up(a=[27.0] + [26.0] * (n - 1)), "a") for n in (19, 20, 99, 100)]
-    assert [row["p5"] for row in few] == [None, 26.0, 26.0, 26.0] and [row["p1"] for row in few] == [None] * 3 + [26.0]
-    assert [row["below_27"] for row in few] == [18, 19, 98, 99]
-    assert low_end(made_up(a=[1.0] + ["inf"] * 20), "a") == {"p1": None, "p5": "inf", "below_27": 1, "items": 21}
+    # One of 20 videos lies below p5; and 27 dB is not below itself.
+    few = [low_end(made_up(a=[27.0] + [26.0] * (n - 1)), "a") for n in (19, 20)]
+    assert [row["p5"] for row in few] == [None, 26.0] and [row["below_27"] for row in few] == [18, 19]
+    assert low_end(made_up(a=[1.0] + ["inf"] * 20), "a") == {"p5": "inf", "below_27": 1, "items": 21}
 
 
 # VBench
@@ -276,7 +271,6 @@ def test_the_command_writes_the_report_and_prints_the_table(cli) -> None:
     assert "| vmonarch-plain  " in out and "| full (reference) |         100.0 % |" in out
     assert len({len(line) for line in out.splitlines() if line.startswith("|")}) == 1
     assert out.rstrip().endswith("a folder/report.html")
-    assert (cli.folder / "a folder" / "table.md").read_text() in out
     page = (cli.folder / "a folder" / "report.html").read_text(encoding="utf-8")
     assert page.count("<video") == 2 and "1 of 2 items" in page
     code, out, _ = cli(*line, "--quiet")

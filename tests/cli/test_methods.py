@@ -14,8 +14,8 @@ from vmonarch import BasedProcessor, VMonarchProcessor
 from vmonarch.configs import FOLDER, InputError, read_yaml
 from vmonarch.configs.methods import merge_attention, method_names, resolve_method
 from vmonarch.eval.calibrate.run import CalibrateConfig
-from vmonarch.eval.compare import CompareConfig
 from vmonarch.eval.evaluate import EvalConfig
+from vmonarch.eval.settings import CompareConfig
 from vmonarch.eval.wan_models import read_model_config
 from vmonarch.finetune.config import FinetuneConfig
 from vmonarch.finetune.data.preprocess import PreprocessConfig

@@ -166,7 +166,7 @@ def test_a_run_that_stops_loses_no_finished_case_and_says_what_is_left_out(run_c
     assert code == 130 and len(results["cases"]) == 2 and not results["complete"]
 
 
-@pytest.mark.parametrize("command", [["bench", "kernels"], ["tune", "--dtype", "float32"]], ids=lambda words: words[0])
+@pytest.mark.parametrize("command", [["bench", "kernels"], ["tune"]], ids=lambda words: words[0])
 def test_speed_is_measured_on_a_gpu_without_the_interpreter(command, tmp_path, monkeypatch, capsys):
     def problem(*words):
         assert main([*command, *words]) == 2

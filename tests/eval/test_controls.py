@@ -127,7 +127,7 @@ def test_the_sink_average_is_the_mean_of_two_maps():
     ("grid", "axis", "options"),
     [
         ((5, 7, 3), "T", {"blocks": 3}),
-        ((4, 8, 4), "H", {"blocks": 3, "recompute": False}),
+        ((4, 8, 4), "H", {"blocks": 3}),
         ((7, 5, 11), "W", {"blocks": 3}),
         # The paper's "F", whose last block may be short.
         ((5, 3, 2), "T", {"blocks": None, "length": 2}),
@@ -147,8 +147,7 @@ def test_factors_along_an_axis_are_a_monarch_map_of_permuted_tokens(grid, axis, 
     offset = numbers[axis] - torch.tensor(bounds)[block]
     position = (offset * sizes[second] + numbers[second]) * sizes[third] + numbers[third]
     expected = per_head(monarch_map(block, position, 2), q, k, v)
-    if options.get("recompute", True):
-        expected = with_exact_first_frame(expected, q, k, v, grid)
+    expected = with_exact_first_frame(expected, q, k, v, grid)
     out = attend("factorised", q, k, v, grid, axis=axis, **options)
     torch.testing.assert_close(out, expected, rtol=0, atol=1e-12)
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from vmonarch.finetune.data.decode import BadVideo, Clip, ClipShape, decode_clips
+from vmonarch.finetune.data.decode import BadVideo, Clip, ClipShape, decode_clip
 from vmonarch.pipelines.video_io import encode_video
 
 H264 = ("-c:v", "libx264", "-qp", "1")
@@ -34,7 +34,7 @@ def flat(height: int, width: int, colour: tuple[int, ...] = BROWN) -> np.ndarray
 
 
 def decoded(path: Path, frames: int = 3, height: int = 48, width: int = 48) -> Clip:
-    return decode_clips(path, [ClipShape(height, width, frames)], timeout=60)[0]
+    return decode_clip(path, [ClipShape(height, width, frames)], timeout=60)
 
 
 def test_clips_are_the_right_frames(tmp_path: Path) -> None:
@@ -42,21 +42,19 @@ def test_clips_are_the_right_frames(tmp_path: Path) -> None:
     frames = np.broadcast_to(grey[:, None, None, None], (30, 32, 48, 3)).copy()
     encode_video(tmp_path / "a.mp4", frames, 20.0)
 
-    def numbers(**shape: Any) -> list[list[int]]:
-        clips = decode_clips(tmp_path / "a.mp4", [ClipShape(32, 48, 5, **shape)], timeout=60)
-        assert all(clip.fps == shape.get("fps", 20) for clip in clips)
-        return [[round((float(frame.float().mean()) - 20) / 6) for frame in clip.frames.unbind(1)] for clip in clips]
+    def numbers(**shape: Any) -> list[int]:
+        clip = decode_clip(tmp_path / "a.mp4", [ClipShape(32, 48, 5, **shape)], timeout=60)
+        assert clip.fps == shape.get("fps", 20)
+        return [round((float(frame.float().mean()) - 20) / 6) for frame in clip.frames.unbind(1)]
 
-    assert numbers(fps=5) == [[1, 5, 9, 13, 17]] and numbers(fps=40) == [[0, 0, 1, 1, 2]]
-    assert numbers(start="middle") == [[12, 13, 14, 15, 16]]
-    assert numbers(clips=2) == [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9]]
-    assert len(numbers(clips=9)) == 6
+    assert numbers(fps=5) == [1, 5, 9, 13, 17] and numbers(fps=40) == [0, 0, 1, 1, 2]
+    assert numbers() == [0, 1, 2, 3, 4] and numbers(start="middle") == [12, 13, 14, 15, 16]
     # Rates that were rounded.
     encode_video(path := tmp_path / "b.mp4", frames, 30000 / 1001)
     for rate in (29.97, 30, 30000 / 1001):
-        assert len(decode_clips(path, [ClipShape(32, 48, len(frames), fps=rate)], timeout=60)) == 1
+        assert decode_clip(path, [ClipShape(32, 48, len(frames), fps=rate)], timeout=60).frames.shape[1] == len(frames)
     with pytest.raises(BadVideo, match="has 15 frames at 15 frames per second, 33 are needed"):
-        decode_clips(path, [ClipShape(32, 48, 33, fps=15)], timeout=60)
+        decode_clip(path, [ClipShape(32, 48, 33, fps=15)], timeout=60)
 
 
 def test_frames_are_scaled_to_cover_and_cut_at_the_centre(tmp_path: Path) -> None:

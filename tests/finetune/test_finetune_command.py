@@ -28,13 +28,12 @@ def place(tiny, tmp_path_factory):
     folder = tmp_path_factory.mktemp("command")
     tiny.pipeline("t2v").save_pretrained(folder / "model")
     # Rows that two processes cannot share evenly.
-    write_shard(folder / "clips.parquet", tiny.clips(0, 7))
-    write_shard(folder / "held-out.parquet", tiny.clips(100, 3))
+    write_shard(folder / "clips" / "a.parquet", tiny.clips(0, 7))
     return folder
 
 
 def words_for(place, output):
-    return [f"model={place / 'model'}", f"data.path={place / 'clips.parquet'}", f"output_dir={output}", *SETTINGS]
+    return [f"model={place / 'model'}", f"data.path={place / 'clips'}", f"output_dir={output}", *SETTINGS]
 
 
 @pytest.fixture

@@ -26,7 +26,7 @@ from vmonarch.configs import InputError
 from vmonarch.finetune.checkpoints import hold
 from vmonarch.finetune.data import preprocess as module
 from vmonarch.finetune.data.captions import read_captions
-from vmonarch.finetune.data.decode import ClipShape, decode_clips
+from vmonarch.finetune.data.decode import ClipShape, decode_clip
 from vmonarch.finetune.data.parquet import ParquetFolder, decode_row
 from vmonarch.finetune.data.preprocess import PipelineEncoders, PreprocessConfig, load_encoders, preprocess
 from vmonarch.pipelines.embedded import embedded_model_path
@@ -42,9 +42,6 @@ class Fake:
     def __init__(self, die_at: int | None = None) -> None:
         self.seen: list[str] = []
         self._die_at = die_at
-
-    def cut(self, caption):
-        return len(caption) > 60
 
     def text(self, caption):
         if caption:
@@ -139,12 +136,12 @@ def test_real_clips_through_the_command_line(tmp_path, capsys, embedded):
     assert main(words) == 0
     printed = capsys.readouterr()
     assert printed.out == f"{tmp_path / 'out' / 'manifest.json'}  (4 clips in 1 shards)\n"
-    assert "bad=0, captions_cut=0, cropped=4]" in printed.err
+    assert "bad=0, cropped=4]" in printed.err
     rows = rows_of(tmp_path / "out")
-    assert [row["id"] for row in rows] == [f"{clip.name}-0" for clip in clips]
+    assert [row["id"] for row in rows] == [clip.name for clip in clips]
     for row, clip in zip(rows, clips, strict=True):
         sample, fps = decode_row(row), next(imageio_ffmpeg.read_frames(str(clip)))["fps"]
-        (decoded,) = decode_clips(clip, [ClipShape(32, 48, 5)], timeout=60)
+        decoded = decode_clip(clip, [ClipShape(32, 48, 5)], timeout=60)
         means = embedded.latents(decoded.frames.float() / 127.5 - 1)
         assert sample.latents.shape == (16, 2, 4, 6) and sample.latents.dtype == torch.float32
         torch.testing.assert_close(sample.latents, means, rtol=1e-4, atol=1e-4)
@@ -167,7 +164,6 @@ def test_text_and_latents_are_what_the_pipeline_makes(embedded):
         found = embedded.text(text)
         assert found.dtype == torch.float32 and len(found) == int((expected.abs().sum(1) > 0).sum()) >= 1
         assert torch.equal(torch.nn.functional.pad(found, (0, 0, 0, 512 - len(found))), expected)
-        assert embedded.cut(text) == (len(text) > 1000)
     video = module.procedural_clip(0, 0)[1].frames[:, :9]
     with torch.no_grad():
         assert torch.equal(embedded.latents(video), embedded.pipe.vae.encode(video[None]).latent_dist.mode()[0])
@@ -218,16 +214,11 @@ def test_procedural_rows_are_a_function_of_seed_and_number(tmp_path, embedded):
     assert not torch.equal(module.procedural_clip(8, 0)[1].frames, clip.frames)
 
 
-def test_captions_are_json_csv_or_beside_the_videos(tmp_path):
-    file = tmp_path / "captions"
-    wanted = {"b.mp4": "two\u2028lines", "sub/a.mp4": ""}
-    second = '{"video": "sub/a.mp4", "text": ""}'
-    for suffix, text in {
-        ".jsonl": '{"path": "./b.mp4", "text": "two\u2028lines", "file_name": null}\n\n' + second,
-        ".csv": '\ufeffprompt,note,video\n"two\u2028lines",x,b.mp4\n,,sub/a.mp4\n',
-    }.items():
-        file.with_suffix(suffix).write_text(text, encoding="utf-8")
-        assert list(read_captions(tmp_path, str(file.with_suffix(suffix))).items()) == list(wanted.items())
+def test_captions_are_json_lines_or_beside_the_videos(tmp_path):
+    file = tmp_path / "captions.jsonl"
+    first = '\ufeff{"path": "./b.mp4", "text": "two\u2028lines", "file_name": null}\n\n'
+    file.write_text(first + '{"video": "sub/a.mp4", "text": ""}', encoding="utf-8")
+    assert list(read_captions(tmp_path, str(file)).items()) == [("b.mp4", "two\u2028lines"), ("sub/a.mp4", "")]
     composed, split = (unicodedata.normalize(form, "é") for form in ("NFC", "NFD"))
     for video, beside in ((composed, split), (split, composed)):
         videos = tmp_path / video / "videos"
@@ -246,14 +237,13 @@ def test_captions_are_json_csv_or_beside_the_videos(tmp_path):
 
 
 GOOD = '{"file_name": "a.mp4", "caption": "a"}\n'
-FORM = r"must be UTF-8 JSON lines, or CSV .* is not, in row"
+FORM = r"must be UTF-8 JSON lines .* is not, in row"
 BAD_CAPTIONS = {
     "not UTF-8": (".jsonl", GOOD + '{"file_name": "é"}', f"{FORM} 1"),
     "no caption": (".txt", GOOD + '{"file_name": "b.mp4"}', f"{FORM} 2"),
     "outside": (".jsonl", GOOD + '{"file_name": "x/../../b", "caption": ""}', f"{FORM} 2"),
     "twice": (".jsonl", GOOD + "\n" + GOOD.replace("a.mp4", "./a.mp4"), "each video once; 'a.mp4' is there twice"),
     "no row": (".jsonl", "\n\n", "at least one video"),
-    "CSV with more": (".csv", "file_name,caption\na,b,c\n", f"{FORM} 1"),
 }
 
 
@@ -314,18 +304,16 @@ def test_bad_ones_are_counted_and_tried_again_when_their_lines_are_taken_out(fol
         def latents(self, video):
             return super().latents(video) * (torch.nan if len(self.seen) == 2 else 1)
 
-    text = (folder / "captions.jsonl").read_text().replace("caption 2", "caption 2 " + 60 * "x")
-    (folder / "captions.jsonl").write_text(text)
     encode_video(folder / "videos" / "clip-5.mp4", moving(9, width=64), 10.0)
     preprocess(config_of(folder), progress=True, encoders=Broken())
     line = capsys.readouterr().err.split("\r")[-1]
-    assert re.fullmatch(r"100%.* 14/14 \[.*video/s, bad=3, captions_cut=1, cropped=1]\n", line)
+    assert re.fullmatch(r"100%.* 14/14 \[.*video/s, bad=3, cropped=1]\n", line)
     assert quarantine(folder / "out")["clip-1.mp4"] == "has encodings that are not finite"
     path = folder / "out" / "quarantine.jsonl"
     path.write_text("".join(line for line in path.read_text().splitlines(True) if "clip-7" in line))
     shutil.copy(one_video, folder / "videos" / "clip-3.mp4")
     again = Fake()
-    counts = {"videos": 14, "captions_cut": 1, "clips": 13, "shards": 5, "quarantined": 1}
+    counts = {"videos": 14, "clips": 13, "shards": 5, "quarantined": 1}
     assert preprocess(config_of(folder), encoders=again) == counts
     assert again.seen == ["caption 1", "caption 3"] and quarantine(folder / "out").keys() == {"clip-7.mp4"}
     assert capsys.readouterr().err == ""
@@ -364,7 +352,7 @@ def test_a_killed_run_goes_on(folder):
     assert len(resumed.seen) == 6 and contents(output) == contents(folder / "whole")
     # Or between shard and manifest.
     manifest = json.loads((output / "manifest.json").read_text())
-    (output / "manifest.json").write_text(json.dumps(manifest | {"counts": {"videos": 14, "captions_cut": 0}}))
+    (output / "manifest.json").write_text(json.dumps(manifest | {"counts": {"videos": 14}}))
     preprocess(config_of(folder), encoders=(idle := Fake()))
     assert idle.seen == [] and contents(output) == contents(folder / "whole")
 

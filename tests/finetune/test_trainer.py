@@ -205,24 +205,14 @@ def test_compiled_blocks_have_the_gradients_of_eager_ones():
         assert (compiled[name] - eager[name]).norm() < 0.05 * eager[name].norm(), name
 
 
-def test_blocks_that_are_compiled_wrongly_are_not_trained(place, tmp_path, monkeypatch):
-    """They are traced, and run by a backend that takes no minute to compile and turns their results round."""
-    stock = diffusers.WanTransformer3DModel.compile_repeated_blocks
-    backend = lambda graph, inputs: lambda *given: [-out for out in graph(*given)]
-
-    def traced(model, dynamic, options):
-        # With it torch 2.11 gets gradients of Wan's blocks wrong on a GPU; others may not have it.
-        wrong = {"triton.mix_order_reduction"}.intersection(torch._inductor.list_options())
-        assert options == dict.fromkeys(wrong, False)
-        stock(model, dynamic=dynamic, backend=backend)
-
-    monkeypatch.setattr(diffusers.WanTransformer3DModel, "compile_repeated_blocks", traced)
-    torch._dynamo.reset()
-    trainer = Trainer(settings(place, tmp_path, steps=3, compile=True))
-    before = weights(trainer)
-    with pytest.raises(TrainingError, match="the gradient of compiled blocks differs .*; use compile=false"):
-        trainer.run()
-    assert equal(weights(trainer), before)
+def test_blocks_are_compiled_without_what_sums_wrongly(place, tmp_path, monkeypatch):
+    asked = []
+    compiling = lambda model, dynamic, options: asked.append(options)
+    monkeypatch.setattr(diffusers.WanTransformer3DModel, "compile_repeated_blocks", compiling)
+    Trainer(settings(place, tmp_path, compile=True))
+    # With it torch 2.11 gets gradients of Wan's blocks wrong on a GPU; others may not have it.
+    wrong = {"triton.mix_order_reduction"}.intersection(torch._inductor.list_options())
+    assert asked == [dict.fromkeys(wrong, False)]
 
 
 def test_a_loss_that_is_not_finite_ends_the_run_before_the_update(place, tmp_path):
@@ -255,10 +245,10 @@ def test_validation_is_always_the_same(place, tmp_path):
         shares.append(trainer.validate())
     assert (2 * shares[0] + shares[1]) / 3 == pytest.approx(first, rel=1e-5)
     trainer.data_rank, trainer.data_world = 0, 1
-    last = trainer.run()
-    assert last["validation_loss"] != first and trainer.validate() == last["validation_loss"]
+    trainer.run()
     lines = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in lines if "validation_loss" in line] == [0, 2, 4]
+    found = {line["step"]: line["validation_loss"] for line in lines if "validation_loss" in line}
+    assert list(found) == [0, 2, 4] and found[4] != first and trainer.validate() == found[4]
     # Neither the batches of training nor what is dropped from them bears on it.
     others = validating(place, 3, 2, caption_dropout=1.0) | {"objective": {"distillation": 1.0}, "batch_size": 4}
     assert Trainer(settings(place, tmp_path / "again", **others)).validate() == first
@@ -296,8 +286,6 @@ def test_another_run_is_not_resumed(place, tmp_path):
     ):
         with pytest.raises(CheckpointError, match=message):
             Trainer(settings(place, tmp_path, **changes))
-    with pytest.raises(InputError, match="checkpoints.resume is never, but .* holds some"):
-        Trainer(settings(place, tmp_path, checkpoints={"resume": "never"}))
     # What may change.
     free = {"log_every": 5, "data": {"workers": 1}, "checkpoints": {"keep": 3}, "validation": {"clips": 2}, "steps": 9}
     assert Trainer(settings(place, tmp_path, **free)).step == 2
@@ -407,7 +395,7 @@ def test_lora_layers_become_files_that_stock_diffusers_loads(place, tmp_path, ki
         export(tmp_path / "run", tmp_path / other)
 
 
-def test_validation_videos_and_their_sheets(tmp_path, monkeypatch):
+def test_validation_videos(tmp_path, monkeypatch):
     """One step of the embedded model, which can be watched while it trains, and goes on if it is killed after one."""
     shape, whole = (16, 2, 4, 4), config.complete
     small = {"height": 32, "width": 32, "num_frames": 5}
@@ -433,7 +421,7 @@ def test_validation_videos_and_their_sheets(tmp_path, monkeypatch):
         Trainer(build_config(FinetuneConfig, values)).run()
     Trainer(build_config(FinetuneConfig, values)).run()
     names = sorted(path.name for path in (tmp_path / "run" / "videos").iterdir())
-    assert names == [f"step-00000001-00.{suffix}" for suffix in ("mp4", "png")]
+    assert names == ["step-00000001-00.mp4"]
     assert list((tmp_path / "run").rglob("events.out.tfevents*"))
     model = export(tmp_path / "run", tmp_path / "model")
     # A finetune of the embedded model is run with its settings.

@@ -29,7 +29,6 @@ from vmonarch.base import FullAttentionProcessor
 from vmonarch.bias import SpatioTemporalDecay
 from vmonarch.borrowed import Borrowed, _softmax, borrow
 from vmonarch.call import Call, running
-from vmonarch.eval.bench.families import compiled
 from vmonarch.families import known_family
 from vmonarch.grid import LatentGrid
 from vmonarch.installation import own_processors
@@ -273,7 +272,9 @@ def test_gpu_kernels_compute_the_same_and_blocks_compile(name):
     torch.compiler.reset()
     # Kandinsky 5 rounds its rotation to bfloat16, which inductor leaves out.
     bound = 2e-3 if name == "kandinsky5" else 1e-4
-    assert error(run(compiled(model), inputs), found["triton"]) < bound
+    for block in known_family(model).blocks_of(model):
+        block.compile(fullgraph=True, dynamic=False)
+    assert error(run(model, inputs), found["triton"]) < bound
 
 
 def test_several_prompts_of_ltx_tell_the_grid_by_their_coordinates():

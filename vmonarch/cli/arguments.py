@@ -143,10 +143,9 @@ def method_help() -> str:
 
 
 def add_method_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare which methods sample, and which of them is the reference."""
+    """Declare which methods sample."""
     about = f"of {method_help()} (default full vmonarch)"
     parser.add_argument("--methods", "--recipe", nargs="+", metavar="METHOD", help=about)
-    parser.add_argument("--reference", metavar="METHOD", help="what the others are measured against (default full)")
 
 
 def sampling_config(

@@ -18,7 +18,6 @@ BENCHES: dict[str, tuple[str, int, float]] = {
     "e2e": ("denoising steps, and seconds per video", 5, 540.0),
     "train": ("training steps, and their memory", 5, 300.0),
     "parallel": ("models on several GPUs, by heads", 5, 540.0),
-    "families": ("transformers beyond Wan", 5, 540.0),
 }
 
 
@@ -64,18 +63,13 @@ _OPTIONS: dict[str, list[tuple[str, dict[str, Any]]]] = {
         ("--modes", {**_SEVERAL, "help": "eager, compiled (default: both)"}),
     ],
 }  # fmt: skip
-# Those of the others.
-_OPERATOR: list[tuple[str, dict[str, Any]]] = [
-    ("--methods", {**_SEVERAL, "help": "default: all; an unknown one lists them"}),
-    ("--cases", {"metavar": "REGEX", "help": "only cases whose label it is found in"}),
-]
 
 
 def add_bench(parser: Parser) -> None:
     commands = parser.add_commands()
     for name, (line, rounds, budget) in BENCHES.items():
         of = commands.add_parser(name, help=line, description=f"Time {line}.")
-        options = [of.add_argument(*words.split(), **told).dest for words, told in _OPTIONS.get(name, _OPERATOR)]
+        options = [of.add_argument(*words.split(), **told).dest for words, told in _OPTIONS[name]]
         about = f"measurements of each method (default {rounds})"
         of.add_argument("--rounds", type=int, default=rounds, metavar="N", help=about)
         about = f"begin nothing after it (default {budget:g})"
@@ -108,7 +102,6 @@ def run_bench(arguments: argparse.Namespace) -> None:
       vmonarch bench kernels --shapes 43x28x52 24x44x80:40 --methods cudnn vmonarch --passes forward
       vmonarch bench e2e --settings 1.3b-61x448x832           seconds per video with a model of random weights
       vmonarch bench e2e --model Wan-AI/Wan2.1-T2V-1.3B-Diffusers --settings 81x480x832 --methods full vmonarch-t3
-      vmonarch bench families --cases LTX                     one of the transformers beyond Wan
 
     All ways to compute a case take turns. Results are compared with a reference before anything is timed: a wrong one
     gets no speed, and the command ends with exit code 1. What does not fit the budget is left out and named.
@@ -124,9 +117,7 @@ def run_bench(arguments: argparse.Namespace) -> None:
         module.merge_files(arguments.parts, output)
         print(output)
         return
-    given = given_options(arguments, *arguments.options)
-    # Those of the others are chosen by the runner.
-    bench = module.bench(**given) if name in _OPTIONS else module.bench()
+    bench = module.bench(**given_options(arguments, *arguments.options))
     results = getattr(module, "measure", run_bench)(
         bench,
         output=output,
@@ -135,7 +126,6 @@ def run_bench(arguments: argparse.Namespace) -> None:
         device=arguments.device,
         command=shown_command(("vmonarch",), arguments.words),
         say=teller(arguments.quiet),
-        **({} if name in _OPTIONS else given),
     )
     if not arguments.quiet:
         for table in results["tables"]:
@@ -149,8 +139,6 @@ def run_bench(arguments: argparse.Namespace) -> None:
 _TUNE: dict[str, dict[str, Any]] = {
     "kernels": _SEVERAL | {"help": "such as r_step l_output (default: all; an unknown one lists them)"},
     "head-dims": _SEVERAL | {"help": "default: 128 64"},
-    "dtype": {"help": "bfloat16 (default), float16, float32"},
-    "shapes": _SEVERAL | {"help": "latent grids to time on in place of those that stand for all"},
     "budget": {"type": float, "metavar": "SECONDS", "help": "begin no kernel after this time (default 480)"},
     "output": {"type": Path, "metavar": "FILE", "help": "table to write or extend (default: the chip's own)"},
     "device": DEVICE,

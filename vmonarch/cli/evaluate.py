@@ -51,12 +51,12 @@ def run_compare(arguments: argparse.Namespace) -> None:
     The reference (full attention) always runs, and every method is warmed up before it is timed. PSNR and SSIM are
     measured on float frames, before mp4 encoding.
     """
-    from vmonarch.eval.compare import compare
+    from vmonarch.eval.evaluate import evaluate
     from vmonarch.pipelines.processes import check_alone
 
     check_alone()
     config = sampling_config(CompareConfig, arguments)
-    comparison = compare(config, progress=not arguments.quiet, command=shown_command(("vmonarch",), arguments.words))
+    comparison = evaluate(config, progress=not arguments.quiet, command=shown_command(("vmonarch",), arguments.words))
     if not arguments.quiet:
         print(comparison.table())
         print("PSNR and SSIM against the reference, on float frames before mp4 encoding; means over all videos")
@@ -80,7 +80,7 @@ def run_eval(arguments: argparse.Namespace) -> None:
       vmonarch eval --prompt-file prompts.txt --config exact --model /path/to/a/wan/pipeline --output-dir outputs/exact
       accelerate launch --num_processes 8 -m vmonarch eval --config table2
 
-    The folder gets evaluation.json, table.md and report.html, a single file with tables, plots and videos. The same
+    The folder gets evaluation.json and report.html, a single file with tables, plots and videos. The same
     command goes on where it was stopped; several processes share the prompts and seeds out.
     """
     from vmonarch.eval.evaluate import evaluate
@@ -100,7 +100,7 @@ def run_eval(arguments: argparse.Namespace) -> None:
 def add_calibrate(parser: argparse.ArgumentParser) -> None:
     add_sampling_arguments(parser, group="calibrate")
     add_options(parser, CalibrateConfig, "candidates", "every", "sensitivity", "refine", *_BUDGET)
-    about = "make another plan from this one, of all its candidates or of --candidates; nothing is sampled"
+    about = "make another plan from this one; nothing is sampled"
     parser.add_argument("--diagnosis", metavar="FILE", help=about)
     about = "where the plan goes with --diagnosis (default: plan.json beside)"
     parser.add_argument("--plan", metavar="FILE", help=about)
@@ -130,7 +130,7 @@ def run_calibrate(arguments: argparse.Namespace) -> None:
     made = calibrate(config, progress=not arguments.quiet)
     if not arguments.quiet:
         _tell(made.plan)
-    for name in ("report.html", "diagnosis.json", "plan.json"):
+    for name in ("diagnosis.json", "plan.json"):
         print(made.folder / name)
 
 
@@ -139,11 +139,11 @@ def _plan_again(arguments: argparse.Namespace) -> None:
     from vmonarch.eval.calibrate.planning import plan
     from vmonarch.eval.calibrate.run import read_diagnosis, warn_if_full
 
-    for name in ("prompts", "refine"):
+    for name in ("prompts", "candidates", "refine"):
         if getattr(arguments, name):
             raise InputError(name, "must not be given with --diagnosis, which runs no model")
     budget = build(Budget, {name: getattr(arguments, name) for name in _BUDGET})
-    made = plan(read_diagnosis(arguments.diagnosis, arguments.candidates), budget)
+    made = plan(read_diagnosis(arguments.diagnosis), budget)
     path = Path(arguments.plan or Path(arguments.diagnosis).with_name("plan.json")).expanduser()
     if path.exists():
         raise InputError("plan", f"{str(path)!r} exists; give another --plan")
@@ -166,8 +166,7 @@ def _tell(plan: AttentionPlan) -> None:
 
 
 def add_ui(parser: argparse.ArgumentParser) -> None:
-    models = "one or several to choose from: embedded (default), folders of pipelines, hub ids"
-    parser.add_argument("--model", dest="models", nargs="+", metavar="MODEL", help=models)
+    add_options(parser, SamplingConfig, "model")
     add_options(parser.add_argument_group("machine"), SamplingConfig, *MACHINE)
     server = parser.add_argument_group("server")
     server.add_argument("--output-dir", metavar="FOLDER", help="default: outputs/ui; the page shows all that is in it")
@@ -180,7 +179,7 @@ def run_ui(arguments: argparse.Namespace) -> None:
 
     examples:
       vmonarch ui
-      vmonarch ui --model Wan-AI/Wan2.1-T2V-1.3B-Diffusers embedded --offload model
+      vmonarch ui --model Wan-AI/Wan2.1-T2V-1.3B-Diffusers --offload model
       ssh -L 7860:localhost:7860 gpu-machine vmonarch ui        # then http://localhost:7860 here
 
     The page needs the extra ui: pip install 'vmonarch[ui]'. It has no password: whoever reaches it can use it.
@@ -190,7 +189,7 @@ def run_ui(arguments: argparse.Namespace) -> None:
     except ModuleNotFoundError as error:
         raise InputError("ui", f"needs {error.name}: pip install 'vmonarch[ui]'") from error
     hide_loading_bars()
-    studio = Studio(**given_options(arguments, "models", "output_dir", *MACHINE))
+    studio = Studio(**given_options(arguments, "model", "output_dir", *MACHINE))
     page, address = launch(studio, arguments.host, arguments.port)
     if not is_local(arguments.host):
         print(f"vmonarch ui: warning: whoever reaches {arguments.host} can use the page; no password", file=sys.stderr)

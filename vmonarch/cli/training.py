@@ -15,7 +15,7 @@ from vmonarch.pipelines.environment import DTYPES
 
 def add_preprocess(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("videos", nargs="*", help="folder of the videos; key=value overrides may stand here too")
-    parser.add_argument("--captions", metavar="FILE", help="JSON lines, or CSV (.csv): file_name and caption")
+    parser.add_argument("--captions", metavar="FILE", help="JSON lines: file_name and caption")
     parser.add_argument("--procedural", type=int, metavar="N", help="instead, N clips of the embedded model's shapes")
     add_options(parser, SamplingConfig, "model", "revision")
     parser.add_argument("--output", metavar="FOLDER", help="for shards and manifest (default: outputs/preprocess)")
@@ -27,13 +27,12 @@ def run_preprocess(arguments: argparse.Namespace) -> None:
 
     examples:
       vmonarch preprocess clips --captions clips/captions.jsonl --output data/clips
-      vmonarch preprocess clips --captions clips.csv --output data/wan --config wan2.1-1.3b rows_per_shard=16
+      vmonarch preprocess clips --captions wan.jsonl --output data/wan --config wan2.1-1.3b rows_per_shard=16
       vmonarch preprocess --procedural 256 --output data/shapes seed=1
 
-    Captions are JSON lines ({"file_name": "a.mp4", "caption": "…"}) or CSV with these columns. Without --captions there
-    is a text file beside each video, a.txt of a.mp4. The same command goes on where it was broken off. Bad videos are
-    listed in quarantine.jsonl; to try one again, take out its line. buckets=[480x832x81,832x480x81] makes clips of
-    several sizes.
+    Captions are JSON lines ({"file_name": "a.mp4", "caption": "…"}). Without --captions there is a text file beside
+    each video, a.txt of a.mp4. The same command goes on where it was broken off. Bad videos are listed in
+    quarantine.jsonl; to try one again, take out its line. buckets=[480x832x81,832x480x81] makes clips of several sizes.
     """
     from vmonarch.finetune.data.preprocess import PreprocessConfig, preprocess
 
