@@ -20,7 +20,7 @@ parser.add_argument("--output", default="star.mp4")
 options = parser.parse_args()
 
 pipe = diffusers.WanPipeline.from_pretrained(embedded_model_path())
-# The preset near-lossless: exact attention in 28 % of the steps renews what is added to VMonarch in the others.
+# The preset near-lossless: exact attention, where an error asks for it, renews what is added to VMonarch elsewhere.
 vmonarch.apply(pipe)
 video = pipe(
     options.prompt,

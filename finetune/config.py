@@ -175,6 +175,8 @@ class FinetuneConfig(Settings):
     def __post_init__(self) -> None:
         super().__post_init__()
         object.__setattr__(self, "attention", resolve_method(self.attention))
+        refresh = self.attention.options.get("refresh")
+        require(refresh is None, "attention.refresh", f"must be null, as residuals have no gradient, got {refresh}")
         require(
             self.data.path, "data.path", "is missing: a folder of parquet files, as `vmonarch preprocess` makes them"
         )

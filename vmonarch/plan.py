@@ -15,7 +15,7 @@ method for each head of each layer, for each transformer of the pipeline.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +55,9 @@ def parse_method(name: str, options: Any) -> Options | None:
         if options_of is None:
             known = ", ".join(each.op for each in _OPS)
             raise ValueError(f"plan: method {name!r} has the kind {op!r}; supported: {known}")
+        supported = [each.name for each in fields(options_of)]
+        if unknown := sorted(named.keys() - set(supported)):
+            raise ValueError(f"plan: method {name!r} has no option {unknown[0]!r}; known: {', '.join(supported)}")
         try:
             options = options_of(**named)
         except (TypeError, ValueError) as error:

@@ -396,6 +396,9 @@ def run_bench(
         InputError: an argument cannot be used.
     """
     started = time.monotonic()
+    for name, most in (("rounds", rounds), ("budget", budget)):
+        if not most > 0:
+            raise InputError(name, f"must be above 0, got {most}")
     on = check_device(device)
     if output is not None:
         check_output(output)

@@ -12,6 +12,7 @@ BAD = (
     ({"ema": 1.0}, r"ema must be in \[0, 1\), got 1.0"),
     ({"checkpoints": {"waive": ["model"]}}, "checkpoints.waive must be one of loader, random, got"),
     ({"attention": {"coarse": 0}}, "attention.coarse must be"),
+    ({"attention": "near-lossless"}, "attention.refresh must be null, as residuals have no gradient"),
     ({"lora": {"rank": 4, "targets": []}}, "lora.targets must name at least one layer"),
     ({"sequence_parallel_size": 2, "validation": {"videos_every": 5}}, "videos_every must be 0 with"),
     ({"validation": {"videos_every": 5}}, "validation.prompts must hold a prompt"),

@@ -235,7 +235,7 @@ def method(**options):
 
 BAD = {
     "unknown-method": (lambda: plan_of(["t9"]), "layer 0 of 'transformer' names methods that it has not: .'t9'"),
-    "unknown-option": (lambda: plan_of(["a"], methods={"a": {"iterations": 1}}), "'a': .* argument 'iterations'"),
+    "unknown-option": (lambda: plan_of(["a"], methods={"a": {"iterations": 1}}), "'a' has no option .*; known: num_it"),
     "unknown-kind": (method(kind="based"), "the kind 'based'; supported: vmonarch, t"),
     "bad-pattern": (method(exact={"band": -1}), "method 'a': exact must fit: ExactBlocks.band"),
     "no-format": (lambda: AttentionPlan.parse({"methods": {}, "layers": {}}), "format must be 'vmonarch-plan-1'"),
