@@ -53,8 +53,7 @@ class Branch:
         arriving: those that are on their way from the host.
         errors: of the layers in this call, squared: [2, B] each, as `renew_residual` measures them.
         group: of the ranks that each compute some heads; None where this process computes all.
-        lines: of the transformer's outputs, one for each evaluation in a step.
-        line: of this evaluation.
+        line: through the transformer's outputs.
         time: how far the noise has changed by now.
         foretold: whether the output of this call is predicted; None where the transformer's forward has not asked yet.
     """
@@ -66,7 +65,6 @@ class Branch:
     arriving: dict[Any, Arriving] = dataclasses.field(default_factory=dict)
     errors: list[torch.Tensor] = dataclasses.field(default_factory=list)
     group: Any = None
-    lines: dict[int, Line] = dataclasses.field(default_factory=dict)
     line: Line = dataclasses.field(default_factory=Line)
     time: float = 0.0
     foretold: bool | None = None
@@ -86,14 +84,14 @@ class Branch:
         tensors = (tensor for kept in self.residuals.values() for tensor in kept.residual if tensor is not None)
         return sum(tensor.nbytes for tensor in tensors)
 
-    def begin_call(self, step: int, time: float = 0.0, evaluation: int = 0) -> None:
+    def begin_call(self, step: int, time: float = 0.0) -> None:
         """A forward call begins in this step; what its first layer needs is on its way from the host then.
 
         Args:
-            time: how far the noise has changed by now. evaluation: of those in a step, which one it is.
+            time: how far the noise has changed by now.
         """
         self.schedule.enter(step)
-        self.time, self.line, self.foretold = time, self.lines.setdefault(evaluation, Line()), None
+        self.time, self.foretold = time, None
         self.calls.clear()
         self.arriving.clear()
         self.errors.clear()
@@ -143,7 +141,7 @@ class Branch:
         """Drop all residuals and outputs."""
         self.residuals.clear()
         self.arriving.clear()
-        self.lines, self.line = {}, Line()
+        self.line = Line()
 
     def layer_of(self, layer: Any, samples: int) -> Any:
         """What tells the residuals of a layer that attends now with so many samples from others.
@@ -265,16 +263,13 @@ class PipelineBranch(Branch):
         run: that it is in.
         conditioning: what the transformer is called with, without latents and timestep.
         versions: of the tensors in there, which tell of changes in place.
-        step, evaluation: of the latest call.
-        last: whether no other one follows.
+        step: of the latest call.
     """
 
     run: Run
     conditioning: Mapping[str, Any]
     versions: list[int]
     step: int = -1
-    evaluation: int = -1
-    last: bool = False
 
     def layers_on(self, device: torch.device) -> int:
         transformer = self.run.transformer()
@@ -297,7 +292,7 @@ class PipelineBranch(Branch):
 
     def is_of(self, step: DenoisingStep, transformer: torch.nn.Module, conditioning: Mapping[str, Any]) -> bool:
         """Whether a call is the next one of the branch."""
-        follows = self.run.is_of(step, transformer) and self.evaluation < step.evaluation
+        follows = self.run.is_of(step, transformer) and self.step < step.step
         unchanged = self.versions == versions_of(self.conditioning)
         return follows and unchanged and same_values(self.conditioning, conditioning)
 
@@ -360,11 +355,8 @@ class ResidualSharing:
                     versions=versions_of(conditioning),
                 )
                 self._branches.append(branch)
-            branch.step, branch.evaluation, branch.last = step.step, step.evaluation, step.last
-            # The second evaluation of a step of order 2 is where the next step begins.
-            evaluation, times = step.evaluation % step.order, branch.schedule.times
-            time = times[min(step.step + evaluation, step.steps - 1)] if times else 0.0
-            branch.begin_call(step.step, time, evaluation)
+            branch.step, times = step.step, branch.schedule.times
+            branch.begin_call(step.step, times[step.step] if times else 0.0)
         return branch
 
     def _run(self, step: DenoisingStep, transformer: torch.nn.Module) -> Run:
@@ -375,7 +367,7 @@ class ResidualSharing:
         over = lambda run: run.timesteps() is not step.timesteps and run.pipeline() in (None, step.pipeline)
         self.runs = [run for run in self.runs if not over(run)]
         # To read them is to wait for the GPU.
-        times = noise_changes(step.timesteps[step.first :: step.order].tolist()) if self.refresh.decides else ()
+        times = noise_changes(step.timesteps[step.first :].tolist()) if self.refresh.decides else ()
         spent = sum(len(run.schedule.exact) for run in self.runs if run.timesteps() is step.timesteps)
         schedule = Schedule(self.refresh, step.steps, times, spent)
         run = Run(schedule, weakref.ref(step.timesteps), weakref.ref(step.pipeline), weakref.ref(transformer))
@@ -389,7 +381,7 @@ class ResidualSharing:
             with self._lock:
                 kept = sum(other.residual_bytes for other in self._branches if other.run is branch.run)
             branch.run.residual_bytes = max(branch.run.residual_bytes, kept)
-        if not branch.last:
+        if branch.step < branch.schedule.steps - 1:
             return
         self._drop(lambda other: other is branch)
         if branch.schedule.held and all(other.run is not branch.run for other in self._branches):

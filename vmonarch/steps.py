@@ -42,27 +42,21 @@ def running_pipeline(transformer: torch.nn.Module | None) -> Any:
 class DenoisingStep(NamedTuple):
     """Where a denoising loop is.
 
-    Of a video-to-video pipeline that starts inside the schedule these are the steps that run; an evaluation of a
-    scheduler of order 2 is half a step.
+    Of a video-to-video pipeline that starts inside the schedule these are the steps that run. A step is an evaluation of
+    the model: a scheduler of order 2 has nearly twice as many as the user asked for.
 
     Args:
         step: which it is, from 0.
         steps: how many there are.
-        evaluation: of the model, from 0; a scheduler of order 2 has two of them in a step.
-        last: whether there is no evaluation after it.
         timesteps: of the scheduler; a pipeline makes another tensor for every loop.
         first: of them, the one that the loop begins with.
-        order: evaluations in a step.
         pipeline: which runs the loop.
     """
 
     step: int
     steps: int
-    evaluation: int
-    last: bool
     timesteps: torch.Tensor
     first: int
-    order: int
     pipeline: Any
 
 
@@ -90,7 +84,7 @@ def denoising_step(transformer: torch.nn.Module | None, timestep: Any, needed_by
             f" pipeline that has it, in the same thread, or {instead}"
         )
     scheduler = pipe.scheduler
-    timesteps, order = getattr(scheduler, "timesteps", None), getattr(scheduler, "order", 1)
+    timesteps = getattr(scheduler, "timesteps", None)
     if isinstance(timesteps, torch.Tensor):
         # A pipeline that starts inside the schedule goes through the last of the timesteps. Not all tell how many.
         run = min(getattr(pipe, "_num_timesteps", None) or len(timesteps), len(timesteps))
@@ -106,9 +100,7 @@ def denoising_step(transformer: torch.nn.Module | None, timestep: Any, needed_by
             # It counts from its first step on.
             place = skipped if scheduler.step_index is None else scheduler.step_index
         if place is not None and skipped <= place < len(timesteps):
-            evaluation = place - skipped
-            steps, last = -(-run // order), evaluation == run - 1
-            return DenoisingStep(evaluation // order, steps, evaluation, last, timesteps, skipped, order, pipe)
+            return DenoisingStep(place - skipped, run, timesteps, skipped, pipe)
     raise RuntimeError(
         f"{needed_by} needs the denoising step, but {type(scheduler).__name__}, the scheduler of {type(pipe).__name__},"
         " does not tell it here: the pipeline goes through other timesteps than its scheduler's, or another has begun"
