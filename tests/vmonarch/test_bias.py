@@ -1,18 +1,11 @@
-"""Factors of biases: their products are the bias, exactly, to the energy asked for, or as well as networks learn it."""
+"""Factors of biases: their products are the bias, exactly or to the energy asked for."""
 
 import pytest
 import torch
 from op_checks import refuses
 
 from vmonarch import flash_bias_attention
-from vmonarch.bias import (
-    SpatioTemporalDecay,
-    alibi_factors,
-    alibi_slopes,
-    distance_factors,
-    low_rank_bias_attention,
-    svd_factors,
-)
+from vmonarch.bias import SpatioTemporalDecay, alibi_factors, alibi_slopes, distance_factors, svd_factors
 
 
 def product(factors):
@@ -73,37 +66,20 @@ def test_distances_are_squared_and_weighted(C, weights):
         assert gradient.shape == weight.shape and gradient.abs().max() > 0
 
 
-def low_and_high_rank():
-    """A bias of rank 1, 2, 3, …, but of full rank in the last head."""
-    bias = torch.stack([randn(30, n + 1, seed=n) @ randn(n + 1, 40, seed=n + 50) for n in range(5)])
-    bias[-1] = randn(30, 40, seed=99)
-    return bias
-
-
 def test_svd_keeps_the_energy_that_was_asked_for():
-    bias = low_and_high_rank()
-    found = svd_factors(bias, energy=0.995, max_rank=8)
-    assert found.low_rank_heads == (0, 1, 2, 3) and found.dense_heads == (4,)
-    assert found.query_factor.shape[3] == 8
-    assert (product((found.query_factor, found.key_factor)) - bias[:4]).abs().max() < 1e-5
-    assert torch.equal(found.dense[0], bias[4])
-    coarse = svd_factors(bias[4:], energy=0.5, max_rank=20)
-    kept = product((coarse.query_factor, coarse.key_factor)).square().sum() / bias[4].double().square().sum()
-    squares = torch.linalg.svdvals(bias[4].double()).square()
+    # Of rank 1, 2, 3 and 4.
+    bias = torch.stack([randn(30, n + 1, seed=n) @ randn(n + 1, 40, seed=n + 50) for n in range(4)])
+    factors = svd_factors(bias, energy=0.995)
+    assert [x.shape for x in factors] == [(1, 30, 4, 8), (1, 40, 4, 8)]
+    assert (product(factors) - bias).abs().max() < 1e-5
+    # One column more than there are singular values; and a bias of zeros.
+    assert (product(svd_factors(randn(1, 7, 40), energy=1.0)) - randn(1, 7, 40)).abs().max() < 1e-5
+    assert not product(svd_factors(torch.zeros(1, 3, 4))).any()
+    full = randn(1, 30, 40, seed=99)
+    kept = product(svd_factors(full, energy=0.5)).square().sum() / full.double().square().sum()
+    squares = torch.linalg.svdvals(full[0].double()).square()
     needed = int((squares.cumsum(0) / squares.sum() < 0.5).sum()) + 1
-    assert 0.5 <= kept < 0.9 and coarse.query_factor.shape[3] == -(-needed // 8) * 8
-
-
-@pytest.mark.parametrize("heads", [[0, 1, 2, 3, 4], [0, 1], [4]], ids=["both-kinds", "low", "high"])
-def test_heads_of_low_and_high_rank_attend_side_by_side(heads):
-    bias = low_and_high_rank()[heads]
-    H = len(heads)
-    q, k, v = randn(2, 30, H, 8), randn(2, 40, H, 8, seed=1), randn(2, 40, H, 6, seed=2)
-    out = low_rank_bias_attention(q, k, v, svd_factors(bias, energy=1.0, max_rank=8))
-    expected = torch.nn.functional.scaled_dot_product_attention(
-        *(x.transpose(1, 2).double() for x in (q, k, v)), attn_mask=bias.double()[None]
-    ).transpose(1, 2)
-    torch.testing.assert_close(out.double(), expected, rtol=0, atol=2e-5)
+    assert 0.5 <= kept < 0.9 and svd_factors(full, energy=0.5)[0].shape[3] == -(-needed // 8) * 8
 
 
 BAD = {
@@ -112,9 +88,6 @@ BAD = {
     "coordinates": (lambda: distance_factors(torch.ones(3, 2), torch.ones(3, 1)), "key_points must have as many coord"),
     "reach": (lambda: SpatioTemporalDecay(2, reach=(1.0, 0.0, 1.0)), "reach must be three numbers above 0"),
     "bias": (lambda: svd_factors(torch.ones(3, 3)), r"bias must be a tensor \[H, Sq, Sk\]"),
-    "other-lengths": (
-        lambda: low_rank_bias_attention(*[torch.ones(1, 4, 1, 2)] * 3, svd_factors(torch.ones(1, 3, 3))),
-        "bias must be of 1 heads, 4 queries and 4 keys, got 1, 3 and 3"),
 }  # fmt: skip
 
 

@@ -1,7 +1,7 @@
-"""Biases that are low-rank products exactly (FlashBias, Examples 3.4 and 3.5).
+"""Factors of biases: of some exactly (FlashBias, Examples 3.4 and 3.5), of any matrix by its singular values (§3.2).
 
-Factors are float32: positions and squared distances are sums of large terms that cancel, of which 16 bit would keep
-nothing. Shapes: Sq queries, Sk keys, H heads, C coordinates, R rank; factors are [1, S, H or 1, R].
+Exact factors are float32: positions and squared distances are sums of large terms that cancel, of which 16 bit would
+keep nothing. Shapes: Sq queries, Sk keys, H heads, C coordinates, R rank; factors are [1, S, H or 1, R].
 """
 
 from __future__ import annotations
@@ -110,6 +110,40 @@ def _weights(name: str, weight: torch.Tensor | float, queries: int | None, coord
         shapes = f"a number, [H], [{queries} or 1, H] or [{queries} or 1, H, {coordinates}]"
         raise ValueError(f"{name} must be {shapes}, got shape {tuple(weight.shape)}")  # type: ignore[union-attr]
     return tensor
+
+
+def svd_factors(bias: torch.Tensor, *, energy: float = 0.99) -> tuple[torch.Tensor, torch.Tensor]:
+    """Factors of a bias that is given as a matrix, by its singular values.
+
+    All heads have the rank R of the one that needs most, a multiple of 8. Above half of min(Sq, Sk) that saves nothing.
+
+    Args:
+        bias: [H, Sq, Sk]; it is decomposed in float64 and has no gradient.
+        energy: share of Σσ² that every head keeps, above 0 and at most 1 (the paper uses 0.95, 0.99 and 0.995).
+
+    Returns:
+        (φq [1, Sq, H, R], φk [1, Sk, H, R]), of the dtype of the bias.
+
+    Raises:
+        ValueError: an argument is not as described; the message names it.
+
+    Source: FlashBias, §3.2 and Appendix D.
+    """
+    if not isinstance(bias, torch.Tensor) or bias.ndim != 3 or 0 in bias.shape:
+        got = tuple(bias.shape) if isinstance(bias, torch.Tensor) else type(bias).__name__
+        raise ValueError(f"bias must be a tensor [H, Sq, Sk], got {got}")
+    if not isinstance(energy, (int, float)) or not 0 < energy <= 1:
+        raise ValueError(f"energy must be above 0 and at most 1, got {energy!r}")
+    U, sigma, Vh = torch.linalg.svd(bias.detach().double(), full_matrices=False)
+    kept = sigma.square().cumsum(-1)
+    # Not quite 1: the last of the sums may miss it by rounding.
+    needed = (kept < min(energy, 1 - 1e-12) * kept[:, -1:]).sum(-1) + 1
+    R = -(-int(needed.max()) // 8) * 8
+    root = sigma[:, None, :R].sqrt()
+    missing = R - root.shape[2]
+    factors = (torch.nn.functional.pad(x[..., :R] * root, (0, max(missing, 0))) for x in (U, Vh.mT))
+    query_factor, key_factor = (x.transpose(0, 1)[None].to(bias.dtype).contiguous() for x in factors)
+    return query_factor, key_factor
 
 
 class SpatioTemporalDecay(torch.nn.Module):
