@@ -42,8 +42,8 @@ def running_pipeline(transformer: torch.nn.Module | None) -> Any:
 class DenoisingStep(NamedTuple):
     """Where a denoising loop is.
 
-    Of a video-to-video pipeline that starts inside the schedule these are the steps that run. A step is an evaluation of
-    the model: a scheduler of order 2 has nearly twice as many as the user asked for.
+    Of a video-to-video pipeline that starts inside the schedule these are the steps that run. A step is one evaluation
+    of the model: a scheduler of order 2 has nearly twice as many as the user asked for.
 
     Args:
         step: which it is, from 0.
