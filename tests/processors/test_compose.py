@@ -15,22 +15,6 @@ import vmonarch
 from vmonarch import ExactBlocks, VMonarchProcessor
 
 
-@pytest.mark.parametrize("when", ["before", "after"])
-def test_fused_projections(tiny, when):
-    model = tiny.transformer()
-    stock = tiny.run(model)
-    with vmonarch.apply(model, VMonarchProcessor()):
-        expected = tiny.run(model)
-    steps = [model.fuse_qkv_projections, lambda: vmonarch.apply(model, VMonarchProcessor())]
-    for step in steps if when == "before" else reversed(steps):
-        step()
-    assert hasattr(model.blocks[0].attn1, "to_qkv")
-    model.blocks[0].attn1.to_q.weight.data.zero_()  # no longer used
-    torch.testing.assert_close(tiny.run(model), expected, rtol=1e-5, atol=1e-6)
-    vmonarch.restore(model)
-    torch.testing.assert_close(tiny.run(model), stock, rtol=1e-5, atol=1e-6)
-
-
 def test_weighted_lora_adapters_of_either_transformer(tiny, tmp_path):
     """With all blocks exact ours is the stock processor, whatever LoRA makes of the projections."""
     save_lora(tiny, tmp_path)
