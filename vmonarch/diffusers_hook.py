@@ -112,8 +112,17 @@ def _change_models(module: ModuleType) -> None:
         ):
             # diffusers fuses projections, or unfuses them: what is applied stays.
             spec = record.processor if record is not None and is_applied(self) else None
-        elif any(known not in bound for known in ours) or (ours and not several):
-            spec = _spec_of(ours, several)
+            stock = lambda known: known.original if _is_ours(known) else known
+            own(self, {name: stock(known) for name, known in processor.items()} if several else processor)
+            if spec is not None:
+                apply(self, spec)
+        elif ours and not several:
+            apply(self, _spec_of(processor))
+        elif any(known not in bound for known in ours):
+            raise ValueError(
+                "processor must not be a dictionary with processors of vmonarch: pass one of them, which serves all"
+                " layers but its dense_layers, or a plan, which gives every layer options of its own"
+            )
         else:
             if record is not None and any(known not in given for known in bound):
                 check_restorable(self)
@@ -121,28 +130,14 @@ def _change_models(module: ModuleType) -> None:
                     name = type(processor).__name__
                     raise ValueError(f"set_attn_processor({name}) would lose what a BasedProcessor has learnt: {KEEP}")
             own(self, processor)
-            return
-        if several:
-            own(self, {name: known.original if _is_ours(known) else known for name, known in processor.items()})
-        elif not ours:
-            own(self, processor)
-        if spec is not None:
-            apply(self, spec)
 
     vars(set_on_model)["_takes_ours"] = True
     mixin.set_attn_processor = set_on_model
 
 
-def _spec_of(ours: list[Any], several: bool) -> Any:
-    """The processor to apply to a transformer that is given these of ours, of which layers may have one each."""
-    # Those that `dense_layers` keep have one of their own.
-    specs = {getattr(known, "spec", known) for known in ours if not (several and getattr(known, "kept", False))}
-    spec: Any = next(iter(specs), None)
-    if len(specs) != 1 or (several and (spec in ours or spec.LEARNS)):
-        raise ValueError(
-            "processor must not be a dictionary with processors of vmonarch: pass one of them, which serves all"
-            " layers but its dense_layers, or a plan, which gives every layer options of its own"
-        )
+def _spec_of(processor: Any) -> Any:
+    """The processor to apply to a transformer that is given this one of ours, bound or not."""
+    spec = getattr(processor, "spec", processor)
     plan = getattr(spec, "plan", None)
     if plan is not None and len(plan.layers) > 1:
         raise ValueError(
