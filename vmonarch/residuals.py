@@ -18,13 +18,13 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
 import torch
+from torch.utils import _pytree as pytree
 
 from vmonarch.host_memory import Arriving, HostMemory, host_memory
 from vmonarch.kernels.residual.api import DTYPES, attention_residual, renew_residual, residual_bytes
 from vmonarch.kernels.residual.reference import Residual
-from vmonarch.refresh import Refresh, Schedule
+from vmonarch.refresh import Line, Refresh, Schedule, tensors_in
 from vmonarch.steps import DenoisingStep, denoising_step, noise_changes
-from vmonarch.values import Line, same_values, versions_of
 
 # What errors tell to use in its place, by the name of a preset too: "near-lossless" is the default.
 NO_REFRESH = 'use refresh=None, or the preset "vmonarch", which has none'
@@ -401,6 +401,28 @@ class ResidualSharing:
             for branch in filter(over, self._branches):
                 branch.free()
             self._branches = [branch for branch in self._branches if not over(branch)]
+
+
+def versions_of(arguments: Mapping[str, Any]) -> list[int]:
+    """Of the tensors in there, which tell of changes in place."""
+    # What inference mode has made has no version.
+    return [0 if tensor.is_inference() else tensor._version for tensor in tensors_in(arguments)]
+
+
+def same_values(expected: Any, given: Any) -> bool:
+    """Whether two values have the same form and equal leaves; tensors that are not the same object are read."""
+    (leaves, form), (others, other_form) = pytree.tree_flatten(expected), pytree.tree_flatten(given)
+    return form == other_form and all(map(_same, leaves, others))
+
+
+def _same(expected: Any, given: Any) -> bool:
+    if expected is given:
+        return True
+    tensors = [isinstance(x, torch.Tensor) for x in (expected, given)]
+    if not any(tensors):
+        return bool(expected == given)
+    facts = lambda x: (x.shape, x.dtype, x.device)
+    return all(tensors) and facts(expected) == facts(given) and torch.equal(expected, given)
 
 
 def _sharing_layers(transformer: torch.nn.Module) -> list[torch.nn.Module]:

@@ -33,7 +33,7 @@ from vmonarch.families import known_family
 from vmonarch.grid import LatentGrid
 from vmonarch.installation import own_processors
 from vmonarch.kernels.residual.api import add_residual, attention_residual
-from vmonarch.values import same_values
+from vmonarch.residuals import same_values
 
 EVERYTHING = ExactBlocks(band=100)
 each_family = pytest.mark.parametrize("name", FAMILIES)
