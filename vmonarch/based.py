@@ -1,4 +1,4 @@
-"""Based for video transformers: linear attention, attention in windows and short convolutions, with what they learn.
+"""Based for video transformers: linear attention and attention in windows, with what they learn.
 
 Shapes: B batch, S = T·H·W tokens, H heads, D head dim, d' feature dim, C = heads·D channels.
 """
@@ -17,21 +17,18 @@ from vmonarch.attend import Attend, Result
 from vmonarch.base import Layer, VideoAttentionProcessor
 from vmonarch.call import Call
 from vmonarch.context_parallel import Part
-from vmonarch.grid import LatentGrid
 from vmonarch.kernels.merge.api import merge_partials
 from vmonarch.kernels.taylor.api import taylor_attention
 from vmonarch.kernels.taylor.reference import FEATURE_MAPS
 from vmonarch.kernels.window.api import check_window, window_attention
 from vmonarch.options import has_options
-from vmonarch.own import Own, Rotary
+from vmonarch.own import Own
 from vmonarch.validation import check_flag, check_positive_integer
 
-# The paper's filters are 3 wide (Table 7); here along frames, rows and columns.
-FILTER = (3, 3, 3)
 # Latent frames over which the linear part's keys lose a factor e at first.
 FIRST_REACH = 16.0
 # What a layer may compute.
-LAYERS = ("linear", "window", "both", "conv", "full")
+LAYERS = ("linear", "window", "both", "full")
 
 
 def resolve_layers(layers: str | Sequence[str], blocks: int) -> tuple[str, ...]:
@@ -40,17 +37,6 @@ def resolve_layers(layers: str | Sequence[str], blocks: int) -> tuple[str, ...]:
     Raises:
         ValueError: the layout does not fit the number of blocks.
     """
-    if layers == "based":
-        if blocks < 2:
-            raise ValueError(
-                f"layers='based' needs at least 2 transformer blocks, one linear and one window, got {blocks}"
-            )
-        share = max(1, round(blocks / 5))
-        found = ["conv"] * blocks
-        for n in range(share):
-            found[int((n + 0.25) * blocks / share)] = "linear"
-            found[int((n + 0.75) * blocks / share)] = "window"
-        return tuple(found)
     if isinstance(layers, str):
         return (layers,) * blocks
     if len(layers) != blocks:
@@ -73,8 +59,8 @@ class BasedOptions:
     decay: bool = False
 
     def __post_init__(self) -> None:
-        supported = f"based, one of {', '.join(LAYERS)}, or a list of these with one entry for each transformer block"
-        if isinstance(self.layers, str) and self.layers not in ("based", *LAYERS):
+        supported = f"one of {', '.join(LAYERS)}, or a list of these with one entry for each transformer block"
+        if isinstance(self.layers, str) and self.layers not in LAYERS:
             raise ValueError(f"layers must be {supported}, got {self.layers!r}")
         if not isinstance(self.layers, str):
             if not isinstance(self.layers, Sequence):
@@ -158,27 +144,6 @@ def frame_decay(log_rate: torch.Tensor, frames: int) -> torch.Tensor:
     return torch.exp(-rate[:, None, None] * (time[:, None] - time).abs())
 
 
-class ShortConvolution(torch.nn.Module):
-    """A filter of its own for every channel, over 3 frames, rows and columns; at first it changes nothing."""
-
-    def __init__(self, channels: int, like: torch.Tensor) -> None:
-        super().__init__()
-        weight = torch.zeros(channels, 1, *FILTER)
-        weight[..., FILTER[0] // 2, FILTER[1] // 2, FILTER[2] // 2] = 1.0
-        self.weight = torch.nn.Parameter(weight.to(like))
-
-    def forward(self, hidden_states: torch.Tensor, grid: LatentGrid, channels: Part | None = None) -> torch.Tensor:
-        """[B, S, C] -> [B, S, C]; what lies beyond the video counts as 0.
-
-        Args:
-            channels: which of the channels these are; None for all.
-        """
-        video = hidden_states.unflatten(1, tuple(grid)).movedim(-1, 1)  # [B, C, T, H, W]
-        weight = (self.weight if channels is None else channels.of(self.weight, 0)).to(video.dtype)
-        padding = tuple(size // 2 for size in FILTER)
-        return torch.nn.functional.conv3d(video, weight, padding=padding, groups=len(weight)).flatten(2).mT
-
-
 @has_options(BasedOptions, without=("refresh",))
 class BasedProcessor(VideoAttentionProcessor):
     """Based for every Wan-family transformer in diffusers: attention linear in the tokens, to be finetuned.
@@ -191,22 +156,18 @@ class BasedProcessor(VideoAttentionProcessor):
         "window"  exact softmax attention to a neighbourhood; nothing is learnt
         "both"    these two, joined as parts of one softmax by their partition functions, the linear part with a learnt
                   weight per head; keys of the neighbourhood count in both
-        "conv"    the short gated convolution (u·W₁ + b₁) ⊙ SiLU((h∗u)·W₂ + b₂)·W₃ + b₃ with the module's own to_v,
-                  to_q and to_out as W₁, W₂ and W₃, and a learnt filter h of 3 × 3 × 3 for every channel
         "full"    the module's own exact attention
 
     Training starts from the pretrained attention as far as few features can hold it. Query and key share a projection
     P with random orthonormal rows, times (D/d')^¼: since E[PᵀP] = √(d'/D)·I then, the logits q·PᵀP·k/√d' are q·k/√D on
     average. (Of two independent projections the average would be 0.) Layers and heads have independent ones, whose
     errors do not add up, the same in every process. With log-weight 0 the linear part counts for what it estimates,
-    the softmax over all keys. Filters begin as identity; a convolution is nevertheless far from attention at first.
+    the softmax over all keys.
 
     Args:
-        layers: what the layers compute: one of the names above for all; a list of them, one for each transformer
-            block; or "based", the paper's mixture: of L blocks K = max(1, round(L/5)) are "linear", namely
-            ⌊(n + ¼)·L/K⌋ for n < K, as many "window", ⌊(n + ¾)·L/K⌋, and the others "conv" (of 30 blocks 1, 6, … 26 are
-            linear and 3, 8, … 28 windows). The default "both" is the closest to the attention that a pretrained model
-            knows, hence the one to adapt such a model to. VACE's control blocks follow the block that they feed.
+        layers: what the layers compute: one of the names above for all, or a list of them, one for each transformer
+            block. The default "both" is the closest to the attention that a pretrained model knows. VACE's control
+            blocks follow the block that they feed.
         feature_dim: d', at most the head dimension.
         feature_map: of the linear part; see `taylor_attention`.
         window: (frames, rows, columns) of the neighbourhood, the query in the middle.
@@ -218,8 +179,8 @@ class BasedProcessor(VideoAttentionProcessor):
     Raises:
         TypeError, ValueError: an option has an unsupported value.
 
-    Source: Based, §4 (linear attention and windows), Appendix C (convolution, Eq. 7, and decay) and Table 7 (the
-        mixture). The joint softmax, the neighbourhood, the filter in three dimensions and the initialisation are ours.
+    Source: Based, §4 (linear attention and windows) and Appendix C (decay). The joint softmax, the neighbourhood and
+        the initialisation are ours.
     """
 
     LEARNS = True
@@ -304,29 +265,8 @@ class BasedLayer(LearningLayer):
                 "pipe_or_transformer has weights on the meta device: load them, and apply before offloading"
             )
         linear = LinearPart(spec, layer, computes == "both", like) if computes in ("linear", "both") else None
-        # Of a convolution it is not asked.
         attend: Attend = Window(spec.options.window, spec.implementation)
         if linear is not None:
             attend = Merged(attend, Linear(linear)) if computes == "both" else Linear(linear)
         super().__init__(spec, attend, original)
-        self.computes, self.linear = computes, linear
-        self.convolution = ShortConvolution(attn.to_q.in_features, like) if computes == "conv" else None
-
-    def __repr__(self) -> str:
-        return super().__repr__() if self.convolution is None else f"{type(self).__name__}\n  ShortConvolution()"
-
-    def mix(self, attn: Any, hidden_states: torch.Tensor, rotary_emb: Rotary, call: Call) -> torch.Tensor:
-        if self.convolution is None:
-            return super().mix(attn, hidden_states, rotary_emb, call)
-        if (split := call.split) is None:
-            filtered = self.convolution(hidden_states, call.grid)
-        else:
-            # Filters reach tokens of other ranks, but no other channels.
-            channels = split.share(hidden_states.shape[2])
-            (video,) = split.gather_tokens(hidden_states)
-            filtered = split.gather_heads(self.convolution(video, call.grid, channels), channels.total)
-        if attn.fused_projections:
-            value, gate = attn.to_qkv(hidden_states).chunk(3, dim=-1)[2], attn.to_qkv(filtered).chunk(3, dim=-1)[0]
-        else:
-            value, gate = attn.to_v(hidden_states), attn.to_q(filtered)
-        return value * torch.nn.functional.silu(gate)
+        self.linear = linear

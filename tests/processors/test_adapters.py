@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 import vmonarch
 from vmonarch import BasedProcessor, load_adapter, save_adapter
 
-LAYERS = ["both", "conv"]
+LAYERS = ["both", "window"]
 WEIGHT = "transformer.blocks.0.attn1.processor.linear.key_weight"
 LORA = "transformer.blocks.1.attn1.to_q.lora_B.weight"
 

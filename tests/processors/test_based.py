@@ -9,12 +9,11 @@ import pickle
 import diffusers
 import pytest
 import torch
-import torch.nn.functional as F
 
 import vmonarch
 from vmonarch import BasedProcessor, VMonarchProcessor, taylor_attention, window_attention
-from vmonarch.based import frame_decay, initial_projection, resolve_layers
-from vmonarch.call import Call, running
+from vmonarch.based import frame_decay, initial_projection
+from vmonarch.call import Call
 
 EVERYTHING = (9, 7, 13)  # over every grid below
 GRIDS = [(1, 1, 1), (1, 3, 5), (5, 1, 7), (3, 2, 3)]
@@ -75,29 +74,6 @@ def test_attention_layers_are_what_their_parts_give(tiny, layers, decay, grid):
     torch.testing.assert_close(actual, (numerator / total).transpose(1, 2), rtol=1e-6, atol=1e-7)
 
 
-@pytest.mark.parametrize("fused", [False, True], ids=["separate", "fused"])
-@pytest.mark.parametrize("grid", GRIDS, ids=str)
-def test_convolution_layers_follow_the_papers_formula(tiny, grid, fused, monkeypatch):
-    model = randomise(applied(tiny, layers="conv").double())
-    attn = model.blocks[0].attn1
-    T, Y, X = grid
-    u = torch.randn(2, T, Y, X, 24, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
-    filters = attn.processor.convolution.weight[:, 0]  # [C, 3, 3, 3]
-    filtered = torch.zeros_like(u)
-    padded = F.pad(u, (0, 0, 1, 1, 1, 1, 1, 1))
-    for t in range(3):
-        for y in range(3):
-            for x in range(3):
-                filtered += filters[:, t, y, x] * padded[:, t : t + T, y : y + Y, x : x + X]
-    gate = filtered.flatten(1, 3) @ attn.to_q.weight.T + attn.to_q.bias
-    value = u.flatten(1, 3) @ attn.to_v.weight.T + attn.to_v.bias
-    expected = (value * gate * torch.sigmoid(gate)) @ attn.to_out[0].weight.T + attn.to_out[0].bias
-    if fused:
-        attn.fuse_projections()
-    monkeypatch.setitem(running.now, "call", Call(vmonarch.LatentGrid(*grid)))
-    torch.testing.assert_close(attn(u.flatten(1, 3)), expected)
-
-
 def test_a_fast_decay_leaves_a_frame_to_itself():
     weights = frame_decay(torch.tensor([-100.0, 0.0, 5.0]), 4)
     distance = (torch.arange(4)[:, None] - torch.arange(4)).abs()
@@ -123,19 +99,6 @@ def test_log_weights_turn_the_linear_part_off_and_the_window_down(tiny):
     torch.testing.assert_close(tiny.run(model), tiny.run(linear), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize(("blocks", "share"), [(27, 5), (36, 7), (30, 6), (6, 1), (2, 1), (40, 8)])
-def test_the_papers_mixture(blocks, share):
-    kinds = resolve_layers("based", blocks)
-    assert [kinds.count(kind) for kind in ("linear", "window", "conv")] == [share, share, blocks - 2 * share]
-    if blocks == 30:
-        assert [n for n, kind in enumerate(kinds) if kind == "linear"] == [1, 6, 11, 16, 21, 26]
-        assert [n for n, kind in enumerate(kinds) if kind == "window"] == [3, 8, 13, 18, 23, 28]
-    # Spread over depth: neither kind is missing from a half.
-    if share > 1:
-        for half in (kinds[: blocks // 2], kinds[blocks // 2 :]):
-            assert {"linear", "window", "conv"} == set(half)
-
-
 def test_logits_are_right_on_average_at_first():
     heads, D, features = 20_000, 24, 8
     projection = initial_projection(0, heads, D, features)
@@ -148,7 +111,7 @@ def test_logits_are_right_on_average_at_first():
 
 @pytest.mark.parametrize("way", ["deepcopy", "pickle"])
 def test_copies_have_parameters_of_their_own(tiny, way):
-    model = randomise(applied(tiny, layers=["both", "conv"]))
+    model = randomise(applied(tiny, layers=["both", "window"]))
     expected = tiny.run(model)
     twin = copy.deepcopy(model) if way == "deepcopy" else pickle.loads(pickle.dumps(model))
     assert torch.equal(tiny.run(twin), expected)
@@ -160,7 +123,7 @@ def test_copies_have_parameters_of_their_own(tiny, way):
     assert learnt(model) and not learnt(twin)
 
 
-@pytest.mark.parametrize("layers", ["linear", "both", "conv"])
+@pytest.mark.parametrize("layers", ["linear", "both"])
 def test_autocast_keeps_the_sums_in_float32(tiny, monkeypatch, layers):
     model = applied(tiny, layers=layers)
     seen = []
@@ -176,7 +139,7 @@ def test_autocast_keeps_the_sums_in_float32(tiny, monkeypatch, layers):
     with torch.autocast("cpu", torch.bfloat16):
         actual = tiny.run(model)
     torch.testing.assert_close(actual.float(), expected, rtol=0.05, atol=0.05)
-    assert seen == ([] if layers == "conv" else [(torch.bfloat16, False)] * 2)
+    assert seen == [(torch.bfloat16, False)] * 2
 
 
 REPLACED = {
@@ -205,13 +168,11 @@ def test_what_was_learnt_is_not_replaced_unasked(tiny, way):
     [
         ({"feature_dim": 13}, "feature_dim=13, but heads have only 12 dimensions"),
         ({"layers": ["both"] * 3}, "layers has 3 entries, but there are 2 transformer blocks"),
-        ({"layers": "based", "num_layers": 1}, "layers='based' needs at least 2 transformer blocks"),
     ],
-    ids=["feature_dim", "layers", "mixture"],
+    ids=["feature_dim", "layers"],
 )
 def test_options_that_do_not_fit_the_transformer_change_nothing(tiny, options, message):
-    options = dict(options)
-    model = tiny.transformer(num_layers=options.pop("num_layers", 2))
+    model = tiny.transformer()
     before, names = tiny.run(model), set(model.state_dict())
     with pytest.raises(ValueError, match=message):
         vmonarch.apply(model, based(**options))

@@ -132,9 +132,9 @@ def test_options_do_not_change_and_no_others_are_set():
 
 def test_what_a_layer_prints_is_what_it_computes(tiny):
     model = tiny.transformer()
-    vmonarch.apply(model, BasedProcessor(layers=["conv", "window"]))
+    vmonarch.apply(model, BasedProcessor(layers=["both", "window"], feature_dim=8))
     shown = [repr(block.attn1.processor).split()[1] for block in model.blocks]
-    assert shown[0] == "ShortConvolution()" and shown[1].startswith("Window(")
+    assert shown[0] == "Merged()" and shown[1].startswith("Window(")
     decay = SpatioTemporalDecay(2)
     model = tiny.transformer()
     vmonarch.apply(model, VMonarchProcessor(bias=decay))

@@ -97,7 +97,7 @@ PROCESSORS = {
     "vmonarch-bias": lambda heads: VMonarch(bias=decay_of(heads)),
     "flash-bias": lambda heads: FlashBiasProcessor(decay_of(heads)),
     "based": lambda heads: BasedProcessor(feature_dim=4, decay=True),
-    "based-mixed": lambda heads: BasedProcessor(layers=["linear", "conv", "window"], feature_dim=4),
+    "based-mixed": lambda heads: BasedProcessor(layers=["linear", "both", "window"], feature_dim=4),
     "plan": lambda heads: VMonarch(plan=plan_of(heads)),
     "full": lambda heads: FullAttentionProcessor(),
 }

@@ -85,7 +85,7 @@ OF_PROCESSORS = {
         "refresh.precision must be None with a bias, got 'int8'"),
 }  # fmt: skip
 OF_BASED = {
-    "layers-name": ({"layers": "linaer"}, ValueError, "layers must be based, one of linear, window"),
+    "layers-name": ({"layers": "linaer"}, ValueError, "layers must be one of linear, window"),
     "layers-entry": ({"layers": ["both", "based"]}, ValueError, r"layers\[1\] must be one of .* got 'based'"),
     "feature-map": ({"feature_map": "exp"}, ValueError, "feature_map must be one of taylor"),
     "window": ({"window": 3}, TypeError, "window must be three integers"),
