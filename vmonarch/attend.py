@@ -28,6 +28,7 @@ import torch
 
 from vmonarch.bias.video import BiasOption
 from vmonarch.call import Call
+from vmonarch.context_parallel import in_words
 from vmonarch.engines import FA3
 from vmonarch.kernels.common.launch import auto_takes_kernels, carry_tangents, learns
 from vmonarch.kernels.flash_bias.api import flash_bias_attention
@@ -262,11 +263,7 @@ def _wide(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     if torch.compiler.is_compiling() or learns(*tensors) or carry_tangents(*tensors):
         # Compiled copies are fast as they are, and a view of other numbers has no gradient and no tangent.
         return tensors
-    for x in tensors:
-        places = (x.shape[-1], x.storage_offset(), *x.stride()[:-1])
-        if x.stride(-1) != 1 or any(place * x.itemsize % 16 for place in places):
-            return tensors
-    return tuple(x.view(torch.complex128) for x in tensors)
+    return tuple(x.view(torch.complex128) for x in tensors) if all(map(in_words, tensors)) else tensors
 
 
 def _some_heads(x: torch.Tensor, heads: tuple[int, ...]) -> torch.Tensor:

@@ -44,8 +44,8 @@ def _aligned_bytes(x: torch.Tensor) -> int:
     return -(-x.nbytes // ALIGNMENT) * ALIGNMENT
 
 
-def _in_words(x: torch.Tensor) -> bool:
-    """Whether its numbers lie in whole words, as a view of numbers of that size needs it."""
+def in_words(x: torch.Tensor) -> bool:
+    """Whether its numbers lie in whole words, as a view of numbers of that size needs it: torch copies those faster."""
     n = ALIGNMENT // x.dtype.itemsize
     whole = x.dim() > 0 and x.stride(-1) == 1 and x.shape[-1] % n == 0 and x.data_ptr() % ALIGNMENT == 0
     return whole and not any(step % n for step in (x.storage_offset(), *x.stride()[:-1]))
@@ -53,7 +53,7 @@ def _in_words(x: torch.Tensor) -> bool:
 
 def _copy(to: torch.Tensor, x: torch.Tensor) -> None:
     """`to.copy_(x)` of one dtype, by whole words where both lie so: torch copies rows with gaps number by number."""
-    if _in_words(to) and _in_words(x):
+    if in_words(to) and in_words(x):
         to, x = to.view(torch.complex128), x.view(torch.complex128)
     to.copy_(x)
 
