@@ -15,6 +15,12 @@ import torch
 from vmonarch.grid import LatentGrid
 
 Arguments = Mapping[str, Any]
+# Arguments of a forward call that change from one denoising step to the next, in whichever model.
+BY_STEP = {
+    "hidden_states", "timestep", "timestep_r", "r_timestep", "timestep_indices", "sigma",
+    "audio_hidden_states", "audio_timestep", "audio_sigma", "block_controlnet_hidden_states",
+    *(f"{kind}_{what}" for kind in ("vision", "sound", "action") for what in ("tokens", "timesteps")),
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -61,21 +67,18 @@ class Family:
             which ours takes the place of; its "to_fractal" says that the tokens of a frame are not in raster order.
         videos: how many videos of the grid a layer's sequence holds, one after the other, of its config, the number of
             the layer and of all layers.
-        by_step: arguments of a model's forward, beside the latents `hidden_states`, that change from one denoising step
-            to the next.
         spread: how its tokens are spread over ranks; None of models that context parallelism does not support, and of
             the Wan family, whose tokens are the video's.
     """
 
     grid: Callable[[Arguments, Any], LatentGrid | None]
-    blocks: tuple[str, ...]
-    attention: str
+    blocks: tuple[str, ...] = ("transformer_blocks",)
+    attention: str = "attn1"
     before: Callable[[Arguments], int | None] = lambda arguments: 0
     own: bool = False
     unseen_mask: str | None = None
     sparse: str | None = None
     videos: Callable[[Any, int, int], int] = lambda config, layer, layers: 1
-    by_step: tuple[str, ...] = ("timestep",)
     spread: Spread | None = None
 
     def layers(self, transformer: Any) -> list[tuple[int, torch.nn.Module]]:
@@ -257,9 +260,9 @@ def _kandinsky5(config: Any) -> dict[str, Any]:
 
 
 _TEXT_WHOLE = Spread(_at_first_block, others_whole=True)
-_WAN = Family(_BCTHW, ("blocks",), "attn1", own=True)
+_WAN = Family(_BCTHW, ("blocks",), own=True)
 _TWO_STREAMS = ("transformer_blocks", "single_transformer_blocks")
-_COGVIDEOX = Family(_BTCHW, ("transformer_blocks",), "attn1", _all_before, spread=_TEXT_WHOLE)
+_COGVIDEOX = Family(_BTCHW, before=_all_before, spread=_TEXT_WHOLE)
 
 # By the class of the model in diffusers.
 FAMILIES = {
@@ -271,23 +274,14 @@ FAMILIES = {
     "HunyuanVideoTransformer3DModel": Family(
         _BCTHW, _TWO_STREAMS, "attn", spread=Spread(_at_embedding, others_whole=True, leading="num_tokens")
     ),
-    "HunyuanVideoFramepackTransformer3DModel": Family(_BCTHW, _TWO_STREAMS, "attn", _framepack_history),
+    "HunyuanVideoFramepackTransformer3DModel": Family(_BCTHW, _TWO_STREAMS, "attn", before=_framepack_history),
     "HunyuanVideo15Transformer3DModel": Family(
-        _BCTHW,
-        ("transformer_blocks",),
-        "attn",
-        unseen_mask="attention_mask",
-        by_step=("timestep", "timestep_r"),
-        spread=Spread(_at_embedding, others_whole=True),
+        _BCTHW, attention="attn", unseen_mask="attention_mask", spread=Spread(_at_embedding, others_whole=True)
     ),
     # Conditions come before the video in one pipeline of LTX, and after it in those of LTX-2.
-    "LTXVideoTransformer3DModel": Family(_of_ltx, ("transformer_blocks",), "attn1", _all_before, spread=Spread(_ltx)),
+    "LTXVideoTransformer3DModel": Family(_of_ltx, before=_all_before, spread=Spread(_ltx)),
     "LTX2VideoTransformer3DModel": Family(
-        _of_arguments,
-        ("transformer_blocks",),
-        "attn1",
-        by_step=("timestep", "sigma", "audio_hidden_states", "audio_timestep", "audio_sigma"),
-        spread=Spread(_ltx2, across=("video_to_audio_attn",), differentiable=False),
+        _of_arguments, spread=Spread(_ltx2, across=("video_to_audio_attn",), differentiable=False)
     ),
     "Kandinsky5Transformer3DModel": Family(
         _BTHWC,
@@ -296,12 +290,7 @@ FAMILIES = {
         sparse="sparse_params",
         spread=Spread(_kandinsky5, differentiable=False),
     ),
-    "Kandinsky6Transformer3DModel": Family(
-        _BTHWC,
-        ("visual_transformer_blocks",),
-        "video_dec_block.self_attention",
-        by_step=("timestep", "audio_hidden_states"),
-    ),
+    "Kandinsky6Transformer3DModel": Family(_BTHWC, ("visual_transformer_blocks",), "video_dec_block.self_attention"),
     # Of the decoder's blocks the second video is what the encoder has made of the first.
     "MotifVideoTransformer3DModel": Family(
         _BCTHW,
@@ -309,37 +298,18 @@ FAMILIES = {
         "attn",
         videos=lambda config, layer, layers: 1 + (layer >= layers - config.num_decoder_layers),
     ),
-    "CosmosTransformer3DModel": Family(
-        _BCTHW,
-        ("transformer_blocks",),
-        "attn1",
-        by_step=("timestep", "block_controlnet_hidden_states"),
-        spread=Spread(_cosmos),
-    ),
+    "CosmosTransformer3DModel": Family(_BCTHW, spread=Spread(_cosmos)),
     "Cosmos3OmniTransformer": Family(
-        _of_one_item,
-        ("layers",),
-        "self_attn",
-        lambda arguments: arguments["und_len"],
-        by_step=tuple(f"{kind}_{what}" for kind in ("vision", "sound", "action") for what in ("tokens", "timesteps")),
+        _of_one_item, ("layers",), "self_attn", before=lambda arguments: arguments["und_len"]
     ),
     "CogVideoXTransformer3DModel": _COGVIDEOX,
     "ConsisIDTransformer3DModel": _COGVIDEOX,
-    "MochiTransformer3DModel": Family(
-        _BCTHW, ("transformer_blocks",), "attn1", spread=Spread(_mochi, others_whole=True)
-    ),
-    "EasyAnimateTransformer3DModel": Family(_BCTHW, ("transformer_blocks",), "attn1", _all_before, spread=_TEXT_WHOLE),
-    "AllegroTransformer3DModel": Family(_BCTHW, ("transformer_blocks",), "attn1"),
-    "HeliosTransformer3DModel": Family(_BCTHW, ("blocks",), "attn1", _all_before),
-    "AnyFlowTransformer3DModel": Family(_BTCHW, ("blocks",), "attn1", by_step=("timestep", "r_timestep")),
-    "MiniMaxH3Transformer3DModel": Family(
-        _of_packed,
-        ("transformer_blocks",),
-        "attn",
-        _all_before,
-        by_step=("timestep", "timestep_indices", "audio_hidden_states"),
-        spread=Spread(None),
-    ),
+    "MochiTransformer3DModel": Family(_BCTHW, spread=Spread(_mochi, others_whole=True)),
+    "EasyAnimateTransformer3DModel": Family(_BCTHW, before=_all_before, spread=_TEXT_WHOLE),
+    "AllegroTransformer3DModel": Family(_BCTHW),
+    "HeliosTransformer3DModel": Family(_BCTHW, ("blocks",), before=_all_before),
+    "AnyFlowTransformer3DModel": Family(_BTCHW, ("blocks",)),
+    "MiniMaxH3Transformer3DModel": Family(_of_packed, attention="attn", before=_all_before, spread=Spread(None)),
 }
 
 

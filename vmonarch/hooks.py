@@ -150,7 +150,7 @@ def _begin_call(transformer: torch.nn.Module, args: tuple[Any, ...], kwargs: dic
         step = denoising_step(transformer, arguments.get("timestep"), "dense_steps", "use dense_steps=0")
         dense, record.steps = steps.contains(step.step, step.steps), step.steps
     if record.sharing is not None:
-        branch = record.sharing.begin(transformer, arguments, record.family.by_step)
+        branch = record.sharing.begin(transformer, arguments)
     exact = branch is not None and branch.exact
     running.now["call"] = Call(grid, record.family.before(arguments), dense=dense, exact=exact, branch=branch)
 

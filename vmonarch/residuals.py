@@ -14,12 +14,13 @@ import threading
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch.utils import _pytree as pytree
 
+from vmonarch.families import BY_STEP
 from vmonarch.host_memory import Arriving, HostMemory, host_memory
 from vmonarch.kernels.residual.api import DTYPES, attention_residual, renew_residual, residual_bytes
 from vmonarch.kernels.residual.reference import Residual
@@ -326,20 +327,18 @@ class ResidualSharing:
         return ResidualSharing, (self.refresh,)
 
     @torch.compiler.disable(reason=NO_GRAPH)
-    def begin(
-        self, transformer: torch.nn.Module, arguments: Mapping[str, Any], by_step: Collection[str]
-    ) -> PipelineBranch:
+    def begin(self, transformer: torch.nn.Module, arguments: Mapping[str, Any]) -> PipelineBranch:
         """The branch of a forward call that begins.
 
         Args:
-            arguments: of the call, by name; `hidden_states` and those that `by_step` names change from step to step.
+            arguments: of the call, by name.
 
         Raises:
             RuntimeError: no pipeline has called the transformer, or its scheduler does not tell the step.
         """
         step = denoising_step(transformer, arguments.get("timestep"), "refresh", NO_REFRESH)
         latents = arguments.get("hidden_states")
-        conditioning = {name: x for name, x in arguments.items() if name not in ("hidden_states", *by_step)}
+        conditioning = {name: x for name, x in arguments.items() if name not in BY_STEP}
         if latents is not None:
             conditioning["latents"] = (latents.shape, latents.dtype, latents.device)
         with self._lock:
