@@ -236,18 +236,15 @@ def _cosmos(config: Any) -> dict[str, Any]:
     }
 
 
-def _ltx_inputs() -> dict[str, Any]:
-    # With conditions every token has a noise level of its own.
-    return {"hidden_states": _input(1), "timestep": _input(1, 2)}
-
-
 def _ltx(config: Any) -> dict[str, Any]:
-    return {"": _ltx_inputs(), "rope": _outputs(1, 2), "proj_out": _gathered()}
+    # With conditions every token has a noise level of its own.
+    inputs = {"hidden_states": _input(1), "timestep": _input(1, 2)}
+    return {"": inputs, "rope": _outputs(1, 2), "proj_out": _gathered()}
 
 
 def _ltx2(config: Any) -> dict[str, Any]:
     rotary = _outputs(2 if config.rope_type == "split" else 1, 2)
-    return {"": _ltx_inputs(), "rope": rotary, "cross_attn_rope": rotary, "proj_out": _gathered()}
+    return _ltx(config) | {"rope": rotary, "cross_attn_rope": rotary}
 
 
 def _kandinsky5(config: Any) -> dict[str, Any]:

@@ -105,7 +105,7 @@ def enable_parallelism(transformer: Any, *, config: Any, cp_plan: Any = None) ->
     enable(cp_plan=None if spread.cp_plan is None else spread.cp_plan(transformer.config))
     share_parallel_config(transformer)
     # Blocks are given how many of the video's first tokens this rank has.
-    for block in (block for name in family.blocks for block in getattr(transformer, name)):
+    for block in family.blocks_of(transformer):
         names = list(inspect.signature(type(block).forward).parameters)[1:]
         if spread.leading in names:
             hook = functools.partial(_count_own, names.index(spread.leading), family)

@@ -54,7 +54,8 @@ class Branch:
         arriving: those that are on their way from the host.
         errors: of the layers in this call, squared: [2, B] each, as `renew_residual` measures them.
         group: of the ranks that each compute some heads; None where this process computes all.
-        line: through the transformer's outputs.
+        lines: through the transformer's outputs, one for each evaluation in a step: samplers of ComfyUI have several.
+        line: of this evaluation.
         time: how far the noise has changed by now.
         foretold: whether the output of this call is predicted; None where the transformer's forward has not asked yet.
     """
@@ -66,6 +67,7 @@ class Branch:
     arriving: dict[Any, Arriving] = dataclasses.field(default_factory=dict)
     errors: list[torch.Tensor] = dataclasses.field(default_factory=list)
     group: Any = None
+    lines: dict[int, Line] = dataclasses.field(default_factory=dict)
     line: Line = dataclasses.field(default_factory=Line)
     time: float = 0.0
     foretold: bool | None = None
@@ -85,14 +87,14 @@ class Branch:
         tensors = (tensor for kept in self.residuals.values() for tensor in kept.residual if tensor is not None)
         return sum(tensor.nbytes for tensor in tensors)
 
-    def begin_call(self, step: int, time: float = 0.0) -> None:
+    def begin_call(self, step: int, time: float = 0.0, evaluation: int = 0) -> None:
         """A forward call begins in this step; what its first layer needs is on its way from the host then.
 
         Args:
-            time: how far the noise has changed by now.
+            time: how far the noise has changed by now. evaluation: of those in a step, which one it is.
         """
         self.schedule.enter(step)
-        self.time, self.foretold = time, None
+        self.time, self.line, self.foretold = time, self.lines.setdefault(evaluation, Line()), None
         self.calls.clear()
         self.arriving.clear()
         self.errors.clear()
@@ -142,7 +144,7 @@ class Branch:
         """Drop all residuals and outputs."""
         self.residuals.clear()
         self.arriving.clear()
-        self.line = Line()
+        self.lines, self.line = {}, Line()
 
     def layer_of(self, layer: Any, samples: int) -> Any:
         """What tells the residuals of a layer that attends now with so many samples from others.
