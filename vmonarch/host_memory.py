@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 
-# Tensors that belong together; None stands for one that is missing.
-Parts = Sequence[Any]
+# Tensors that belong together.
+Parts = Sequence[torch.Tensor]
 
 
 class Arriving(NamedTuple):
@@ -20,7 +20,7 @@ class Arriving(NamedTuple):
 
     def wait(self) -> Parts:
         """The tensors, for the current stream, which waits for them; the host does not."""
-        for x in _present(self.parts):
+        for x in self.parts:
             stream = torch.cuda.current_stream(x.device)
             stream.wait_event(self.event)
             x.record_stream(stream)
@@ -45,10 +45,10 @@ class HostMemory:
             places: what an earlier call returned for tensors of these shapes; it is written to. None for new memory.
         """
         if places is None:
-            places = [None if x is None else torch.empty(x.shape, dtype=x.dtype, pin_memory=True) for x in parts]
+            places = [torch.empty(x.shape, dtype=x.dtype, pin_memory=True) for x in parts]
         self._stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self._stream):
-            for x, place in zip(_present(parts), _present(places), strict=True):
+            for x, place in zip(parts, places, strict=True):
                 place.copy_(x, non_blocking=True)
                 x.record_stream(self._stream)
         return places
@@ -56,7 +56,7 @@ class HostMemory:
     def fetch(self, places: Parts) -> Arriving:
         """Begin to copy back what `store` returned."""
         with torch.cuda.stream(self._stream):
-            parts = [None if place is None else place.to(self.device, non_blocking=True) for place in places]
+            parts = [place.to(self.device, non_blocking=True) for place in places]
             return Arriving(parts, self._stream.record_event())
 
 
@@ -64,7 +64,3 @@ class HostMemory:
 def host_memory(device: torch.device) -> HostMemory:
     """That of a GPU, one for all who use it."""
     return HostMemory(device)
-
-
-def _present(parts: Parts) -> Iterable[torch.Tensor]:
-    return (x for x in parts if x is not None)

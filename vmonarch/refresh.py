@@ -23,7 +23,6 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from vmonarch.kernels.residual.api import check_residual_dtype
 from vmonarch.validation import DenseSet, check_flag, check_number, plain
 
 # This share of the steps at the start decides the video's layout. With a tolerance it is exact throughout.
@@ -48,7 +47,6 @@ class Refresh:
     Args:
         steps: how many (int), which fraction, rounded up (float), both spaced by `spaced_steps`; or a collection of
             step indices. None with a tolerance.
-        dtype: of the residuals: "int8", with a scale for every token and head, or "bfloat16", of twice the size.
         offload: keep them in the host's pinned memory, from where they come back one layer ahead. On a GPU only.
         tolerance: how large the error of residual sharing may become before attention is exact again, of the size of
             exact attention's output: 0.1 for 10 %. The steps follow from the errors measured; see `Schedule`.
@@ -67,7 +65,6 @@ class Refresh:
     """
 
     steps: Any = None
-    dtype: str = "int8"
     offload: bool = False
     tolerance: float | None = None
     at_most: Any = 0.5
@@ -75,7 +72,6 @@ class Refresh:
     precision: str | None = None
 
     def __post_init__(self) -> None:
-        check_residual_dtype(self.dtype, "refresh.dtype")
         check_flag("refresh.offload", self.offload)
         if self.precision not in (None, "int8"):
             raise ValueError(f'refresh.precision must be "int8", or None for that of the model, got {self.precision!r}')

@@ -22,7 +22,7 @@ from torch.utils import _pytree as pytree
 
 from vmonarch.families import BY_STEP
 from vmonarch.host_memory import Arriving, HostMemory, host_memory
-from vmonarch.kernels.residual.api import DTYPES, attention_residual, renew_residual, residual_bytes
+from vmonarch.kernels.residual.api import attention_residual, renew_residual, residual_bytes
 from vmonarch.kernels.residual.reference import Residual
 from vmonarch.refresh import Line, Refresh, Schedule, tensors_in
 from vmonarch.steps import DenoisingStep, denoising_step, noise_changes
@@ -84,7 +84,7 @@ class Branch:
     @property
     def residual_bytes(self) -> int:
         """Memory of the residuals that there are now."""
-        tensors = (tensor for kept in self.residuals.values() for tensor in kept.residual if tensor is not None)
+        tensors = (tensor for kept in self.residuals.values() for tensor in kept.residual)
         return sum(tensor.nbytes for tensor in tensors)
 
     def begin_call(self, step: int, time: float = 0.0, evaluation: int = 0) -> None:
@@ -180,7 +180,7 @@ class Branch:
             self.errors.append(renew_residual(residual, exact, approximate(), implementation=by))
         else:
             self._check_memory(exact)
-            residual = attention_residual(exact, approximate(), dtype=schedule.refresh.dtype, implementation=by)
+            residual = attention_residual(exact, approximate(), implementation=by)
         self.residuals[layer] = self._store(residual, kept)
 
     def _offloads(self, device: torch.device) -> bool:
@@ -196,15 +196,12 @@ class Branch:
         free = _free_bytes(out.device) if first and not self._offloads(out.device) else None
         if free is None:
             return
-        (B, S, H, E), layers, refresh = out.shape, self.layers_on(out.device), self.schedule.refresh
-        needed = {dtype: layers * residual_bytes(B, S, H, E, dtype) for dtype in DTYPES}
-        if needed[refresh.dtype] > free:
-            smaller = {dtype: size for dtype, size in needed.items() if size <= free}
-            fit = [f'dtype="{dtype}" ({size / 2**30:.1f} GiB)' for dtype, size in smaller.items()]
+        (B, S, H, E), layers = out.shape, self.layers_on(out.device)
+        needed = layers * residual_bytes(B, S, H, E, "int8")
+        if needed > free:
             raise torch.OutOfMemoryError(
-                f"refresh needs {needed[refresh.dtype] / 2**30:.1f} GiB for the residuals of {layers} layers, for"
-                f" each guidance branch, but {free / 2**30:.1f} GiB are free on {out.device}; give"
-                f" vmonarch.Refresh(…) {' or '.join([*fit, 'offload=True'])}"
+                f"refresh needs {needed / 2**30:.1f} GiB for the residuals of {layers} layers, for each guidance"
+                f" branch, but {free / 2**30:.1f} GiB are free on {out.device}: give vmonarch.Refresh(…) offload=True"
             )
 
     def _store(self, residual: Residual, before: _Kept | None) -> _Kept:

@@ -14,7 +14,7 @@ from vmonarch.kernels.residual.reference import (
 )
 from vmonarch.validation import check_implementation
 
-DTYPES = ("int8", "bfloat16")
+DTYPES = ("int8",)
 
 
 def attention_residual(
@@ -29,12 +29,12 @@ def attention_residual(
         exact: [B, S, H, E], output of exact attention; any strides.
         approximate: output of approximate attention, of the same shape, dtype and device; any strides.
         dtype: "int8", with a scale for each token and head: a number is off by at most half of it, 1/254 of the largest
-            of that token and head. Or "bfloat16".
+            of that token and head.
         implementation: "torch"; "triton", the kernel (CUDA; float16, bfloat16 or float32; E up to 256, with stride 1);
             or "auto", see `kernels.common.launch.use_triton`.
 
     Returns:
-        The residual. With "int8", NaN or infinity in the difference makes the scale of its token and head NaN.
+        The residual. NaN or infinity in the difference makes the scale of its token and head NaN.
 
     Raises:
         TypeError, ValueError: an argument is not as described; the message names it.
@@ -49,8 +49,8 @@ def attention_residual(
         # Triton is imported when it is needed, not with the package.
         from vmonarch.kernels.residual.kernels import attention_residual_triton
 
-        return attention_residual_triton(exact, approximate, dtype=dtype)
-    return attention_residual_reference(exact, approximate, dtype=dtype)
+        return attention_residual_triton(exact, approximate)
+    return attention_residual_reference(exact, approximate)
 
 
 def renew_residual(
@@ -74,7 +74,7 @@ def renew_residual(
     """
     _check_pair(exact, approximate, implementation)
     _check_residual(residual, "exact", exact)
-    if not all(part is None or part.is_contiguous() for part in residual):
+    if not all(part.is_contiguous() for part in residual):
         raise ValueError("residual must be contiguous: it is overwritten")
     if use_triton("renew_residual", implementation, exact, approximate, op="residual"):
         from vmonarch.kernels.residual.kernels import renew_residual_triton
@@ -117,13 +117,13 @@ def add_residual(out: torch.Tensor, residual: Residual, *, implementation: str =
 def residual_bytes(B: int, S: int, H: int, E: int, dtype: str) -> int:
     """Memory of a `Residual` of outputs [B, S, H, E]."""
     check_residual_dtype(dtype)
-    return B * S * H * (E + 4 if dtype == "int8" else 2 * E)
+    return B * S * H * (E + 4)
 
 
-def check_residual_dtype(dtype: object, argument: str = "dtype") -> None:
-    """Raise ValueError unless `dtype`, given as that argument, is one of `DTYPES`."""
+def check_residual_dtype(dtype: object) -> None:
+    """Raise ValueError unless `dtype` is one of `DTYPES`."""
     if dtype not in DTYPES:
-        raise ValueError(f"{argument} must be one of {', '.join(DTYPES)}, got {dtype!r}")
+        raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
 
 
 def _check_pair(exact: torch.Tensor, approximate: torch.Tensor, implementation: object) -> None:
@@ -138,9 +138,8 @@ def _check_residual(residual: object, model: str, like: torch.Tensor) -> None:
     if not isinstance(residual, Residual):
         raise TypeError(f"residual must be a Residual, got {type(residual).__name__}")
     values, scale = residual
-    _check_like("residual.values", values, model, like, torch.bfloat16 if scale is None else torch.int8)
-    if scale is not None:
-        _check_like("residual.scale", scale, f"{model}[..., 0]", like[..., 0], torch.float32)
+    _check_like("residual.values", values, model, like, torch.int8)
+    _check_like("residual.scale", scale, f"{model}[..., 0]", like[..., 0], torch.float32)
 
 
 def _check_like(name: str, x: torch.Tensor, model: str, like: torch.Tensor, dtype: torch.dtype) -> None:

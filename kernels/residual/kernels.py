@@ -27,7 +27,7 @@ def attention_residual_kernel(
     exact_ptr, approximate_ptr, values_ptr, scale_ptr, change_ptr, size_ptr, stride_eb, stride_es, stride_eh, stride_ab,
     stride_as, stride_ah, S, H, E: tl.constexpr, BLOCK_E: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """values [B, S, H, E] and, unless that is None, scale [B, S, H].
+    """values [B, S, H, E] and scale [B, S, H].
 
     With change [B, S, H], they hold an older residual at first; change is Σ_E (x − old)², size Σ_E exact².
     """
@@ -38,20 +38,18 @@ def attention_residual_kernel(
     row = (b * S + token) * H + h
     if change_ptr is not None:
         old = load_rows(values_ptr, E, row, exists, E, BLOCK_E, True).to(tl.float32)
-        if scale_ptr is not None:
-            old *= tl.load(scale_ptr + row, mask=exists, other=0.0)[:, None]
+        old *= tl.load(scale_ptr + row, mask=exists, other=0.0)[:, None]
         tl.store(change_ptr + row, tl.sum((x - old) * (x - old), 1), mask=exists)
         exact = exact.to(tl.float32)
         tl.store(size_ptr + row, tl.sum(exact * exact, 1), mask=exists)
-    if scale_ptr is not None:
-        # As integers, magnitudes keep their order, and infinity and NaN are above all numbers.
-        largest = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1).to(tl.float32, bitcast=True)
-        scale = tl.div_rn(tl.where(largest < float("inf"), largest, float("nan")), 127.0)
-        tl.store(scale_ptr + row, scale, mask=exists)
-        counts = scale >= 1.1754943508222875e-38
-        x = tl.where(counts[:, None], x * tl.div_rn(1.0, tl.where(counts, scale, 1.0))[:, None], 0.0)
-        # A sum with 1.5·2²³ has no fraction: it is rounded to the nearest integer, ties to even, in its low byte.
-        x = (x + 12582912.0).to(tl.int32, bitcast=True)
+    # As integers, magnitudes keep their order, and infinity and NaN are above all numbers.
+    largest = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1).to(tl.float32, bitcast=True)
+    scale = tl.div_rn(tl.where(largest < float("inf"), largest, float("nan")), 127.0)
+    tl.store(scale_ptr + row, scale, mask=exists)
+    counts = scale >= 1.1754943508222875e-38
+    x = tl.where(counts[:, None], x * tl.div_rn(1.0, tl.where(counts, scale, 1.0))[:, None], 0.0)
+    # A sum with 1.5·2²³ has no fraction: it is rounded to the nearest integer, ties to even, in its low byte.
+    x = (x + 12582912.0).to(tl.int32, bitcast=True)
     store_rows(values_ptr, E, row, exists, x, E, BLOCK_E)
 
 
@@ -66,15 +64,14 @@ def add_residual_kernel(
     out_ptr += b * stride_ob + h * stride_oh
     out = load_rows(out_ptr, stride_os, token, exists, E, BLOCK_E, True)
     x = load_rows(values_ptr, E, row, exists, E, BLOCK_E, True).to(tl.float32)
-    if scale_ptr is not None:
-        x *= tl.load(scale_ptr + row, mask=exists, other=0.0)[:, None]
+    x *= tl.load(scale_ptr + row, mask=exists, other=0.0)[:, None]
     store_rows(out_ptr, stride_os, token, exists, out.to(tl.float32) + x, E, BLOCK_E)
 
 
-def attention_residual_triton(exact: torch.Tensor, approximate: torch.Tensor, *, dtype: str) -> Residual:
+def attention_residual_triton(exact: torch.Tensor, approximate: torch.Tensor) -> Residual:
     """The residual by the kernel; arguments as in `attention_residual`, already checked."""
-    values = exact.new_empty(exact.shape, dtype=getattr(torch, dtype))
-    scale = exact.new_empty(exact.shape[:3], dtype=torch.float32) if dtype == "int8" else None
+    values = exact.new_empty(exact.shape, dtype=torch.int8)
+    scale = exact.new_empty(exact.shape[:3], dtype=torch.float32)
     _launch(exact, approximate, Residual(values, scale), None, None)
     return Residual(values, scale)
 
@@ -98,8 +95,8 @@ def _launch(
 
 
 @replayed
-def add_residual_triton(out: torch.Tensor, values: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
+def add_residual_triton(out: torch.Tensor, values: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     """`out` with the parts of a residual added by the kernel; arguments as in `add_residual`, already checked."""
-    values, scale = values.contiguous(), None if scale is None else scale.contiguous()
-    launch_on_tokens(add_residual_kernel, out, out, values, scale, *out.stride()[:3], enable_fp_fusion=False)
+    parts = values.contiguous(), scale.contiguous()
+    launch_on_tokens(add_residual_kernel, out, out, *parts, *out.stride()[:3], enable_fp_fusion=False)
     return out

@@ -14,20 +14,18 @@ class Residual(NamedTuple):
     """The difference between exact and approximate attention, compressed.
 
     Attributes:
-        values: [B, S, H, E], contiguous, int8 or bfloat16.
-        scale: [B, S, H] in float32 with int8: the difference is values·scale. None with bfloat16.
+        values: [B, S, H, E], contiguous, int8.
+        scale: [B, S, H], float32: the difference is values·scale.
     """
 
     values: torch.Tensor
-    scale: torch.Tensor | None
+    scale: torch.Tensor
 
 
-def attention_residual_reference(exact: torch.Tensor, approximate: torch.Tensor, *, dtype: str) -> Residual:
+def attention_residual_reference(exact: torch.Tensor, approximate: torch.Tensor) -> Residual:
     """Arguments and result as in `attention_residual`."""
     wide = torch.promote_types(exact.dtype, torch.float32)
     x = (exact.to(wide) - approximate.to(wide)).float().contiguous()
-    if dtype == "bfloat16":
-        return Residual(x.bfloat16(), None)
     largest = x.abs().amax(-1)
     scale = torch.where(largest.isfinite(), largest, torch.nan) / 127
     # One below float32's normal range has no reciprocal; such a difference counts as 0.
@@ -39,19 +37,15 @@ def attention_residual_reference(exact: torch.Tensor, approximate: torch.Tensor,
 def renew_residual_reference(residual: Residual, exact: torch.Tensor, approximate: torch.Tensor) -> torch.Tensor:
     """Arguments and result as in `renew_residual`."""
     wide, (values, scale) = torch.promote_types(exact.dtype, torch.float32), residual
-    before = values.float() if scale is None else values.float() * scale.unsqueeze(-1)
-    change = (exact.to(wide) - approximate.to(wide)).float() - before
-    new = attention_residual_reference(exact, approximate, dtype="bfloat16" if scale is None else "int8")
+    change = (exact.to(wide) - approximate.to(wide)).float() - values.float() * scale.unsqueeze(-1)
+    new = attention_residual_reference(exact, approximate)
     values.copy_(new.values)
-    if scale is not None and new.scale is not None:
-        scale.copy_(new.scale)
+    scale.copy_(new.scale)
     return torch.stack([x.square().sum((1, 2, 3)) for x in (change, exact.float())])
 
 
 def add_residual_reference(out: torch.Tensor, residual: Residual) -> torch.Tensor:
     """Arguments and result as in `add_residual`."""
     wide = torch.promote_types(out.dtype, torch.float32)
-    x = residual.values.to(wide)
-    if residual.scale is not None:
-        x = x * residual.scale.to(wide).unsqueeze(-1)
+    x = residual.values.to(wide) * residual.scale.to(wide).unsqueeze(-1)
     return out.copy_(out.to(wide) + x)

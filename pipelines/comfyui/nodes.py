@@ -18,8 +18,8 @@ from vmonarch.plan import plan_names
 from vmonarch.requirements import check_versions
 
 _CATEGORY = "model_patches/vmonarch"
-_CHOICES = {"preset": PRESETS, "plan_part": ("transformer", "transformer_2"), "residuals": ("int8", "bfloat16")}
-_ADVANCED = ("plan_part", "residuals", "offload_residuals")
+_CHOICES = {"preset": PRESETS, "plan_part": ("transformer", "transformer_2")}
+_ADVANCED = ("plan_part", "offload_residuals")
 
 
 def _whole(plan: str) -> str:

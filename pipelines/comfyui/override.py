@@ -143,13 +143,13 @@ def parse_blocks(blocks: str) -> tuple[range, ...]:
     return tuple(found)
 
 
-def parse_refresh(refresh: str, preset: str, *, dtype: str = "int8", offload: bool = False) -> Refresh | None:
+def parse_refresh(refresh: str, preset: str, *, offload: bool = False) -> Refresh | None:
     """When attention is exact and renews the residuals; None if there are none.
 
     Args:
         refresh: as text, a count, a fraction, indices with commas between them, numbers by name ("tolerance=0.1,
             cache=0.1"), "none", or nothing for the preset's.
-        dtype, offload: as in `Refresh`.
+        offload: as in `Refresh`.
 
     Raises:
         InputError: it is none of these.
@@ -166,7 +166,7 @@ def parse_refresh(refresh: str, preset: str, *, dtype: str = "int8", offload: bo
         else:
             (*several,) = json.loads(f"[{text}]")
             found = Refresh(several[0] if len(several) == 1 else several)
-        return None if found is None else dataclasses.replace(found, dtype=dtype, offload=offload)
+        return None if found is None else dataclasses.replace(found, offload=offload)
     except (TypeError, ValueError, RecursionError) as error:
         what = 'a count ("6"), a fraction ("0.28"), indices ("0, 1, 3, 7"), "tolerance=0.1", "none", or empty'
         raise InputError("refresh", f"must be {what}, got {refresh!r}: {error}") from error
@@ -282,7 +282,6 @@ class OverrideAttention:
         plan: a plan of vmonarch calibrate: the path of its JSON, or its name in ComfyUI's input folder. It decides what
             every head computes; of the preset only the refresh remains.
         plan_part: which model of the plan this is. Wan 2.2 A14B has two: high noise, then low noise.
-        residuals: how residuals are kept between steps.
         offload_residuals: keep residuals in RAM instead of VRAM; they come back one layer ahead.
 
     Attributes:
@@ -299,7 +298,6 @@ class OverrideAttention:
     dense_blocks: str = ""
     plan: str = ""
     plan_part: str = "transformer"
-    residuals: str = "int8"
     offload_residuals: bool = False
 
     def __post_init__(self) -> None:
@@ -308,7 +306,7 @@ class OverrideAttention:
         if not 0 <= self.start_percent <= self.end_percent <= 1:
             got = f"start_percent={self.start_percent}, end_percent={self.end_percent}"
             raise InputError("start_percent", f"must be from 0 to end_percent, and that at most 1; got {got}")
-        self.sharing = parse_refresh(self.refresh, self.preset, dtype=self.residuals, offload=self.offload_residuals)
+        self.sharing = parse_refresh(self.refresh, self.preset, offload=self.offload_residuals)
         name: dict[str, Any] = {"name": "vmonarch", "plan": self.plan} if self.plan else {"name": self.preset}
         # Residuals are shared here, not by the processor, which would look for a pipeline of diffusers.
         self.processor = resolve_method(name | {"refresh": None}).processor()

@@ -301,9 +301,9 @@ def test_a_plan_decides_what_every_head_computes(tmp_path):
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_presets_are_the_named_methods(preset):
-    seam, method = OverrideAttention(preset=preset, residuals="bfloat16"), resolve_method(preset).processor()
+    seam, method = OverrideAttention(preset=preset, offload_residuals=True), resolve_method(preset).processor()
     assert seam.processor.options == method.options
-    expected = None if method.refresh is None else replace(method.refresh, dtype="bfloat16")
+    expected = None if method.refresh is None else replace(method.refresh, offload=True)
     assert seam.sharing == expected and (expected is not None) == (preset in ("near-lossless", "fast"))
     assert OverrideAttention(preset=preset, refresh="none").sharing is None
 

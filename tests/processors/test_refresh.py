@@ -465,25 +465,24 @@ class Host:
 
     def store(self, parts, places=None):
         self.stored += places is None
-        return [None if x is None else x.clone() for x in parts]
+        return [x.clone() for x in parts]
 
     def fetch(self, places):
         self.log.append("fetch")
         return SimpleNamespace(wait=lambda: self.log.append("wait") or places)
 
 
-@pytest.mark.parametrize("dtype", ["int8", "bfloat16"])
-def test_offloaded_they_come_back_one_layer_ahead(tiny, monkeypatch, dtype):
+def test_offloaded_they_come_back_one_layer_ahead(tiny, monkeypatch):
     pipe = tiny.pipeline("t2v")
     pipe.transformer = tiny.transformer(num_layers=3)
-    vmonarch.apply(pipe, VMonarchProcessor(refresh=Refresh([0, 2], dtype)))
+    vmonarch.apply(pipe, VMonarchProcessor(refresh=Refresh([0, 2])))
     expected = tiny.quickly(pipe, 5)
     host = Host(None)
     monkeypatch.setattr(residuals, "host_memory", lambda device: host)
     monkeypatch.setattr(residuals.Branch, "_offloads", lambda *_: True)
     adding = lambda *inputs, **options: host.log.append("add") or add_residual(*inputs, **options)
     monkeypatch.setattr(attend, "add_residual", adding)
-    vmonarch.apply(pipe, VMonarchProcessor(refresh=Refresh([0, 2], dtype)))
+    vmonarch.apply(pipe, VMonarchProcessor(refresh=Refresh([0, 2])))
     assert torch.equal(tiny.quickly(pipe, 5), expected)
     # Three layers, whose memory on the host is written to again; three steps that use residuals.
     assert host.stored == 3

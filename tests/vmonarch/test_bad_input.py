@@ -73,13 +73,10 @@ OF_PROCESSORS = {
     "refresh-zero": ({"refresh": 0}, ValueError, NO_STEP),
     "refresh-other-key": (
         {"refresh": {"steps": 2, "type": "int8"}}, TypeError, "refresh must have steps or tolerance, and besides"),
-    "refresh-neither": ({"refresh": {"dtype": "int8"}}, TypeError, "refresh must have steps or tolerance"),
+    "refresh-neither": ({"refresh": {"offload": True}}, TypeError, "refresh must have steps or tolerance"),
     "refresh-tolerance": ({"refresh": {"tolerance": 0}}, ValueError, "refresh.tolerance must be above 0"),
     "refresh-at-most": (
         {"refresh": {"steps": 8, "at_most": 2}}, ValueError, "refresh.at_most is for a tolerance, got 2 with steps=8"),
-    "refresh-dtype": (
-        {"refresh": {"steps": 2, "dtype": "int4"}}, ValueError,
-        "refresh.dtype must be one of int8, bfloat16, got 'int4'"),
     "refresh-precision-with-a-bias": (
         {"refresh": {"steps": 2, "precision": "int8"}, "bias": {"reach": [1.0] * 3}}, ValueError,
         "refresh.precision must be None with a bias, got 'int8'"),
