@@ -72,7 +72,7 @@ def use_triton(
 
     Args:
         name: of the function, for the error.
-        op: whose kernels they are, one of `tiny_cases.OPS` or `trust.PARTS`.
+        op: whose kernels they are, one of `tiny_cases.OPS`.
         unless: another reason why the kernels cannot take this call, or None.
         why_not: says which tensors they cannot take.
         others: tensors of the call that `why_not` does not look at, but that have derivatives.
@@ -87,7 +87,7 @@ def use_triton(
     reason = why_not(*tensors) or unless
     if reason is None and carry_tangents(*tensors, *(tensor for tensor in others if tensor is not None)):
         reason = "forward-mode AD goes through the tensors (supported there: torch)"
-    reason = reason or _why_not_compiled(op, first.device, first.dtype, implementation)
+    reason = reason or _why_not_compiled(op, first.device, first.dtype)
     if reason and implementation == "triton":
         raise NotImplementedError(f'{name} with implementation="triton": {reason}')
     return reason is None
@@ -130,14 +130,13 @@ def auto_takes_kernels(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
-def _why_not_compiled(op: str, device: torch.device, dtype: torch.dtype, implementation: str) -> str | None:
+def _why_not_compiled(op: str, device: torch.device, dtype: torch.dtype) -> str | None:
     """Why what compiles the kernels makes none that are right, or None: its assembler, or an untested Triton.
 
     torch.compile calls it while it traces, and has what it says for a constant.
     """
     unsound = trust.why_unsound() if on_hopper(device) else None
-    hopper = dtype in HOPPER_DTYPES and _hopper_wanted(device)
-    return unsound or trust.why_distrusted(op, device, dtype, hopper=hopper, strict=implementation == "triton")
+    return unsound or trust.why_distrusted(op, device, dtype)
 
 
 # What torch.compiler.assume_constant_result does, which takes seconds to import.
@@ -158,10 +157,10 @@ def hopper_fits(op: str, *tensors: torch.Tensor) -> bool:
     """Whether an op's kernels for Hopper take these tensors: 16 bit, one head dimension up to 128, aligned rows."""
     first = tensors[0]
     return (
-        hopper_enabled(op, first.device, first.dtype)
-        and first.shape[-1] <= HOPPER_HEAD_DIM
+        first.shape[-1] <= HOPPER_HEAD_DIM
         and all(tensor.shape[-1] == first.shape[-1] for tensor in tensors)
         and tma_fits(*tensors)
+        and hopper_enabled(op, first.device, first.dtype)
     )
 
 
@@ -185,11 +184,8 @@ def tma_strides(strides: Sequence[int], shape: Sequence[int]) -> list[int]:
 
 def hopper_enabled(op: str, device: torch.device, dtype: torch.dtype) -> bool:
     """Whether an op's kernels for Hopper, of 16 bit, are used; the override {"hopper": {"enabled": 0}} says no."""
-    return dtype in HOPPER_DTYPES and _hopper_wanted(device) and trust.hopper_is_trusted(op, device, dtype)
-
-
-def _hopper_wanted(device: torch.device) -> bool:
-    return on_hopper(device) and (_overrides.get() or {}).get("hopper", {"enabled": 1})["enabled"] == 1
+    wanted = (_overrides.get() or {}).get("hopper", {"enabled": 1})["enabled"] == 1
+    return dtype in HOPPER_DTYPES and on_hopper(device) and wanted and trust.hopper_is_trusted(op, device, dtype)
 
 
 @functools.cache
