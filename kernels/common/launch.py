@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from importlib import resources
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.autograd import forward_ad
@@ -24,6 +24,7 @@ HOPPER_HEAD_DIM = 128
 HOPPER_DTYPES = (torch.float16, torch.bfloat16)
 # A constant, because torch.compile would have to trace the search.
 TRITON_INSTALLED = importlib.util.find_spec("triton") is not None
+Numbers = TypeVar("Numbers", bound=tuple[int, ...])
 _overrides: ContextVar[Mapping[str, Mapping[str, int]] | None] = ContextVar("launch_overrides", default=None)
 
 
@@ -146,6 +147,15 @@ _why_not_compiled._dynamo_marked_constant = True  # type: ignore[attr-defined]
 def block_dim(head_dim: int) -> int:
     """The power of two, at least 16, that a head dimension is padded to inside a kernel."""
     return max(16, 1 << (head_dim - 1).bit_length())
+
+
+def unspecialised(numbers: Numbers) -> Numbers:
+    """The numbers of a named tuple as kernels take them, which shift them back by four bits.
+
+    Triton compiles a kernel anew for integers that are 1 or multiples of 16, which sizes of videos are now and then. No
+    number of this form is, so that one compiled kernel serves all sizes.
+    """
+    return type(numbers)(*(16 * number + 8 for number in numbers))  # type: ignore[arg-type]
 
 
 def dot_precision(dtype: torch.dtype) -> str:

@@ -22,7 +22,14 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from vmonarch.kernels.common.launch import block_dim, dot_precision, launch_options, tma_fits, tma_strides
+from vmonarch.kernels.common.launch import (
+    block_dim,
+    dot_precision,
+    launch_options,
+    tma_fits,
+    tma_strides,
+    unspecialised,
+)
 from vmonarch.kernels.common.replay import launcher
 from vmonarch.kernels.common.softmax import log2_partition, log2_scale_of, online_softmax
 from vmonarch.kernels.common.tiles import add_rows, load_rows, store_rows
@@ -494,7 +501,7 @@ class LStep:
             if constants["TMA"]:
                 written = tuple(x if x is None else self._descriptor(x, tile) for x in written)
         launcher(kernel, (tiles * H * b * B,))(
-            *written, *tensors, *strides, H, self.call.places.unspecialised(), tiles, *numbers,
+            *written, *tensors, *strides, H, unspecialised(self.call.places), tiles, *numbers,
             D=D, FULL=m * b == S, ONE_TILE=tiles == 1,
             PRECISION=dot_precision(self.query.dtype), BLOCK_M=tile, BLOCK_N=tile, BLOCK_D=block_dim(D),
             **constants, **options,

@@ -19,6 +19,7 @@ from vmonarch.kernels.common.launch import (
     launch_options,
     needs_operator,
     unit_stride,
+    unspecialised,
 )
 from vmonarch.kernels.common.operators import differentiable, new_results
 from vmonarch.kernels.common.replay import launcher, replayed
@@ -33,7 +34,6 @@ from vmonarch.kernels.two_resolution.kernels import (
     two_resolution_keys_kernel,
     two_resolution_means_kernel,
     two_resolution_rows_kernel,
-    unspecialised,
 )
 from vmonarch.kernels.two_resolution.reference import best_of
 from vmonarch.kernels.two_resolution.tiling import Box, Tiling, exact_tiles
