@@ -526,7 +526,7 @@ class LStep:
         """Write z [B·H·m, b, D] and, where cR is given (training), cR and the log-partitions lse [B, H, S]."""
         relative = self.query.dtype == torch.float16 and self.call.min_mass < _LEAST_MASS_IN_FLOAT16
         if not self._one_tile("l_centroids"):
-            self._rows("l_rows", aL, cL, None, lse=lse, lse_exact=lse_exact, out_exact=None, out=None)
+            self.output(aL, cL, None, lse=lse, lse_exact=lse_exact)
         self._launch(
             _l_centroids_kernel,
             "l_centroids",
@@ -543,22 +543,22 @@ class LStep:
         self,
         aL: torch.Tensor,
         cL: torch.Tensor,
-        y: torch.Tensor,
+        y: torch.Tensor | None,
         *,
-        out: torch.Tensor,
         lse: torch.Tensor,
         lse_exact: torch.Tensor | None,
-        out_exact: torch.Tensor | None,
+        out: torch.Tensor | None = None,
+        out_exact: torch.Tensor | None = None,
     ) -> None:
-        """Write out [B, S, H, E] and lse [B, H, S]; `out_exact` [B, S, H, E] may be `out`, and is with `whole_rows`."""
-        self._rows("l_output", aL, cL, y, lse=lse, lse_exact=lse_exact, out_exact=out_exact, out=out)
+        """Write lse [B, H, S], and out [B, S, H, E] if there is y.
 
-    def _rows(self, name: str, aL, cL, y, *, lse, lse_exact, out_exact, out) -> None:
+        `out_exact` [B, S, H, E] may be `out`, and is with `whole_rows`.
+        """
         E = self.query.shape[3] if y is None else y.shape[-1]
         none = (0, 0, 0)
         self._launch(
             _l_rows_kernel,
-            name,
+            "l_rows" if y is None else "l_output",
             (self.query, aL, cL, y, self.exact, lse_exact, out_exact, out, lse),
             (
                 *self.query.stride()[:3],
