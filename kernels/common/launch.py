@@ -167,10 +167,10 @@ def hopper_fits(op: str, *tensors: torch.Tensor) -> bool:
     """Whether an op's kernels for Hopper take these tensors: 16 bit, one head dimension up to 128, aligned rows."""
     first = tensors[0]
     return (
-        first.shape[-1] <= HOPPER_HEAD_DIM
+        hopper_enabled(op, first.device, first.dtype)
+        and first.shape[-1] <= HOPPER_HEAD_DIM
         and all(tensor.shape[-1] == first.shape[-1] for tensor in tensors)
         and tma_fits(*tensors)
-        and hopper_enabled(op, first.device, first.dtype)
     )
 
 
