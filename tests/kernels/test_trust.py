@@ -37,14 +37,6 @@ def untested(monkeypatch):
         yield
 
 
-@pytest.fixture
-def checks(monkeypatch):
-    """The kernels that were checked, in order; all of them pass."""
-    found: list[Kernels] = []
-    monkeypatch.setattr(trust, "check", found.append)
-    return found
-
-
 class Planted:
     """A kernel in place of another: it runs that one and then `bug(arguments)`."""
 
@@ -142,8 +134,9 @@ def test_a_tested_version_costs_nothing(monkeypatch):
         assert launch.hopper_fits(op, half)
 
 
-def test_a_check_during_a_capture_is_refused_and_a_verdict_taken(monkeypatch, untested, checks):
-    gpu = torch.device("cuda", 0)
+def test_a_check_during_a_capture_is_refused_and_a_verdict_taken(monkeypatch, untested):
+    gpu, checks = torch.device("cuda", 0), []
+    monkeypatch.setattr(trust, "check", checks.append)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     with pytest.raises(RuntimeError, match="portable kernels of window for float16 .* call the function once before"):
         trust.why_distrusted("window", gpu, torch.float16)
