@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from importlib import resources
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.autograd import forward_ad
@@ -24,6 +24,7 @@ HOPPER_HEAD_DIM = 128
 HOPPER_DTYPES = (torch.float16, torch.bfloat16)
 # A constant, because torch.compile would have to trace the search.
 TRITON_INSTALLED = importlib.util.find_spec("triton") is not None
+Numbers = TypeVar("Numbers", bound=tuple[int, ...])
 _overrides: ContextVar[Mapping[str, Mapping[str, int]] | None] = ContextVar("launch_overrides", default=None)
 
 
@@ -72,7 +73,7 @@ def use_triton(
 
     Args:
         name: of the function, for the error.
-        op: whose kernels they are, one of `tiny_cases.OPS` or `trust.PARTS`.
+        op: whose kernels they are, one of `tiny_cases.OPS`.
         unless: another reason why the kernels cannot take this call, or None.
         why_not: says which tensors they cannot take.
         others: tensors of the call that `why_not` does not look at, but that have derivatives.
@@ -87,7 +88,7 @@ def use_triton(
     reason = why_not(*tensors) or unless
     if reason is None and carry_tangents(*tensors, *(tensor for tensor in others if tensor is not None)):
         reason = "forward-mode AD goes through the tensors (supported there: torch)"
-    reason = reason or _why_not_compiled(op, first.device, first.dtype, implementation)
+    reason = reason or _why_not_compiled(op, first.device, first.dtype)
     if reason and implementation == "triton":
         raise NotImplementedError(f'{name} with implementation="triton": {reason}')
     return reason is None
@@ -130,14 +131,13 @@ def auto_takes_kernels(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
-def _why_not_compiled(op: str, device: torch.device, dtype: torch.dtype, implementation: str) -> str | None:
+def _why_not_compiled(op: str, device: torch.device, dtype: torch.dtype) -> str | None:
     """Why what compiles the kernels makes none that are right, or None: its assembler, or an untested Triton.
 
     torch.compile calls it while it traces, and has what it says for a constant.
     """
     unsound = trust.why_unsound() if on_hopper(device) else None
-    hopper = dtype in HOPPER_DTYPES and _hopper_wanted(device)
-    return unsound or trust.why_distrusted(op, device, dtype, hopper=hopper, strict=implementation == "triton")
+    return unsound or trust.why_distrusted(op, device, dtype)
 
 
 # What torch.compiler.assume_constant_result does, which takes seconds to import.
@@ -147,6 +147,15 @@ _why_not_compiled._dynamo_marked_constant = True  # type: ignore[attr-defined]
 def block_dim(head_dim: int) -> int:
     """The power of two, at least 16, that a head dimension is padded to inside a kernel."""
     return max(16, 1 << (head_dim - 1).bit_length())
+
+
+def unspecialised(numbers: Numbers) -> Numbers:
+    """The numbers of a named tuple as kernels take them, which shift them back by four bits.
+
+    Triton compiles a kernel anew for integers that are 1 or multiples of 16, which sizes of videos are now and then. No
+    number of this form is, so that one compiled kernel serves all sizes.
+    """
+    return type(numbers)(*(16 * number + 8 for number in numbers))  # type: ignore[arg-type]
 
 
 def dot_precision(dtype: torch.dtype) -> str:
@@ -185,11 +194,8 @@ def tma_strides(strides: Sequence[int], shape: Sequence[int]) -> list[int]:
 
 def hopper_enabled(op: str, device: torch.device, dtype: torch.dtype) -> bool:
     """Whether an op's kernels for Hopper, of 16 bit, are used; the override {"hopper": {"enabled": 0}} says no."""
-    return dtype in HOPPER_DTYPES and _hopper_wanted(device) and trust.hopper_is_trusted(op, device, dtype)
-
-
-def _hopper_wanted(device: torch.device) -> bool:
-    return on_hopper(device) and (_overrides.get() or {}).get("hopper", {"enabled": 1})["enabled"] == 1
+    wanted = (_overrides.get() or {}).get("hopper", {"enabled": 1})["enabled"] == 1
+    return dtype in HOPPER_DTYPES and on_hopper(device) and wanted and trust.hopper_is_trusted(op, device, dtype)
 
 
 @functools.cache

@@ -42,8 +42,15 @@ def _qkv(queries: int, keys: int, head_dim: int) -> Shapes:
 
 def _monarch(gpu: bool) -> Case:
     grid, head_dim = ((17, 2, 72), 128) if gpu else ((2, 1, 3), 16)
+
+    def call(*qkv: torch.Tensor, **how: Any) -> tuple[torch.Tensor, ...]:
+        how |= {"grid": grid, "return_lse": True}
+        # Exact rows in two resolutions write among other rows, sum keys, and add to gradients.
+        ways = [vmonarch_attention(*qkv, row_share=share, **how) for share in (1.0, 0.3)]
+        return (*ways[0], *ways[1])
+
     tokens = math.prod(grid)
-    return Case(_qkv(tokens, tokens, head_dim), partial(vmonarch_attention, grid=grid, return_lse=True))
+    return Case(_qkv(tokens, tokens, head_dim), call)
 
 
 def _flash_entropy(gpu: bool) -> Case:
@@ -84,8 +91,6 @@ def _two_resolution(gpu: bool) -> Case:
     def call(*qkv: torch.Tensor, **how: Any) -> tuple[torch.Tensor, ...]:
         how |= {"grid": grid, "return_lse": True}
         results = [two_resolution_attention(*qkv, share=0.3, tile=tile, **how) for tile in tiles]
-        # What VMonarch runs of these: they write among other rows, sum keys, and add to gradients.
-        results.append(vmonarch_attention(*qkv, num_iterations=1, row_share=0.3, **how))
         return tuple(tensor for found in results for tensor in found)
 
     tokens = math.prod(grid)

@@ -2,7 +2,8 @@
 
 Versions of Triton have miscompiled kernels before. With one of `TESTED_TRITON`, nothing here does anything. With any
 other, the first call of an op on a GPU runs a tiny case, forward and, if it has gradients, backward, and
-compares it with plain torch in float64: what fails to compile or to agree is not used by this process.
+compares it with plain torch in float64: what fails to compile or to agree is not used by this process. Kernels for
+Hopper are checked apart, where they would be used first.
 
 ptxas 12.8, which comes with Triton 3.6 and 3.7, makes wrong code for Hopper where two products of a kernel read tiles
 of different widths from the same place in shared memory: it computes the second tile's descriptor from a register that
@@ -29,13 +30,6 @@ import torch
 TESTED_TRITON = ("3.6.0", "3.7.1", "3.8.0", "3.9.0")
 # Largest error of a tensor by the largest entry of it.
 TOLERANCES = {torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.05}
-HOPPER_OPS = ("monarch", "flash_entropy", "flash_bias", "int8", "taylor", "two_resolution")
-# What runs the kernels of several ops: VMonarch's exact part is flash attention, and with `row_share` some
-# of it is in two resolutions.
-PARTS = {
-    "monarch": ("flash_entropy", "monarch"),
-    "monarch_in_two_resolutions": ("flash_entropy", "monarch", "two_resolution"),
-}
 # Of ptxas.
 FIRST_SOUND = (12, 9)
 HOPPER = 90
@@ -56,7 +50,6 @@ class Kernels:
 
 
 _verdicts: dict[Kernels, str | None] = {}
-_warned: set[tuple[str, bool]] = set()
 _lock = threading.Lock()
 # What this thread is checking.
 _checking: ContextVar[Kernels | None] = ContextVar("checking", default=None)
@@ -78,56 +71,39 @@ def is_checking() -> bool:
     return _checking.get() is not None
 
 
-def why_distrusted(op: str, device: torch.device, dtype: torch.dtype, *, hopper: bool, strict: bool) -> str | None:
-    """Why the kernels of an op are not used, or None if they are. Those that no verdict is known of are checked.
-
-    Args:
-        hopper: whether kernels for Hopper are used where they fit; if they fail, portable ones take their place.
-        strict: nothing takes the place of anything: kernels for Hopper that fail are a reason, too. Otherwise there is
-            a warning, one per process and op, of what is not used.
+def why_distrusted(op: str, device: torch.device, dtype: torch.dtype) -> str | None:
+    """Why the portable kernels of an op are not used, or None if they are; they are checked if no verdict is known.
 
     Raises:
         RuntimeError: kernels have to be checked, and a CUDA graph is being captured.
     """
-    if triton_is_tested() or is_checking():
-        return None
-    parts = PARTS.get(op, (op,))
-    for for_hopper in (False, True) if hopper and parts[0] in HOPPER_OPS else (False,):
-        for part in parts:
-            kernels = Kernels(part, for_hopper, dtype, device)
-            failure = _failure(kernels)
-            if failure is None:
-                continue
-            why = f"{kernels} failed a check with Triton {_triton_version()}, which is not tested: {failure}"
-            if not strict:
-                _warn_once(kernels, why)
-            if strict or not for_hopper:
-                return why
-    return None
+    return None if is_checking() else _failure(Kernels(op, False, dtype, device))
 
 
 def hopper_is_trusted(op: str, device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether the kernels of an op for Hopper may be used. They are checked if no verdict is known.
+    """Whether the kernels of an op for Hopper may be used; they are checked if no verdict is known.
 
     Raises:
         RuntimeError: kernels have to be checked, and a CUDA graph is being captured.
     """
-    if triton_is_tested():
-        return True
-    kernels, checking = Kernels(op, True, dtype, device), _checking.get()
-    if checking is None:
-        return _failure(kernels) is None
-    # A check is of the portable kernels alone, or of these for Hopper together with others that were found right.
-    return checking.hopper and (kernels == checking or _verdicts.get(kernels, "unknown") is None)
+    checking = _checking.get()
+    # A check is of the portable kernels alone, or of those for Hopper together with all that run beside them.
+    return checking.hopper if checking else _failure(Kernels(op, True, dtype, device)) is None
 
 
 def _failure(kernels: Kernels) -> str | None:
-    """What is wrong with kernels, or None: as found before, else by `check`."""
-    if kernels not in _verdicts:
-        with _lock:
-            if kernels not in _verdicts:
-                _verdicts[kernels] = _checked(kernels)
-    return _verdicts[kernels]
+    """What is wrong with kernels, or None: as found before, else by `check`, and told by a warning then."""
+    if triton_is_tested():
+        return None
+    with _lock:
+        if kernels not in _verdicts:
+            failure = _checked(kernels)
+            version = _triton_version()
+            why = f"{kernels} failed a check with Triton {version}, which is not tested: {failure}" if failure else None
+            _verdicts[kernels] = why
+            if why is not None:
+                _warn(kernels, why)
+        return _verdicts[kernels]
 
 
 def _checked(kernels: Kernels) -> str | None:
@@ -190,10 +166,7 @@ def check(kernels: Kernels) -> str | None:
     return None
 
 
-def _warn_once(kernels: Kernels, why: str) -> None:
-    if (kernels.op, kernels.hopper) in _warned:
-        return
-    _warned.add((kernels.op, kernels.hopper))
+def _warn(kernels: Kernels, why: str) -> None:
     instead = "The portable kernels are" if kernels.hopper else "Plain torch is"
     warnings.warn(
         f"{why}. {instead} used instead, which is slower. Tested versions of Triton: {', '.join(TESTED_TRITON)}."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -68,7 +69,7 @@ def flash_bias_attention(
         )
     check_key_mask(key_mask, key)
     scale = resolve_scale(scale, query.shape[-1])
-    attend = flash_bias_attention_reference
+    attend: Callable[..., tuple[torch.Tensor, torch.Tensor]] = flash_bias_attention_reference
     if use_triton(
         "flash_bias_attention",
         implementation,

@@ -1,6 +1,7 @@
-"""FlashBias as a torch operator: opaque to torch.compile, differentiable, without views of its inputs.
+"""FlashBias as a torch operator, on the kernels of flash attention (`flash_entropy`), which add the bias to the logits.
 
-Shapes: B batch, Sq queries, Sk keys, H heads, D head dim, E value dim, R bias rank. Factors are [B or 1, S, H or 1, R].
+It is opaque to torch.compile, differentiable, and without views of its inputs. Shapes: B batch, Sq queries, Sk keys, H
+heads, D head dim, E value dim, R bias rank. Factors are [B or 1, S, H or 1, R].
 """
 
 from __future__ import annotations
@@ -9,23 +10,83 @@ from typing import Any
 
 import torch
 
-from vmonarch.kernels.common.launch import needs_operator, unit_stride
+from vmonarch.kernels.common.launch import block_dim, hopper_fits, needs_operator, tma_fits, unit_stride
 from vmonarch.kernels.common.operators import differentiable, new_results
-from vmonarch.kernels.flash_bias import launch
-from vmonarch.kernels.flash_bias.factors import gradients_of_cut
+from vmonarch.kernels.flash_bias.factors import gradients_of_cut, in_dtype
 from vmonarch.kernels.flash_entropy.backward import flash_backward
-from vmonarch.kernels.flash_entropy.segments import all_pairs
+from vmonarch.kernels.flash_entropy.forward import HOPPER_KEYS, Bias, flash_forward
+from vmonarch.kernels.flash_entropy.segments import Segment, all_pairs
 
+# What the kernels for Hopper take: a rank up to this, and this many rows of a tile.
+HOPPER_RANK = 64
+HOPPER_ROWS = 128
+# Heads and ranks up to this leave registers for two programs.
+NARROW = 32
 _TENSORS = "Tensor query, Tensor key, Tensor value, Tensor query_factor, Tensor key_factor, Tensor? key_mask"
 _NUMBERS = "float scale, bool causal"
 
 
-@torch.library.custom_op(
-    "vmonarch::flash_bias_forward", mutates_args=(), schema=f"({_TENSORS}, {_NUMBERS}) -> (Tensor, Tensor)"
+def bias_for_kernels(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    query_factor: torch.Tensor,
+    key_factor: torch.Tensor,
+    key_mask: torch.Tensor | None,
+    causal: bool,
+    grad_out: torch.Tensor | None = None,
+) -> Bias:
+    """The bias in the form of the kernels that can take these tensors, those for Hopper where they can.
+
+    Args:
+        query_factor: [B or 1, Sq, H or 1, R]. key_factor: [B or 1, Sk, H or 1, R].
+        grad_out: [B, Sq, H, E] in the backward pass.
+    """
+    cut = in_dtype(query_factor, key_factor, query.dtype)
+    rank = cut[0].shape[3]
+    if (
+        key_mask is None
+        and rank <= HOPPER_RANK
+        # The diagonal has to be in the last tile of keys of a tile of rows.
+        and not (causal and (grad_out is not None or (key.shape[1] - query.shape[1]) % HOPPER_KEYS))
+        and hopper_fits("flash_bias", query, key, value, *(() if grad_out is None else (grad_out,)))
+    ):
+        # There rows of factors take a multiple of 16 bytes.
+        factors = _with_columns(cut, -(-rank // 8) * 8)
+        # A second program works while the other begins or ends a tile of rows.
+        programs = 2 if max(query.shape[3], rank) <= NARROW and not causal else 1
+        if tma_fits(*factors):
+            return Bias(factors, None, causal, programs)
+    # Masked columns would cost registers.
+    return Bias(_with_columns(cut, block_dim(rank)), key_mask, causal, programs=0)
+
+
+def _with_columns(factors: tuple[torch.Tensor, torch.Tensor], columns: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Factors with zero columns after their own, and of expanded dimensions what is there."""
+    added = columns - factors[0].shape[3]
+    there = (f[: 1 if f.stride(0) == 0 else None, :, : 1 if f.stride(2) == 0 else None] for f in factors)
+    query_factor, key_factor = (torch.nn.functional.pad(f, (0, added)) if added else unit_stride(f) for f in there)
+    return query_factor, key_factor
+
+
+def _forward(*inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out [B, Sq, H, E] in the dtype of the query, lse [B, H, Sq] in float32)."""
+    query, key, value, *factors, key_mask, scale, causal = inputs
+    bias = bias_for_kernels(query, key, value, factors[0], factors[1], key_mask, causal)
+    Sq, Sk = query.shape[1], key.shape[1]
+    # The kernel for Hopper is told where the keys of a tile of rows end.
+    rows = HOPPER_ROWS if bias.programs and causal else Sq
+    segments = tuple(
+        Segment(first, min(first + rows, Sq), ((0, min(first + rows + Sk - Sq, Sk)),)) for first in range(0, Sq, rows)
+    )
+    splits = None if bias.programs else 1
+    out, lse, _ = flash_forward(query, key, value, segments, scale=scale, entropy=False, splits=splits, bias=bias)
+    return out, lse
+
+
+flash_bias_forward = torch.library.custom_op(
+    "vmonarch::flash_bias_forward", _forward, mutates_args=(), schema=f"({_TENSORS}, {_NUMBERS}) -> (Tensor, Tensor)"
 )
-def flash_bias_forward(*inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out [B, Sq, H, E], lse [B, H, Sq])."""
-    return launch.flash_bias_forward(*inputs)
 
 
 @torch.library.custom_op(
@@ -43,7 +104,7 @@ def flash_bias_backward(*inputs: Any) -> tuple[torch.Tensor, ...]:
     if grad_lse is not None and key_mask is not None:
         # A query without any key has no gradient, whatever its lse's is.
         grad_lse = grad_lse.masked_fill(lse == -torch.inf, 0.0)
-    bias = launch.bias_for_kernels(query, key, value, factors[0], factors[1], key_mask, causal, grad_out)
+    bias = bias_for_kernels(query, key, value, factors[0], factors[1], key_mask, causal, grad_out)
     # Sums of gradients are taken in float32.
     whole = (B, H, query.dtype)
     dtypes = [f.dtype if (f.shape[0], f.shape[2], f.dtype) == whole else torch.float32 for f in factors]
@@ -67,21 +128,12 @@ differentiable(flash_bias_forward, flash_bias_backward, tensors=6, gradients=5)
 
 
 def flash_bias_attention_triton(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    query_factor: torch.Tensor,
-    key_factor: torch.Tensor,
-    *,
-    scale: float,
-    causal: bool,
-    key_mask: torch.Tensor | None,
+    query: torch.Tensor, *others: torch.Tensor, scale: float, causal: bool, key_mask: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out, lse) by the kernels; arguments as in `flash_bias_attention`, already checked."""
+    """(out, lse) by the kernels; arguments as in `flash_bias_attention`, already checked; `others` in its order."""
     if scale <= 0:
         # The kernels divide the bias by the scale and take the maximum of what is left.
         query, scale = (-query, -scale) if scale < 0 else (query * 0, 1.0)
-    tensors = (query, key, value, query_factor, key_factor)
-    if needs_operator(*tensors):
-        return flash_bias_forward(*tensors, key_mask, scale, causal)
-    return launch.flash_bias_forward(*tensors, key_mask, scale, causal)
+    forward = flash_bias_forward if needs_operator(query, *others) else _forward
+    out, lse = forward(query, *others, key_mask, scale, causal)
+    return out, lse

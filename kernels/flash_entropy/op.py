@@ -17,26 +17,22 @@ from vmonarch.kernels.flash_entropy.forward import flash_forward
 from vmonarch.kernels.flash_entropy.segments import all_pairs
 
 
-@torch.library.custom_op(
-    "vmonarch::flash_entropy_forward",
-    mutates_args=(),
-    schema="(Tensor query, Tensor key, Tensor value, float scale, bool entropy_grad) -> (Tensor, Tensor, Tensor)",
-)
-def flash_entropy_forward(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, entropy_grad: bool
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(out [B, Sq, H, Dv], lse [B, H, Sq], entropy [B, H, Sq]); `entropy_grad` only matters to the backward pass."""
-    return _forward(query, key, value, scale)
-
-
 @replayed
-def _forward(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _forward(*inputs: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(out [B, Sq, H, Dv], lse [B, H, Sq], entropy [B, H, Sq]); `entropy_grad` only matters to the backward pass."""
+    query, key, value, scale, _entropy_grad = inputs
     segments = all_pairs(query.shape[1], key.shape[1])
     out, lse, entropy = flash_forward(query, key, value, segments, scale=scale, entropy=True)
     assert entropy is not None
     return out, lse, entropy
+
+
+flash_entropy_forward = torch.library.custom_op(
+    "vmonarch::flash_entropy_forward",
+    _forward,
+    mutates_args=(),
+    schema="(Tensor query, Tensor key, Tensor value, float scale, bool entropy_grad) -> (Tensor, Tensor, Tensor)",
+)
 
 
 @flash_entropy_forward.register_fake
@@ -71,7 +67,6 @@ def flash_entropy_attention_triton(
     if scale < 0:
         # The kernels take the maximum of raw scores, which only a scale that is not negative keeps in order.
         query, scale = -query, -scale
-    if needs_operator(query, key, value):
-        out, lse, entropy = flash_entropy_forward(query, key, value, scale, entropy_grad)
-        return out, lse, entropy if entropy_grad else entropy.detach()
-    return _forward(query, key, value, scale)
+    forward = flash_entropy_forward if needs_operator(query, key, value) else _forward
+    out, lse, entropy = forward(query, key, value, scale, entropy_grad)
+    return out, lse, entropy if entropy_grad else entropy.detach()

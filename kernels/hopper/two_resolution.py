@@ -20,7 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrie
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from vmonarch.kernels.common.constants import kept
-from vmonarch.kernels.common.launch import block_dim, launch_options, tma_strides
+from vmonarch.kernels.common.launch import block_dim, launch_options, tma_strides, unspecialised
 from vmonarch.kernels.common.replay import launcher
 from vmonarch.kernels.common.softmax import log2_scale_of
 from vmonarch.kernels.flash_entropy.forward import COMBINE_ROWS, combine_parts
@@ -37,7 +37,7 @@ from vmonarch.kernels.hopper.attend import (
     shared_layout,
 )
 from vmonarch.kernels.hopper.gluon import async_load, async_load_numbers, reinterpret
-from vmonarch.kernels.two_resolution.kernels import GAINS, plain, unspecialised
+from vmonarch.kernels.two_resolution.kernels import GAINS, plain
 from vmonarch.kernels.two_resolution.tiling import Box, Tiling
 
 _HALF = gl.constexpr(HALF)

@@ -18,22 +18,21 @@ from vmonarch.kernels.merge.kernels import merge_backward_kernel, merge_kernel
 Pair = tuple[torch.Tensor, torch.Tensor]
 
 
-@torch.library.custom_op(
-    "vmonarch::merge_forward",
-    mutates_args=(),
-    schema="(Tensor out_1, Tensor lse_1, Tensor out_2, Tensor lse_2) -> (Tensor, Tensor)",
-)
-def merge_forward(out_1: torch.Tensor, lse_1: torch.Tensor, out_2: torch.Tensor, lse_2: torch.Tensor) -> Pair:
-    """(out [B, S, H, E], lse [B, H, S])."""
-    return _forward(out_1, lse_1, out_2, lse_2)
-
-
 @replayed
 def _forward(out_1: torch.Tensor, lse_1: torch.Tensor, out_2: torch.Tensor, lse_2: torch.Tensor) -> Pair:
+    """(out [B, S, H, E], lse [B, H, S])."""
     out, lse = out_1.new_empty(out_1.shape), lse_1.new_empty(lse_1.shape)
     strides = (*out_1.stride()[:3], *lse_1.stride(), *out_2.stride()[:3], *lse_2.stride())
     launch_on_tokens(merge_kernel, out, out_1, lse_1, out_2, lse_2, out, lse, *strides)
     return out, lse
+
+
+merge_forward = torch.library.custom_op(
+    "vmonarch::merge_forward",
+    _forward,
+    mutates_args=(),
+    schema="(Tensor out_1, Tensor lse_1, Tensor out_2, Tensor lse_2) -> (Tensor, Tensor)",
+)
 
 
 @merge_forward.register_fake
@@ -67,7 +66,6 @@ differentiable(merge_forward, merge_backward, tensors=4, gradients=4, kept=slice
 
 def merge_pair(out_1: torch.Tensor, lse_1: torch.Tensor, out_2: torch.Tensor, lse_2: torch.Tensor) -> Pair:
     """Merging by the kernels; arguments as in `merge_partials`, already checked."""
-    if needs_operator(out_1, lse_1, out_2, lse_2):
-        out, lse = merge_forward(out_1, lse_1, out_2, lse_2)
-        return out, lse
-    return _forward(out_1, lse_1, out_2, lse_2)
+    forward = merge_forward if needs_operator(out_1, lse_1, out_2, lse_2) else _forward
+    out, lse = forward(out_1, lse_1, out_2, lse_2)
+    return out, lse

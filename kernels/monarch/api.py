@@ -77,8 +77,7 @@ def vmonarch_attention(
     scale = resolve_scale(scale, query.shape[-1])
     if bias is not None:
         query, key = _with_bias(query, key, bias, scale)
-    op = "monarch" if options.row_share == 1 else "monarch_in_two_resolutions"
-    if use_triton("vmonarch_attention", implementation, query, key, value, op=op):
+    if use_triton("vmonarch_attention", implementation, query, key, value, op="monarch"):
         from vmonarch.kernels.monarch.call import MonarchCall
         from vmonarch.kernels.monarch.op import monarch_attention_triton
         from vmonarch.kernels.monarch.places import grid_places

@@ -74,7 +74,7 @@ def saved_shapes(
 
 
 class Rows:
-    """The frames of exact rows in two resolutions (`reference.exact_row`), and what kernels need to attend from them.
+    """The frames of exact rows in two resolutions (`reference.exact_parts`), and what kernels need to attend from them.
 
     Args:
         query, key: [B, S, H, D]. value: [B, S, H, E].

@@ -22,7 +22,14 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from vmonarch.kernels.common.launch import block_dim, dot_precision, launch_options, tma_fits, tma_strides
+from vmonarch.kernels.common.launch import (
+    block_dim,
+    dot_precision,
+    launch_options,
+    tma_fits,
+    tma_strides,
+    unspecialised,
+)
 from vmonarch.kernels.common.replay import launcher
 from vmonarch.kernels.common.softmax import log2_partition, log2_scale_of, online_softmax
 from vmonarch.kernels.common.tiles import add_rows, load_rows, store_rows
@@ -494,7 +501,7 @@ class LStep:
             if constants["TMA"]:
                 written = tuple(x if x is None else self._descriptor(x, tile) for x in written)
         launcher(kernel, (tiles * H * b * B,))(
-            *written, *tensors, *strides, H, self.call.places.unspecialised(), tiles, *numbers,
+            *written, *tensors, *strides, H, unspecialised(self.call.places), tiles, *numbers,
             D=D, FULL=m * b == S, ONE_TILE=tiles == 1,
             PRECISION=dot_precision(self.query.dtype), BLOCK_M=tile, BLOCK_N=tile, BLOCK_D=block_dim(D),
             **constants, **options,
@@ -519,7 +526,7 @@ class LStep:
         """Write z [B·H·m, b, D] and, where cR is given (training), cR and the log-partitions lse [B, H, S]."""
         relative = self.query.dtype == torch.float16 and self.call.min_mass < _LEAST_MASS_IN_FLOAT16
         if not self._one_tile("l_centroids"):
-            self._rows("l_rows", aL, cL, None, lse=lse, lse_exact=lse_exact, out_exact=None, out=None)
+            self.output(aL, cL, None, lse=lse, lse_exact=lse_exact)
         self._launch(
             _l_centroids_kernel,
             "l_centroids",
@@ -536,22 +543,22 @@ class LStep:
         self,
         aL: torch.Tensor,
         cL: torch.Tensor,
-        y: torch.Tensor,
+        y: torch.Tensor | None,
         *,
-        out: torch.Tensor,
         lse: torch.Tensor,
         lse_exact: torch.Tensor | None,
-        out_exact: torch.Tensor | None,
+        out: torch.Tensor | None = None,
+        out_exact: torch.Tensor | None = None,
     ) -> None:
-        """Write out [B, S, H, E] and lse [B, H, S]; `out_exact` [B, S, H, E] may be `out`, and is with `whole_rows`."""
-        self._rows("l_output", aL, cL, y, lse=lse, lse_exact=lse_exact, out_exact=out_exact, out=out)
+        """Write lse [B, H, S], and out [B, S, H, E] if there is y.
 
-    def _rows(self, name: str, aL, cL, y, *, lse, lse_exact, out_exact, out) -> None:
+        `out_exact` [B, S, H, E] may be `out`, and is with `whole_rows`.
+        """
         E = self.query.shape[3] if y is None else y.shape[-1]
         none = (0, 0, 0)
         self._launch(
             _l_rows_kernel,
-            name,
+            "l_rows" if y is None else "l_output",
             (self.query, aL, cL, y, self.exact, lse_exact, out_exact, out, lse),
             (
                 *self.query.stride()[:3],

@@ -35,14 +35,6 @@ class Places(NamedTuple):
     width: int
     cells_w: int
 
-    def unspecialised(self) -> Places:
-        """The numbers as kernels take them; `plain_places` is the inverse.
-
-        Triton compiles a kernel anew for integers that are 1 or multiples of 16, which sizes of videos are now and
-        then. No number of this form is, so that one compiled kernel serves all sizes.
-        """
-        return Places(*(16 * number + 8 for number in self))
-
 
 def grid_places(grid: LatentGrid, *, coarse: int) -> Places:
     """Blocks of one frame."""
@@ -76,7 +68,7 @@ def sequence_places(tokens: int, block_size: int, padding: str) -> Places:
 
 @triton.jit
 def plain_places(places):
-    """The numbers that `Places.unspecialised` was made of."""
+    """The inverse of `unspecialised`."""
     return Places(
         places.tokens >> 4, places.blocks >> 4, places.positions >> 4, places.cells >> 4, places.offset >> 4,
         places.height >> 4, places.width >> 4, places.cells_w >> 4,

@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from vmonarch.kernels.common.launch import block_dim, dot_precision, hopper_fits, launch_options
+from vmonarch.kernels.common.launch import block_dim, dot_precision, hopper_fits, launch_options, unspecialised
 from vmonarch.kernels.common.replay import launcher
 from vmonarch.kernels.common.softmax import log2_partition, log2_scale_of, online_softmax, probabilities
 from vmonarch.kernels.common.tiles import add_rows, load_rows, store_rows
@@ -491,7 +491,7 @@ class RStep:
         block = 32
         tiles = triton.cdiv(rows, block)
         launcher(kernel, (tiles * self.groups,))(
-            *tensors, *tokens.stride()[:3], self.key.shape[2], self.call.places.unspecialised(), tiles,
+            *tensors, *tokens.stride()[:3], self.key.shape[2], unspecialised(self.call.places), tiles,
             D=D, BLOCK_N=block, BLOCK_D=block_dim(D), num_warps=4, **options,
         )  # fmt: skip
 
@@ -567,7 +567,7 @@ class RStep:
         options["BLOCK_TAIL"] = self._tail_block(options["BLOCK_N"], pooled is not None)
         launcher(_r_step_kernel, (row_tiles * self.groups,))(
             z, key, self.value, bias, self.key_mask, aL, y, cL, lse, *strides,
-            self.key.shape[2], self.call.places.unspecialised(), row_tiles, self.call.scale,
+            self.key.shape[2], unspecialised(self.call.places), row_tiles, self.call.scale,
             log2_scale_of(self.call.scale), **constants, **options,
         )  # fmt: skip
 
@@ -627,7 +627,7 @@ class RStep:
         tiles = triton.cdiv(keys, options["BLOCK_N"])
         launcher(_r_backward_keys_kernel, (tiles * self.groups,))(
             z, key, self.value, bias, self.key_mask, *saved, d_key, dv, *strides, *dk_strides, *dv.stride()[:3],
-            self.key.shape[2], self.call.places.unspecialised(), tiles, *numbers, **constants, **options,
+            self.key.shape[2], unspecialised(self.call.places), tiles, *numbers, **constants, **options,
         )  # fmt: skip
         if bias is not None:
             self.unpool(d_key, bias, dk)
@@ -635,7 +635,7 @@ class RStep:
         tiles = triton.cdiv(self.call.places.positions, options["BLOCK_M"])
         launcher(_r_backward_z_kernel, (tiles * self.groups,))(
             z, key, self.value, bias, self.key_mask, *saved, cR, daR, dcR, dq, *strides, *dq.stride()[:3],
-            self.key.shape[2], self.call.places.unspecialised(), tiles, *numbers, self.call.min_mass,
+            self.key.shape[2], unspecialised(self.call.places), tiles, *numbers, self.call.min_mass,
             **constants, **options,
         )  # fmt: skip
 

@@ -18,8 +18,8 @@ from vmonarch.grid import LatentGrid
 from vmonarch.kernels.flash_entropy import reference as softmax
 from vmonarch.kernels.flash_entropy.reference import attend, in_row_chunks, softmax_parts, to_groups
 from vmonarch.kernels.monarch.blocks import BlockLayout
-from vmonarch.kernels.two_resolution.reference import chosen_tiles, two_resolution_attention_reference
-from vmonarch.kernels.two_resolution.tiling import exact_tiles, tiling_of
+from vmonarch.kernels.two_resolution.reference import two_resolution_attention_reference
+from vmonarch.kernels.two_resolution.tiling import tiling_of
 from vmonarch.options import VMonarchOptions, row_options
 
 
@@ -217,26 +217,6 @@ def exact_part(
     return torch.stack(out, 1).flatten(1, 2), torch.stack(lse, 1).flatten(1, 2)
 
 
-def exact_row(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    grid: LatentGrid,
-    options: VMonarchOptions,
-    *,
-    scale: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """An exact row in two resolutions: the queries [B, b, H, D] of one frame, and all keys and values [B, S, H, …].
-
-    Returns:
-        (out [B, b, H, E], lse [B, H, b]).
-    """
-    row = row_options(options)
-    tiling = tiling_of(grid, row, query_frames=1)
-    exact, each = chosen_tiles(query, key, tiling, row.share, scale=scale), exact_tiles(tiling, row.share)
-    return two_resolution_attention_reference(query, key, value, tiling, exact, each, rest=True, scale=scale)
-
-
 def exact_parts(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -261,9 +241,11 @@ def exact_parts(
     out, lse = exact_part(to_groups(query) * scale, to_groups(key), to_groups(value), fine)
     lead = query.shape[0], query.shape[2]
     out, lse = out.unflatten(0, lead).transpose(1, 2), lse.unflatten(0, lead)
+    two = row_options(options)
+    tiling = tiling_of(grid, two, query_frames=1)
     for l in rows:
         of_frame = query.unflatten(1, (grid.frames, -1))[:, l]
-        out_l, lse_l = exact_row(of_frame, key, value, grid, options, scale=scale)
+        out_l, lse_l = two_resolution_attention_reference(of_frame, key, value, tiling, two, scale=scale)
         out, lse = _with_frame(out, out_l, l, 1), _with_frame(lse, lse_l, l, 2)
     return torch.tensor(exact, device=query.device), out, lse
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,8 +11,8 @@ from vmonarch.autocast import without_autocast
 from vmonarch.grid import LatentGrid
 from vmonarch.kernels.common.checks import check_key_mask, check_qkv
 from vmonarch.kernels.common.launch import use_triton
-from vmonarch.kernels.two_resolution.reference import chosen_tiles, two_resolution_attention_reference
-from vmonarch.kernels.two_resolution.tiling import Tiling, exact_tiles, tiling_of
+from vmonarch.kernels.two_resolution.reference import two_resolution_attention_reference
+from vmonarch.kernels.two_resolution.tiling import Tiling, tiling_of
 from vmonarch.options import TwoResolutionOptions
 from vmonarch.validation import check_flag, check_implementation, resolve_scale
 
@@ -71,27 +72,19 @@ def two_resolution_attention(
         raise ValueError(f"grid {tuple(grid)} has {grid.tokens} tokens, but query has {query.shape[1]}")
     tiling = tiling_of(grid, options)
     scale = resolve_scale(scale, query.shape[-1])
-    exact = None if selection is None else _checked(selection, query, tiling)
+    if selection is not None:
+        _check_selection(selection, query, tiling)
+    attend: Callable[..., tuple[torch.Tensor, torch.Tensor]] = two_resolution_attention_reference
     if use_triton("two_resolution_attention", implementation, query, key, value, op="two_resolution"):
         # Triton is imported when it is needed, not with the package.
         from vmonarch.kernels.two_resolution.op import two_resolution_attention_triton
 
-        out, lse = two_resolution_attention_triton(
-            query, key, value, tiling, options, exact=exact, scale=scale, key_mask=key_mask
-        )
-        return (out, lse) if return_lse else out
-    each = None
-    if exact is None:
-        exact = chosen_tiles(query, key, tiling, options.share, scale=scale, key_mask=key_mask)
-        each = exact_tiles(tiling, options.share)
-    out, lse = two_resolution_attention_reference(
-        query, key, value, tiling, exact, each, rest=options.rest, scale=scale, key_mask=key_mask
-    )
+        attend = two_resolution_attention_triton
+    out, lse = attend(query, key, value, tiling, options, selection=selection, scale=scale, key_mask=key_mask)
     return (out, lse) if return_lse else out
 
 
-def _checked(selection: object, query: torch.Tensor, tiling: Tiling) -> torch.Tensor:
-    """The caller's choice of tiles."""
+def _check_selection(selection: object, query: torch.Tensor, tiling: Tiling) -> None:
     if not isinstance(selection, torch.Tensor) or selection.dtype != torch.bool:
         got = selection.dtype if isinstance(selection, torch.Tensor) else type(selection).__name__
         raise TypeError(f"selection must be a boolean tensor [B or 1, H or 1, n, m], got {got}")
@@ -108,4 +101,3 @@ def _checked(selection: object, query: torch.Tensor, tiling: Tiling) -> torch.Te
         )
     if selection.device != query.device:
         raise ValueError(f"selection must lie on the device of query ({query.device}), got {selection.device}")
-    return selection

@@ -22,12 +22,6 @@ from vmonarch.kernels.common.softmax import log2_partition, online_softmax, prob
 from vmonarch.kernels.common.tiles import add_rows, load_rows, store_rows
 from vmonarch.kernels.two_resolution.tiling import Tiling
 
-
-def unspecialised(n: Tiling) -> Tiling:
-    """The numbers as kernels take them, none of them 1 or a multiple of 16; `plain` is the inverse."""
-    return Tiling(*(16 * number + 8 for number in n))
-
-
 # What the logits of means gain has rows of a multiple of so many numbers.
 GAINS = tl.constexpr(128)
 

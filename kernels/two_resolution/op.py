@@ -19,6 +19,7 @@ from vmonarch.kernels.common.launch import (
     launch_options,
     needs_operator,
     unit_stride,
+    unspecialised,
 )
 from vmonarch.kernels.common.operators import differentiable, new_results
 from vmonarch.kernels.common.replay import launcher, replayed
@@ -33,7 +34,6 @@ from vmonarch.kernels.two_resolution.kernels import (
     two_resolution_keys_kernel,
     two_resolution_means_kernel,
     two_resolution_rows_kernel,
-    unspecialised,
 )
 from vmonarch.kernels.two_resolution.reference import best_of
 from vmonarch.kernels.two_resolution.tiling import Box, Tiling, exact_tiles
@@ -329,17 +329,16 @@ def two_resolution_attention_triton(
     tiling: Tiling,
     options: TwoResolutionOptions,
     *,
-    exact: torch.Tensor | None,
+    selection: torch.Tensor | None,
     scale: float,
     key_mask: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out, lse) by the kernels; arguments as in `two_resolution_attention`, already checked, `exact` its selection."""
+    """(out, lse) by the kernels; arguments as in `two_resolution_attention`, already checked."""
     if scale < 0:
         # The kernels take the maximum of raw scores, which only a scale that is not negative keeps in order.
         query, scale = -query, -scale
     B, _, H, _ = query.shape
-    if exact is not None:
-        exact = exact.expand(B, H, -1, -1).contiguous()
+    exact = None if selection is None else selection.expand(B, H, -1, -1).contiguous()
     mask = None if key_mask is None else key_mask.contiguous()
     numbers = list(tiling), options.share, options.rest, scale
     forward = two_resolution_forward if needs_operator(query, key, value) else _forward

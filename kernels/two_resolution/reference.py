@@ -10,6 +10,7 @@ import torch
 
 from vmonarch.kernels.flash_entropy.reference import recomputed, softmax_parts, to_groups
 from vmonarch.kernels.two_resolution.tiling import Places, Tiling, exact_tiles, places_of
+from vmonarch.options import TwoResolutionOptions
 
 # Keys and values that one chunk of query tiles may gather, in elements.
 MAX_CHUNK_ELEMENTS = 2**26
@@ -87,19 +88,20 @@ def two_resolution_attention_reference(
     key: torch.Tensor,
     value: torch.Tensor,
     tiling: Tiling,
-    exact: torch.Tensor,
-    each: int | None,
+    options: TwoResolutionOptions,
     *,
-    rest: bool,
+    selection: torch.Tensor | None = None,
     scale: float,
     key_mask: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(out [B, S, H, E] in the dtype of `query`, lse [B, H, S]); arguments as in `two_resolution_attention`.
 
-    With fewer `query_frames` in `tiling`, S are the tokens of so many frames. `each`: how many exact tiles
-    there are for every tile of queries, None where their numbers differ.
+    With fewer `query_frames` in `tiling`, S are the tokens of so many frames.
     """
     B, N, H, _ = key.shape
+    rest, exact = options.rest, selection
+    if exact is None:
+        exact = chosen_tiles(query, key, tiling, options.share, scale=scale, key_mask=key_mask)
     m = tiling.tiles
     places, of_queries = (places_of(cut, query.device) for cut in (tiling, tiling.of_queries))
     n = of_queries.token.shape[0]
@@ -118,8 +120,8 @@ def two_resolution_attention_reference(
     exact = exact.expand(B, H, n, m).flatten(0, 1)
     # Exact tiles come first in a ranking: `fewest` of them at least, `most` at most.
     number_exact = exact.sum(-1, keepdim=True)  # [G, n, 1]
-    fewest = most = each
-    if fewest is None or most is None:
+    fewest = most = exact_tiles(tiling, options.share)
+    if selection is not None:
         # A softmax needs a column, which nobody attends to where no tile is exact.
         fewest, most = int(number_exact.min()), max(1, int(number_exact.max()))
     ranking = exact.to(torch.uint8).argsort(stable=True, dim=-1, descending=True)

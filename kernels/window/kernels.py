@@ -41,13 +41,10 @@ class Neighbourhood(NamedTuple):
     ahead_h: int
     ahead_w: int
 
-    def unspecialised(self) -> Neighbourhood:
-        """The numbers as kernels take them, none of them 1 or a multiple of 16; `_plain` is the inverse."""
-        return Neighbourhood(*(16 * number + 8 for number in self))
-
 
 @triton.jit
 def _plain(n):
+    """The inverse of `unspecialised`."""
     return Neighbourhood(
         n.frames >> 4, n.rows >> 4, n.columns >> 4, n.skipped >> 4, n.back_t >> 4, n.back_h >> 4, n.back_w >> 4,
         n.ahead_t >> 4, n.ahead_h >> 4, n.ahead_w >> 4,

@@ -13,7 +13,7 @@ import torch
 import triton
 
 from vmonarch.grid import LatentGrid
-from vmonarch.kernels.common.launch import block_dim, dot_precision, launch_options, unit_stride
+from vmonarch.kernels.common.launch import block_dim, dot_precision, launch_options, unit_stride, unspecialised
 from vmonarch.kernels.common.operators import differentiable, new_results
 from vmonarch.kernels.common.softmax import log2_scale_of
 from vmonarch.kernels.window.kernels import Neighbourhood, window_kernel, window_keys_kernel, window_rows_kernel
@@ -62,7 +62,7 @@ def window_forward(
     with torch.cuda.device_of(query):
         window_kernel[(bricks * B * H,)](
             query, key, value, out, lse, *query.stride()[:3], *key.stride()[:3], *value.stride()[:3],
-            *out.stride()[:3], H, Sq, bricks, n.unspecialised(), log2_scale_of(scale), **constants,
+            *out.stride()[:3], H, Sq, bricks, unspecialised(n), log2_scale_of(scale), **constants,
         )  # fmt: skip
     return out, lse
 
@@ -84,7 +84,7 @@ def window_backward(*inputs: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Ten
     delta = torch.empty_like(lse)
     dq, dk, dv = (x.new_empty(x.shape) for x in (query, key, value))
     strides = (*query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *grad_out.stride()[:3])
-    numbers_of_all = (n.unspecialised(), scale, log2_scale_of(scale))
+    numbers_of_all = (unspecialised(n), scale, log2_scale_of(scale))
     with torch.cuda.device_of(query):
         bricks, constants = _launch("window_rows", query, value, n, n.skipped)
         window_rows_kernel[(bricks * B * H,)](

@@ -1,5 +1,5 @@
-"""What holds for every op, by its tiny case: memory of its results, views, NaN, the rules of operators, compilation;
-forward-mode AD (`torch.func.jvp`, dual numbers), where plain torch is right and the kernels refuse.
+"""What holds for every op, by its tiny case: memory of its results, views, NaN, autocast, the rules of operators,
+compilation; forward-mode AD (`torch.func.jvp`, dual numbers), where plain torch is right and the kernels refuse.
 """
 
 from functools import partial
@@ -11,9 +11,9 @@ from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
-from vmonarch import first_order_attention, flash_entropy_attention
+from vmonarch import first_order_attention, flash_entropy_attention, monarch_attention
 from vmonarch.kernels.common import launch
-from vmonarch.kernels.common.tiny_cases import OPS, tiny_case
+from vmonarch.kernels.common.tiny_cases import OPS, Case, tiny_case
 from vmonarch.kernels.flash_entropy import reference as softmax
 from vmonarch.kernels.residual.api import attention_residual
 
@@ -21,11 +21,17 @@ pytestmark = quiet
 CPU = torch.device("cpu")
 DIFFERENTIABLE = [op for op in OPS if tiny_case(op, CPU).gradients]
 ATTENTION = [op for op in OPS if "query" in tiny_case(op, CPU).inputs]
+QKV = dict.fromkeys(("query", "key", "value"), (1, 6, 2, 4))
+# What has no kernels, or those of another op.
+OTHERS = {
+    "first_order": Case(QKV, partial(first_order_attention, grid=(1, 2, 3), return_lse=True)),
+    "sequence": Case(QKV, partial(monarch_attention, block_size=4, return_lse=True)),
+}
 
 
 def drawn(op, dtype=torch.float64, device=CPU):
     """The case of an op, its inputs and their tangents."""
-    case = tiny_case(op, device)
+    case = OTHERS.get(op) or tiny_case(op, device)
     generator = torch.Generator().manual_seed(0)
     inputs, tangents = (
         tuple(
@@ -57,16 +63,11 @@ def inner(xs, ys):
 
 @pytest.mark.parametrize("learns", [False, True], ids=["", "learns"])
 @by_implementation
-@pytest.mark.parametrize("op", [*OPS, "first_order"])
+@pytest.mark.parametrize("op", [*OPS, *OTHERS])
 def test_no_result_holds_the_memory_of_another(op, implementation, learns):
-    if op == "first_order":
-        q = torch.ones(1, 6, 2, 4, requires_grad=learns)
-        results = first_order_attention(q, q, q, grid=(1, 2, 3), return_lse=True, implementation=implementation)
-    else:
-        case, inputs, _ = drawn(op, torch.float32)
-        leaves = [x.requires_grad_(learns and case.gradients) for x in inputs]
-        results = case.call(*leaves, implementation=implementation)
-    for result in results:
+    case, inputs, _ = drawn(op, torch.float32)
+    leaves = [x.requires_grad_(learns and case.gradients) for x in inputs]
+    for result in case.call(*leaves, implementation=implementation):
         assert result.untyped_storage().nbytes() == result.numel() * result.itemsize
 
 
@@ -109,6 +110,20 @@ def test_plain_torch_rounds_16_bit_only_once(op, dtype):
     for x, y in zip(attend(*inputs), attend(*(x.double() for x in inputs)), strict=True):
         assert x.dtype == (dtype if x.ndim == 4 else torch.float32)
         torch.testing.assert_close(x.double(), y.double(), rtol=2 * torch.finfo(x.dtype).eps, atol=1e-4)
+
+
+@pytest.mark.parametrize("op", [*DIFFERENTIABLE, *OTHERS])
+def test_autocast_rounds_no_result_and_no_gradient(op):
+    case, inputs, _ = drawn(op, torch.float32)
+    attend = partial(case.call, implementation="torch")
+
+    def under_autocast(*tensors):
+        with torch.autocast("cpu", torch.bfloat16):
+            results = attend(*tensors)
+            assert torch.is_autocast_enabled("cpu")
+        return results
+
+    assert_bits(with_gradients(under_autocast, inputs), with_gradients(attend, inputs))
 
 
 @pytest.mark.parametrize(

@@ -117,7 +117,7 @@ from vmonarch import (
     ExactBlocks, flash_bias_attention, flash_entropy_attention, monarch_attention, vmonarch_attention
 )
 from vmonarch.kernels.common import replay
-from vmonarch.kernels.flash_bias import launch as bias
+from vmonarch.kernels.flash_bias import op as bias
 from vmonarch.kernels.flash_entropy import backward as flash
 from vmonarch.kernels.hopper import backward as hopper_backward
 from vmonarch.kernels.monarch import r_step

@@ -20,7 +20,6 @@ from vmonarch.kernels.common.launch import launch_overrides
 from vmonarch.kernels.common.tiny_cases import OPS
 from vmonarch.kernels.common.trust import TESTED_TRITON, Kernels
 from vmonarch.kernels.flash_bias.api import flash_bias_attention
-from vmonarch.kernels.monarch.api import vmonarch_attention
 from vmonarch.kernels.norm_rotary.api import norm_rotary
 
 ROOT = Path(__file__).parents[2]
@@ -33,18 +32,9 @@ def untested(monkeypatch):
     monkeypatch.setattr(trust, "TESTED_TRITON", ("0.1", "0.2"))
     monkeypatch.setattr(launch, "auto_takes_kernels", lambda device: True)
     monkeypatch.setattr(trust, "_verdicts", {})
-    monkeypatch.setattr(trust, "_warned", set())
     # No call is replayed with the kernel that an earlier test had planted.
     with launch_overrides({}):
         yield
-
-
-@pytest.fixture
-def checks(monkeypatch):
-    """The kernels that were checked, in order; all of them pass."""
-    found: list[Kernels] = []
-    monkeypatch.setattr(trust, "check", found.append)
-    return found
 
 
 class Planted:
@@ -134,25 +124,26 @@ def test_a_tested_version_costs_nothing(monkeypatch):
     def refuse(*_):
         raise AssertionError("a verdict was looked for")
 
-    for name in ("_failure", "_checked", "check"):
+    for name in ("_checked", "check"):
         monkeypatch.setattr(trust, name, refuse)
     monkeypatch.setattr(trust, "TESTED_TRITON", (trust._triton_version(),))
     monkeypatch.setattr(launch, "on_hopper", lambda device: True)
     half = torch.zeros(1, 4, 1, 16, dtype=torch.float16)
     for op in OPS:
-        assert launch._why_not_compiled(op, CPU, torch.float16, "auto") is None
+        assert launch._why_not_compiled(op, CPU, torch.float16) is None
         assert launch.hopper_fits(op, half)
 
 
-def test_a_check_during_a_capture_is_refused_and_a_verdict_taken(monkeypatch, untested, checks):
-    gpu = torch.device("cuda", 0)
+def test_a_check_during_a_capture_is_refused_and_a_verdict_taken(monkeypatch, untested):
+    gpu, checks = torch.device("cuda", 0), []
+    monkeypatch.setattr(trust, "check", checks.append)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     with pytest.raises(RuntimeError, match="portable kernels of window for float16 .* call the function once before"):
-        trust.why_distrusted("window", gpu, torch.float16, hopper=False, strict=False)
+        trust.why_distrusted("window", gpu, torch.float16)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    trust.why_distrusted("window", gpu, torch.float16, hopper=False, strict=False)
+    trust.why_distrusted("window", gpu, torch.float16)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    assert trust.why_distrusted("window", gpu, torch.float16, hopper=False, strict=False) is None
+    assert trust.why_distrusted("window", gpu, torch.float16) is None
     assert len(checks) == 1
 
 
@@ -167,20 +158,7 @@ def test_portable_kernels_take_the_place_of_those_for_hopper(monkeypatch, untest
     assert len(caught) == 1 and torch.allclose(out, attend("torch"), atol=2e-3)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert torch.equal(attend(), out)
-        with pytest.raises(NotImplementedError, match="the Hopper kernels of flash_bias for float16 failed a check"):
-            attend("triton")
-        with launch_overrides({"hopper": {"enabled": 0}}):
-            assert torch.equal(attend("triton"), out)
-
-
-@in_interpreter
-@pytest.mark.parametrize("share", [None, "row_share"])
-def test_shares_of_vmonarch_are_checked_with_the_kernels_that_they_run(untested, checks, share):
-    q = torch.ones(1, 6, 1, 16)
-    vmonarch_attention(q, q, q, grid=(2, 1, 3), **({} if share is None else {share: 0.5}))
-    expected = ["flash_entropy", "monarch"] + ["two_resolution"] * (share is not None)
-    assert [kernels.op for kernels in checks] == expected
+        assert torch.equal(attend(), out) and torch.equal(attend("triton"), out)
 
 
 @in_interpreter
@@ -208,7 +186,8 @@ def test_kernels_agree_on_this_gpu(monkeypatch, untested, op):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for dtype in (torch.bfloat16, torch.float16, torch.float32):
-            assert launch._why_not_compiled(op, device, dtype, "triton") is None
+            for hopper in (False, True):
+                assert trust._failure(Kernels(op, hopper, dtype, device)) is None
     if launch.on_hopper(device):
         assert {name for _, name in entries} <= set(called)
 

@@ -161,7 +161,7 @@ def outputs_and_gradients(tiny, implementation, device="cpu", compiled=False):
 @in_interpreter
 def test_a_model_runs_without_kernels_that_fail_a_check(tiny, monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    planted = {"TESTED_TRITON": (), "check": lambda kernels: "planted", "_verdicts": {}, "_warned": set()}
+    planted = {"TESTED_TRITON": (), "check": lambda kernels: "planted", "_verdicts": {}}
     for name, value in planted.items():
         monkeypatch.setattr(trust, name, value)
     for module in (launch, own):
@@ -169,7 +169,7 @@ def test_a_model_runs_without_kernels_that_fail_a_check(tiny, monkeypatch, tmp_p
     with pytest.warns(RuntimeWarning) as caught:
         actual = outputs_and_gradients(tiny, "auto")
     families = [str(warning.message).split(" for ")[0] for warning in caught if "planted" in str(warning.message)]
-    assert families == ["the portable kernels of norm_rotary", "the portable kernels of flash_entropy"]
+    assert families == ["the portable kernels of norm_rotary", "the portable kernels of monarch"]
     torch.testing.assert_close(actual, outputs_and_gradients(tiny, "torch"), rtol=1e-4, atol=1e-6)
 
 

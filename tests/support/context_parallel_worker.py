@@ -243,7 +243,7 @@ def pipeline(kind, processor, cache=None, heads=2, anything=False, report=False,
 
 
 def joint_pipeline(name, **options):
-    """LTX with conditions does not tell the grid."""
+    """With conditions every token, or frame, has a noise level of its own; LTX then does not tell the grid."""
     options |= {"grid": tiny_pipelines.GRID} if name == "ltx-condition" else {}
 
     def case(tiny, ranks):
@@ -281,28 +281,6 @@ def masked(tiny, ranks):
     mask[...] = True
     assert not torch.allclose(run(model, inputs), out)
     return {"out": out}
-
-
-def conditions(tiny, ranks):
-    """A noise level for every token, and conditions before the video (LTX); for every frame, and control (Cosmos)."""
-    found = {}
-    model, inputs = family("ltx", VMonarch(grid=GRID))(tiny)
-    ranks.enable(model)
-    T, H, W = (inputs.pop(name) for name in ("num_frames", "height", "width"))
-    tokens = 8 + T * H * W
-    generator = torch.Generator().manual_seed(2)
-    inputs |= {
-        "hidden_states": torch.randn(2, tokens, 4, generator=generator),
-        "timestep": torch.rand(2, tokens, generator=generator) * 1000,
-        "video_coords": torch.rand(2, 3, tokens, generator=generator),
-    }
-    found["ltx"] = run(model, inputs)
-    model, inputs = family("cosmos", controlnet_block_every_n=2)(tiny)
-    ranks.enable(model)
-    inputs["block_controlnet_hidden_states"] = [torch.randn(1, T * H * W, 24, generator=generator)]
-    inputs["timestep"] = torch.rand(1, 1, T, 1, 1, generator=generator) * 1000
-    found["cosmos"] = run(model, inputs)
-    return found
 
 
 # Heads, grid and options: one head and 15 tokens on each rank, not at a frame's end; two and one, and 23 and 22 tokens.
@@ -372,7 +350,6 @@ SAME = {
     **{f"joint-refresh-{name}": joint_pipeline(name, dense_steps=1, refresh=(1, 3)) for name in sorted(REFRESHED)},
     "joint-masked": masked,
     "joint-compiled": forward(family("hunyuan"), compiled=True),
-    "joint-conditions": conditions,
 }  # fmt: skip
 
 

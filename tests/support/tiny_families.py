@@ -16,10 +16,7 @@ GRID = (3, 4, 6)
 TEXT, SHORT = 7, 4
 
 Inputs = dict[str, Any]
-
-
-def noise(*shape: int) -> torch.Tensor:
-    return torch.randn(*shape)
+noise = torch.randn
 
 
 def padding(text: int = TEXT, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -48,14 +45,12 @@ class Tiny:
     before: int = 0
     after: int = 0
 
-    def whole_config(self) -> Inputs:
-        known = inspect.signature(getattr(diffusers, self.model).__init__).parameters
-        return {name: value for name, value in COMMON.items() if name in known} | self.config
-
     def make(self, seed: int = 0, **config: Any) -> Any:
+        made = getattr(diffusers, self.model)
+        common = COMMON.keys() & inspect.signature(made.__init__).parameters
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            model = getattr(diffusers, self.model)(**self.whole_config() | config).eval()
+            model = made(**{name: COMMON[name] for name in common} | self.config | config).eval()
             for name, parameter in model.named_parameters():
                 # Attention far from uniform, and modulations that let it through.
                 if any(part in name for part in ("norm_q", "norm_k", "query_norm", "key_norm")) and parameter.ndim == 1:

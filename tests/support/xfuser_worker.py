@@ -68,8 +68,8 @@ class Alone:
     def transformer(self, model, **options):
         return place(model, self)
 
-    def choose(self, model, processor, name="vmonarch"):
-        """Self-attention by `processor`, as a backend of xfuser."""
+    def choose(self, model, processor, name):
+        """Self-attention by `processor`, as a backend of xfuser with this name."""
         vmonarch.apply(model, processor)
 
     def backend(self, name):
@@ -125,7 +125,7 @@ class Rank:
     def transformer(self, model, **options):
         return place(convert(model, **options), self)
 
-    def choose(self, model, processor, name="vmonarch"):
+    def choose(self, model, processor, name):
         vmonarch.xfuser.register(processor, name)
         self.backend(name)
 
@@ -156,32 +156,10 @@ BACKENDS = {
 def backend(processor):
     def case(tiny, ranks):
         model = ranks.transformer(build(tiny))
-        ranks.choose(model, BACKENDS[processor](ranks))
+        ranks.choose(model, BACKENDS[processor](ranks), processor)
         return output(tiny, ranks, model, PADDED)
 
     return case
-
-
-def schedule(tiny, ranks):
-    """Full attention, ours with one setting, ours with another: in three forward calls."""
-    settings = {"VMONARCH_A": VMonarchProcessor(num_iterations=1), "VMONARCH_B": VMonarchProcessor(exact=None)}
-    if isinstance(ranks, Alone):
-        found = [output(tiny, ranks, ranks.transformer(build(tiny)))]
-        for processor in settings.values():
-            model = ranks.transformer(build(tiny))
-            vmonarch.apply(model, processor)
-            found.append(output(tiny, ranks, model))
-        return torch.stack(found)
-    for name, processor in settings.items():
-        vmonarch.xfuser.register(processor, name)
-    from xfuser.core.distributed.attention_schedule import AttentionSchedule
-
-    names = ",".join(["sdpa", *settings])
-    ranks.state.set_attention_schedule(AttentionSchedule.from_comma_delimited_string(names), 3)
-    model = ranks.transformer(build(tiny))
-    found = torch.stack([output(tiny, ranks, model) for _ in range(3)])
-    ranks.state.attention_schedule = ranks.state.step_counter = None
-    return found
 
 
 def applied(processor):
@@ -281,7 +259,6 @@ def runner(tiny, ranks):
 
 SAME = {
     **{f"backend-{processor}": backend(processor) for processor in BACKENDS},
-    "schedule": schedule,
     **{f"applied-{processor}": applied(processor) for processor in ("vmonarch", "flash-bias", "based", "plan")},
     "applied-pipeline": pipeline,
     "applied-refresh": refreshed,
@@ -292,7 +269,7 @@ SAME = {
 def run_backend(grid=None, **options):
     def act(tiny, ranks):
         model = ranks.transformer(build(tiny), **options)
-        ranks.choose(model, VMonarchProcessor(grid=grid))
+        ranks.choose(model, VMonarchProcessor(grid=grid), "vmonarch")
         output(tiny, ranks, model)
 
     return act

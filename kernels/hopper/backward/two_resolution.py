@@ -17,7 +17,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
-from vmonarch.kernels.common.launch import block_dim
+from vmonarch.kernels.common.launch import block_dim, unspecialised
 from vmonarch.kernels.common.replay import launcher
 from vmonarch.kernels.common.softmax import log2_scale_of
 from vmonarch.kernels.flash_entropy.segments import processors
@@ -47,7 +47,6 @@ from vmonarch.kernels.hopper.two_resolution import (
     two_resolution_fits,
     video_descriptor,
 )
-from vmonarch.kernels.two_resolution.kernels import unspecialised
 from vmonarch.kernels.two_resolution.tiling import Tiling
 
 _HALF = gl.constexpr(HALF)
