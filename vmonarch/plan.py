@@ -127,7 +127,8 @@ class AttentionPlan:
                 raise ValueError(f"plan: layers of {component!r} must all name as many heads, at least one")
             for layer, heads in enumerate(rows):
                 if unknown := set(heads) - methods.keys():
-                    raise ValueError(f"plan: layer {layer} of {component!r} names methods that it has not: {unknown}")
+                    problem = f"names methods that it has not: {unknown}; it has {', '.join(methods)}"
+                    raise ValueError(f"plan: layer {layer} of {component!r} {problem}")
             layers[component] = rows
         object.__setattr__(self, "methods", methods)
         object.__setattr__(self, "layers", layers)
@@ -142,11 +143,15 @@ class AttentionPlan:
         if isinstance(plan, AttentionPlan):
             return plan
         if isinstance(plan, (str, Path)):
+            if not plan_file(plan).is_file():
+                known = ", ".join(plan_names())
+                raise ValueError(f"plan {str(plan)!r} cannot be read: no file, and none that ships ({known})")
             plan = read_document("plan", plan_file(plan), FORMAT, "plan")
         if not isinstance(plan, Mapping):
             raise TypeError(f"plan must be an AttentionPlan, the path of its JSON or what that holds, got {plan!r}")
         if plan.get("format") != FORMAT or not {"methods", "layers"} <= plan.keys():
-            raise ValueError(f"plan: format must be {FORMAT!r}, with methods and layers; got {plan.get('format')!r}")
+            got = f"got {plan.get('format')!r} and {[*plan]}"
+            raise ValueError(f"plan: format must be {FORMAT!r}, with methods and layers; {got}")
         return cls(plan["methods"], plan["layers"], plan.get("about", {}))
 
     def to_dict(self) -> dict[str, Any]:

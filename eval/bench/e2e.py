@@ -180,6 +180,10 @@ class Steps(WanPipeline):
                 output_type="latent",
                 callback_on_step_end=self._ended,
             )
+        record = record_of(self.transformer)
+        if record is not None and record.sharing is not None:
+            # The last step, which frees the residuals, may not be among these.
+            record.sharing.forget()
         return self.velocities
 
     @property
@@ -242,11 +246,14 @@ def steps_to_measure(kinds: Sequence[str]) -> list[int]:
     return sorted(found)
 
 
-def ways(rows: Rows, options: Options, setting: Setting, device: torch.device, dtype: torch.dtype) -> Ways:
+def ways(
+    rows: Rows, options: Options, setting: Setting, device: torch.device, dtype: torch.dtype, *, first: bool = False
+) -> Ways:
     """All rows on one transformer; a call of one is a turn: a step of every kind.
 
     Args:
         rows: a method and its mode, by the name of the way.
+        first: whether a turn is the first step alone.
     """
     from torch._dynamo.utils import counters
 
@@ -256,6 +263,7 @@ def ways(rows: Rows, options: Options, setting: Setting, device: torch.device, d
     randn = partial(torch.randn, generator=torch.Generator(device).manual_seed(setting.size[0]), device=device)
     noise = randn(1, model.transformer["in_channels"], *model.latents(setting.size, argument="settings"))
     texts = randn(2, 1, TEXT_TOKENS, model.transformer["text_dim"]).to(dtype)
+    common = allocated(device)
     torch.compiler.reset()
     graphs = counters["stats"]["unique_graphs"]
 
@@ -272,10 +280,13 @@ def ways(rows: Rows, options: Options, setting: Setting, device: torch.device, d
         return pipe
 
     def way(method: AttentionMethod, mode: str) -> Way:
+        # Float8 weights of other ways.
+        others = allocated(device) - common
         pipe = pipeline(method, mode, options.ranks)
         kinds = step_kinds(method, pipe.names)
         # Which steps are exact follows from all before them where their errors decide.
-        steps = list(range(len(kinds))) if method.decides_steps else steps_to_measure(kinds)
+        every = list(range(len(kinds))) if method.decides_steps else steps_to_measure(kinds)
+        steps = [0] if first else every
         named = lambda velocities: {f"step {n}": x.movedim(1, -1) for n, x in zip(steps, velocities, strict=True)}
 
         def found(velocities: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -296,13 +307,13 @@ def ways(rows: Rows, options: Options, setting: Setting, device: torch.device, d
             row.update(pipe.seconds(clock, row["rounds"] * len(steps), found), options=method.to_dict())
             row["kernels"] = profiled(lambda: pipe.do(steps), clock)
             if options.cold:
-                make = partial(ways, {"cold": (method, mode)}, replace(options, steps=1))
+                make = partial(ways, {"cold": (method, mode)}, options, first=True)
                 with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
                     row["cold_s"] = pool.submit(first_call, make, setting, device).result()
 
         # Layers in float8 round what compiled code and eager code have summed up in another order.
         bounds = {} if method.additions.linears else {f"step {n}": MODEL_BOUNDS[dtype] for n in steps}
-        return Way(lambda: list(pipe.do(steps).values()), found, expected, bounds, before=before, more=more)
+        return Way(lambda: list(pipe.do(steps).values()), found, expected, bounds, before=before + others, more=more)
 
     return {name: partial(way, *of) for name, of in rows.items()}
 

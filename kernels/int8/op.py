@@ -67,7 +67,7 @@ def _hadamard(size: tl.constexpr, dtype: tl.constexpr):
     bits ^= bits >> 4
     bits ^= bits >> 2
     bits ^= bits >> 1
-    return (1 - 2 * (bits & 1)).to(dtype)
+    return tl.where((bits & 1) == 0, 1.0, -1.0).to(dtype)
 
 
 @triton.jit
@@ -98,18 +98,18 @@ def _statistics_kernel(
     D: tl.constexpr, BLOCK_D: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """part [B·H, chunks, 2, BLOCK_D]: the sum of the keys of a chunk, and the largest |value| of each channel."""
-    bh = tl.program_id(1).to(tl.int64)
+    bh = tl.program_id(0).to(tl.int64)
     keys = _keys_of(counts_ptr, bh // H, Sk)
     dims = tl.arange(0, BLOCK_D)
     total = tl.zeros([BLOCK_D], tl.float32)
     largest = tl.zeros([BLOCK_D], tl.float32)
     for i in range(CHUNK // ROWS):
-        tokens = tl.program_id(0) * CHUNK + i * ROWS + tl.arange(0, ROWS)
+        tokens = tl.program_id(1) * CHUNK + i * ROWS + tl.arange(0, ROWS)
         total += tl.sum(_rows(k_ptr, k_strides, bh, H, tokens, dims, D, keys).to(tl.float32), 0)
         if v_ptr is not None:
             v = _rows(v_ptr, v_strides, bh, H, tokens, dims, D, keys)
             largest = tl.maximum(largest, tl.max(tl.abs(v), 0).to(tl.float32))
-    part_ptr += (bh * tl.num_programs(0) + tl.program_id(0)) * 2 * BLOCK_D + dims
+    part_ptr += (bh * tl.num_programs(1) + tl.program_id(1)) * 2 * BLOCK_D + dims
     tl.store(part_ptr, total)
     tl.store(part_ptr + BLOCK_D, largest)
 
@@ -117,9 +117,12 @@ def _statistics_kernel(
 @triton.jit(do_not_specialize=["parts", "H", "Sk"])
 def _finish_kernel(
     part_ptr, counts_ptr, mean_ptr, largest_ptr, parts, H, Sk, BLOCK_D: tl.constexpr, ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    COLUMNS: tl.constexpr, ROTATED: tl.constexpr,
 ):  # fmt: skip
-    """From part [B·H, parts, COLUMNS, BLOCK_D]: the mean over keys of the first column, the maximum of the second."""
+    """From part [B·H, parts, COLUMNS, BLOCK_D]: the mean over keys of the first column, the maximum of the second.
+
+    With ROTATED the mean is [2, B·H, BLOCK_D]: the second is rotated.
+    """
     bh = tl.program_id(0).to(tl.int64)
     keys = _keys_of(counts_ptr, bh // H, Sk)
     dims = tl.arange(0, BLOCK_D)
@@ -134,15 +137,22 @@ def _finish_kernel(
         if largest_ptr is not None:
             found = tl.load(part_ptr + at + BLOCK_D, mask=inside, other=0.0)
             largest = tl.maximum(largest, tl.max(found, 0))
-    tl.store(mean_ptr + bh * BLOCK_D + dims, total / tl.maximum(keys, 1))
+    mean = total / tl.maximum(keys, 1)
+    tl.store(mean_ptr + bh * BLOCK_D + dims, mean)
+    if ROTATED > 0:
+        size: tl.constexpr = BLOCK_D if BLOCK_D < ROTATED else ROTATED
+        turned = tl.sum(mean.reshape([BLOCK_D // size, size, 1]) * _hadamard(size, tl.float32)[None, :, :], 1)
+        turned = turned.reshape([BLOCK_D]) * (size**-0.5)
+        tl.store(mean_ptr + (tl.num_programs(0) + bh) * BLOCK_D + dims, turned)
     if largest_ptr is not None:
         tl.store(largest_ptr + bh * BLOCK_D + dims, largest)
 
 
 @triton.jit
 def _int8(x):
-    """The nearest whole number, in int8; halves go up."""
-    return tl.floor(x + 0.5).to(tl.int8)
+    """The nearest whole number, in int8; halves go to even ones."""
+    # At 1.5 · 2²³ numbers lie 1 apart, and the lowest byte is the number's own.
+    return (x + 12582912.0).to(tl.int32, bitcast=True).to(tl.int8)
 
 
 @triton.jit(do_not_specialize=["H", "Sq", "Sk", "padded"])
@@ -153,8 +163,8 @@ def _quantise_kernel(
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """A tile of N queries (program 0 of axis 2), of keys (1) or of values (2), which get other places inside of 16."""
-    tile = tl.program_id(0)
-    bh = tl.program_id(1).to(tl.int64)
+    tile = tl.program_id(1)
+    bh = tl.program_id(0).to(tl.int64)
     what = tl.program_id(2)
     dims = tl.arange(0, BLOCK_D)
     keys = _keys_of(counts_ptr, bh // H, Sk)
@@ -166,17 +176,17 @@ def _quantise_kernel(
             q = _rows(q_ptr, q_strides, bh, H, tokens, dims, D, Sq)
             rows = bh * Sq + tokens
             inside = tokens < Sq
-            tl.store(q_mean_ptr + rows, tl.sum(q.to(tl.float32) * mean[None, :], 1) * log2_scale, mask=inside)
+            q_mean = tl.sum(q.to(tl.float32) * mean[None, :], 1) * log2_scale
+            tl.store(q_mean_ptr + rows, q_mean, mask=inside)
             q = _rotated(q, turn, PRECISION)
             # A maximum leaves out NaN, which is to show.
-            q_scale = tl.maximum(tl.max(tl.abs(q), 1), 1e-20) / 127.0 + 0.0 * tl.sum(q, 1)
+            q_scale = tl.maximum(tl.max(tl.abs(q), 1), 1e-20) / 127.0 + 0.0 * q_mean
             tl.store(q_scale_ptr + rows, q_scale * log2_scale, mask=inside)
-            q8 = _int8(q / q_scale[:, None])
+            q8 = _int8(q * (1.0 / q_scale)[:, None])
             tl.store(q8_ptr + rows[:, None] * BLOCK_D + dims[None, :], q8, mask=inside[:, None])
     elif tile * N < padded:
         if what == 1:
-            mean = tl.sum(mean.reshape([BLOCK_D // turn.shape[0], turn.shape[0], 1]) * turn[None, :, :], 1)
-            mean = mean.reshape([BLOCK_D]) * (turn.shape[0] ** -0.5)
+            mean = tl.load(mean_ptr + (tl.num_programs(0) + bh) * BLOCK_D + dims)
             largest = 0.0
             for i in range(N // ROWS):
                 tokens = tile * N + i * ROWS + tl.arange(0, ROWS)
@@ -188,15 +198,16 @@ def _quantise_kernel(
             for i in range(N // ROWS):
                 tokens = tile * N + i * ROWS + tl.arange(0, ROWS)
                 k = _rotated(_rows(k_ptr, k_strides, bh, H, tokens, dims, D, keys), turn, PRECISION) - mean[None, :]
-                k8 = tl.where((tokens < keys)[:, None], _int8(k / k_scale), 0)
+                k8 = tl.where((tokens < keys)[:, None], _int8(k * (1.0 / k_scale)), 0)
                 tl.store(k8_ptr + (bh * padded + tokens)[:, None] * BLOCK_D + dims[None, :], k8)
         elif v_ptr is not None:
             v_scale = tl.maximum(tl.load(largest_ptr + bh * BLOCK_D + dims), 1e-20) / 448.0
+            inverse = 1.0 / v_scale
             rest = tl.zeros([BLOCK_D], tl.float32)
             for i in range(N // ROWS):
                 place = tile * N + i * ROWS + tl.arange(0, ROWS)
                 tokens = key_of_place(place)
-                v = _rows(v_ptr, v_strides, bh, H, tokens, dims, D, keys).to(tl.float32) / v_scale[None, :]
+                v = _rows(v_ptr, v_strides, bh, H, tokens, dims, D, keys).to(tl.float32) * inverse[None, :]
                 v8 = v.to(tl.float8e4nv)
                 rest += tl.sum(v - v8.to(tl.float32), 0)
                 tl.store(v8_ptr + (bh * BLOCK_D + dims)[None, :] * padded + place[:, None], v8)
@@ -223,7 +234,8 @@ def quantise(
     def new(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         return query.new_empty(B, H, *shape, dtype=dtype)
 
-    part, mean, largest = new(chunks, 2, BLOCK_D), new(BLOCK_D), new(BLOCK_D) if values else None
+    part, largest = new(chunks, 2, BLOCK_D), new(BLOCK_D) if values else None
+    mean = query.new_empty(2, B, H, BLOCK_D, dtype=torch.float32)
     q8, k8 = new(Sq, BLOCK_D, dtype=torch.int8), new(padded, BLOCK_D, dtype=torch.int8)
     q_scale, q_mean, k_scale = new(Sq), new(Sq), new(blocks)
     v8 = v_scale = rests = rest = None
@@ -235,18 +247,18 @@ def quantise(
     sizes = {"D": D, "BLOCK_D": BLOCK_D}
     # Of wide heads fewer tokens at a time, which fit any chip.
     rows = min(_ROWS, 2**14 // (BLOCK_D * query.itemsize))
-    launcher(_statistics_kernel, (chunks, B * H))(
+    launcher(_statistics_kernel, (B * H, chunks))(
         key, v, counts, part, *strides[1:], H, Sk, CHUNK=_CHUNK, ROWS=_ROWS, num_warps=4, **sizes
     )
-    finish = {"BLOCK_D": BLOCK_D, "ROWS": _ROWS, "num_warps": 4}
-    launcher(_finish_kernel, (B * H,))(part, counts, mean, largest, chunks, H, Sk, COLUMNS=2, **finish)
-    launcher(_quantise_kernel, (max(blocks, triton.cdiv(Sq, N)), B * H, 2 + values))(
+    finish = {"BLOCK_D": BLOCK_D, "ROWS": min(256, 2**15 // BLOCK_D), "num_warps": 8}
+    launcher(_finish_kernel, (B * H,))(part, counts, mean, largest, chunks, H, Sk, COLUMNS=2, ROTATED=ROTATED, **finish)
+    launcher(_quantise_kernel, (B * H, max(blocks, triton.cdiv(Sq, N)), 2 + values))(
         query, key, v, counts, mean, largest, q8, q_scale, q_mean, k8, k_scale, v8, v_scale, rests, *strides,
         H, Sq, Sk, padded, scale * LOG2_E, N=N, ROWS=rows, ROTATED=ROTATED, PRECISION="tf32x3",
-        num_warps=4, **sizes,
+        num_warps=4, num_stages=3 if BLOCK_D <= 64 else 1, **sizes,
     )  # fmt: skip
     if values:
-        launcher(_finish_kernel, (B * H,))(rests, counts, rest, None, blocks, H, Sk, COLUMNS=1, **finish)
+        launcher(_finish_kernel, (B * H,))(rests, counts, rest, None, blocks, H, Sk, COLUMNS=1, ROTATED=0, **finish)
     return Quantised(q8, q_scale, q_mean, k8, k_scale, v8, v_scale, rest, counts, Sk)
 
 

@@ -51,7 +51,7 @@ def rotated(x: torch.Tensor) -> torch.Tensor:
 def rounded(x: torch.Tensor, largest: torch.Tensor) -> torch.Tensor:
     """The nearest of the 255 numbers n·largest/127."""
     scale = largest.clamp_min(_TINY) / 127
-    return torch.floor(x / scale + 0.5) * scale
+    return torch.round(x / scale) * scale
 
 
 def int8_attention_reference(

@@ -15,18 +15,8 @@ import torch
 import vmonarch.kernels
 from vmonarch.kernels.common.launch import on_hopper
 
-SPECIALISED = {
-    f"_hopper_{name}_kernel"
-    for name in (
-        "r_step",
-        "flash",
-        "rows",
-        "keys",
-        "two_resolution",
-        "two_resolution_queries",
-        "two_resolution_keys",
-    )
-}
+_NAMES = "r_step flash rows keys int8 two_resolution two_resolution_queries two_resolution_keys"
+SPECIALISED = {f"_hopper_{name}_kernel" for name in _NAMES.split()}
 # Bytes of instructions.
 DISPATCHED_BEFORE = 0x400
 # Seconds that the first call on a known chip may take, with an empty cache and in the next process.

@@ -234,12 +234,12 @@ def method(**options):
 
 
 BAD = {
-    "unknown-method": (lambda: plan_of(["t9"]), "layer 0 of 'transformer' names methods that it has not: .'t9'"),
+    "unknown-method": (lambda: plan_of(["t9"]), "names methods that it has not: .'t9'.; it has t1"),
     "unknown-option": (lambda: plan_of(["a"], methods={"a": {"iterations": 1}}), "'a' has no option .*; known: num_it"),
     "unknown-kind": (method(kind="based"), "the kind 'based'; supported: vmonarch, t"),
     "bad-pattern": (method(exact={"band": -1}), "method 'a': exact must fit: ExactBlocks.band"),
     "no-format": (lambda: AttentionPlan.parse({"methods": {}, "layers": {}}), "format must be 'vmonarch-plan-1'"),
-    "no-file": (lambda: AttentionPlan.parse("nowhere.json"), "plan 'nowhere.json' cannot be read"),
+    "no-file": (lambda: AttentionPlan.parse("nowhere.json"), "plan 'nowhere.json' cannot be read.*embedded-1.00"),
     "other-options": (lambda: VMonarchProcessor(plan=plan_of(["t1"]), num_iterations=3), "num_iterations must be left"),
 }
 

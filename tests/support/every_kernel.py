@@ -33,6 +33,11 @@ def masked(op):
     return lambda query, key, *tensors, **options: op(query, key, *tensors, key_mask=mask(key), **options)
 
 
+@torch.no_grad()
+def in_bytes(*tensors, **options):
+    return vmonarch.int8_attention(*tensors, **LSE, **options)
+
+
 def with_bias(query, key, value, *factors, **options):
     return vmonarch_attention(query, key, value, bias=factors, **GRID, **options)
 
@@ -87,6 +92,9 @@ CALLS = {
         for op, causal in ((vmonarch.flash_bias_attention, False), (vmonarch.flash_bias_attention, True),
                            (masked(vmonarch.flash_bias_attention), False))
         for kind in (tuple, Float32)
+    ],
+    "int8": [
+        (op, qkv(200, 600, D, E), {}) for op in (in_bytes, masked(in_bytes)) for D, E in ((64, 0), (128, 0), (80, 40))
     ],
     "taylor": [
         *((taylor_attention, qkv(500, 500, 16, 64), options)
