@@ -3,8 +3,7 @@ kernels than the model's, whose rounding alone makes other videos.
 
     vmonarch.apply(pipe, ControlProcessor("controlled", fix_cr="first", fix_cl="first"))
 
-They are not fast: kernels compute what they can, plain torch the rest, with sums in float32 at least. Their work is
-what `eval.attention_flops` counts.
+They are not fast: kernels compute what they can, plain torch the rest, with sums in float32 at least.
 
 Shapes: B batch, S = T·P tokens, P = H·W positions of a frame, H heads, D head dim, E value dim, G = B·H groups; m
 blocks of keys, b positions of a block. query, key, value and results are [B, S, H, D].
@@ -23,10 +22,11 @@ import torch
 from vmonarch.attend import Attend, Exact, Result
 from vmonarch.base import Layer, VideoAttentionProcessor
 from vmonarch.call import Call
+from vmonarch.flops import pair_flops, vmonarch_flops
 from vmonarch.grid import LatentGrid
 from vmonarch.kernels.flash_entropy.api import flash_entropy_attention
 from vmonarch.kernels.monarch.api import vmonarch_attention
-from vmonarch.kernels.monarch.blocks import even_layout, grid_layout, sequence_layout
+from vmonarch.kernels.monarch.blocks import BlockLayout, even_layout, grid_layout, sequence_layout
 from vmonarch.kernels.monarch.reference import l_step, last_l_step, monarch_attention_reference, r_step
 from vmonarch.options import ExactBlocks, NoOptions, Options, VMonarchOptions
 from vmonarch.own import Own, Rotary, project, run_stack
@@ -48,6 +48,10 @@ class Control(Options):
 
     def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, grid: LatentGrid) -> torch.Tensor:
         """[B, S, H, E] in the dtype of the query."""
+        raise NotImplementedError
+
+    def flops(self, grid: LatentGrid, head_dim: int) -> float:
+        """FLOPs of one head, as those of `vmonarch.flops`."""
         raise NotImplementedError
 
 
@@ -127,6 +131,10 @@ class Controlled(Iterative):
         out = layout.to_tokens(by_block(o)).transpose(1, 2).to(query.dtype).contiguous()
         return _recompute_first_frame(out, query, key, value, grid) if self.recompute else out
 
+    def flops(self, grid: LatentGrid, head_dim: int) -> float:
+        exact = "first_frame" if self.recompute else None
+        return vmonarch_flops(grid, head_dim, VMonarchOptions(num_iterations=self.num_iterations, exact=exact))
+
 
 def _hold(term: torch.Tensor, value: float, fixed: str) -> torch.Tensor:
     """`term` [B, H, m, b] with the frames that `fixed` names, along m, at `value`."""
@@ -149,6 +157,10 @@ class SinkAverage(Iterative):
         q, k, v = (x.to(dtype) for x in (query, key, value))
         rest = vmonarch_attention(q, k, v, grid=grid, exact=None, **vars(self))
         return ((_exact(q, k[:, :P], v[:, :P]) + rest) / 2).to(query.dtype)
+
+    def flops(self, grid: LatentGrid, head_dim: int) -> float:
+        rest = vmonarch_flops(grid, head_dim, VMonarchOptions(num_iterations=self.num_iterations, exact=None))
+        return rest + pair_flops(grid.tokens * grid.tokens_per_frame, head_dim)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -191,18 +203,27 @@ class Factorised(Iterative):
 
     def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, grid: LatentGrid) -> torch.Tensor:
         self.check_grid(grid)
-        order = AXES[self.axis]
-        rows, width = grid[order[0]], grid.tokens // grid[order[0]]
-        if self.blocks is None:
-            assert self.length is not None
-            layout = sequence_layout(grid.tokens, min(self.length, rows) * width, "post", query.device)
-        else:
-            layout = even_layout(rows, width, self.blocks, query.device)
-        tokens = torch.arange(grid.tokens, device=query.device).view(grid).permute(order).flatten()
+        layout = self._layout(grid, query.device)
+        tokens = torch.arange(grid.tokens, device=query.device).view(grid).permute(AXES[self.axis]).flatten()
         q, k, v = (x.index_select(1, tokens) for x in (query, key, value))
         options = VMonarchOptions(num_iterations=self.num_iterations, min_mass=self.min_mass, exact=None)
         out, _ = monarch_attention_reference(q, k, v, layout, options, scale=query.shape[-1] ** -0.5)
         return _recompute_first_frame(out.index_select(1, torch.argsort(tokens)), query, key, value, grid)
+
+    def _layout(self, grid: LatentGrid, device: torch.device) -> BlockLayout:
+        """The blocks, of tokens in the order of the axis."""
+        rows = grid[AXES[self.axis][0]]
+        width = grid.tokens // rows
+        if self.blocks is None:
+            assert self.length is not None
+            return sequence_layout(grid.tokens, min(self.length, rows) * width, "post", device)
+        return even_layout(rows, width, self.blocks, device)
+
+    def flops(self, grid: LatentGrid, head_dim: int) -> float:
+        layout = self._layout(grid, torch.device("cpu"))
+        places = LatentGrid(layout.blocks, 1, layout.positions)
+        rest = vmonarch_flops(places, head_dim, VMonarchOptions(num_iterations=self.num_iterations, exact=None))
+        return rest + pair_flops(grid.tokens * grid.tokens_per_frame, head_dim)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -236,6 +257,10 @@ class Local(Control):
             parts.append(_exact(frames(query)[:, l], keys, values))
         return torch.cat(parts, 1)
 
+    def flops(self, grid: LatentGrid, head_dim: int) -> float:
+        blocks = sum(map(len, self.exact.key_frames(grid.frames)))
+        return pair_flops(blocks * grid.tokens_per_frame**2, head_dim)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Nothing(Control):
@@ -243,6 +268,9 @@ class Nothing(Control):
 
     def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, grid: LatentGrid) -> torch.Tensor:
         return query.new_zeros(*query.shape[:3], value.shape[3])
+
+    def flops(self, grid: LatentGrid, head_dim: int) -> float:
+        return 0.0
 
 
 CONTROLS: dict[str, type[Options]] = {

@@ -8,6 +8,7 @@ import torch
 from diffusers import WanTransformer3DModel
 from diffusers.models.transformers import transformer_wan
 from tiny_families import FAMILIES, first
+from torch.utils.flop_counter import FlopCounterMode
 
 from vmonarch import ExactBlocks, LatentGrid, vmonarch_attention
 from vmonarch.configs import InputError
@@ -164,6 +165,27 @@ def test_local_attention_is_softmax_over_the_pattern(pattern):
         allowed = allowed | (time == 0)[:, None]
     out = attend("local", q, k, v, grid, exact=ExactBlocks(**pattern))
     torch.testing.assert_close(out, per_head(masked(allowed), q, k, v), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("control", "options"),
+    [
+        ("controlled", {"num_iterations": 3}),
+        ("controlled", {"recompute": True}),
+        ("sink_average", {}),
+        ("factorised", {"axis": "W", "blocks": 3}),
+        ("factorised", {"axis": "T", "blocks": None, "length": 2}),
+        ("local", {"exact": ExactBlocks(band=1, columns=(0,))}),
+        ("none", {}),
+    ],
+    ids=["controlled", "recomputed", "sink average", "columns", "two frames", "local", "none"],
+)
+def test_the_flops_are_those_that_torch_counts(control, options):
+    grid = LatentGrid(5, 7, 3)
+    tensors = [torch.randn(2, grid.tokens, 3, 8) for _ in range(3)]
+    with FlopCounterMode(display=False) as counter:
+        attend(control, *tensors, grid, **options)
+    assert counter.get_total_flops() == 2 * 3 * ControlProcessor(control, **options).options.flops(grid, 8)
 
 
 # --- Methods ---
