@@ -57,7 +57,7 @@ def generate(
         InputError: an argument that cannot be used, found before anything is loaded where possible.
         ModelError: the model folder is missing something, damaged or unsupported.
         GenerationError: a video came out constant or with NaN, or could not be written. The others are on disk all
-            the same, and of the broken one the raw frames, at the path in the message.
+            the same.
     """
     check_sharing(config, shard)
     config, model = complete_and_load(config, model, shard=shard, recorded=recorded)
@@ -117,8 +117,6 @@ def _generate(config: GenerateConfig, model: LoadedModel, shard: Shard, progress
 
 def _write(config: GenerateConfig, record: dict[str, Any], frames: torch.Tensor) -> GeneratedVideo:
     """Write one video with its sheet and record."""
-    from safetensors.torch import save_file
-
     from vmonarch.pipelines import video_io
 
     assert config.fps is not None
@@ -138,8 +136,6 @@ def _write(config: GenerateConfig, record: dict[str, Any], frames: torch.Tensor)
             contents = json.dumps(record, indent=2, ensure_ascii=False) + "\n"
             files.stage(text).write_text(contents, encoding="utf-8")
     except (OSError, video_io.VideoError) as error:
-        save = lambda path: save_file({"frames": frames.contiguous()}, path)
         what = f"prompt {record['prompt'][:40]!r}, seed {record['seed']}"
-        kept = outputs.keep_elsewhere("frames.raw.safetensors", save)
-        raise GenerationError(f"{what}: {error}; {kept}") from error
+        raise GenerationError(f"{what}: {error}") from error
     return GeneratedVideo(video, sheet if config.contact_sheet else None, text, record)
