@@ -28,7 +28,7 @@ _SECONDS = 120
 
 @dataclass(frozen=True)
 class InPlace:
-    """A plan that was measured in place (`refining.measure_plan`).
+    """A plan that was measured in place (`run.measure_plan`).
 
     Args:
         error: ‖v' - v‖²/‖v‖² of the model's output.
