@@ -100,11 +100,8 @@ def files(cli) -> dict[str, str]:
     """Files that the cases name in capitals."""
     contents = {
         "FILE": b"not a folder",
-        "LIST": b"- steps\n",
         "EMPTY": b"\n  \n",
         "TINY": b"num_layers: 1\n",
-        "LATIN": "ein rötlicher Kreis".encode("latin-1"),
-        "OTHER": b'{"steps": 3}',
         "PARTIAL": json.dumps({"format": "vmonarch-generate-1", "config": {}}).encode(),
     }
     for name, data in contents.items():
