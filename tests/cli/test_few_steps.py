@@ -42,7 +42,7 @@ def weights(component: Path) -> dict[str, torch.Tensor]:
 
 
 def write_lora(form: str, component: Path, file: Path) -> dict[str, torch.Tensor]:
-    """A file in diffusers' form or in that of Wan's own code, and the transformer's weights with it at SCALE, by hand."""
+    """A file in diffusers' form or that of Wan's own code, and the transformer's weights with it at SCALE, by hand."""
     torch.manual_seed(3)
     merged, tensors = weights(component), {}
     original = form == "lightx2v"
