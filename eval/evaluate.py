@@ -40,7 +40,7 @@ from vmonarch.pipelines import recipes
 from vmonarch.pipelines.config import complete
 from vmonarch.pipelines.environment import choose_device, choose_dtype
 from vmonarch.pipelines.loading import LoadedModel, complete_and_load
-from vmonarch.pipelines.model_folder import PROXY_RECORD, ModelFolder, find_model
+from vmonarch.pipelines.model_folder import ModelFolder, find_model
 from vmonarch.pipelines.outputs import (
     GenerationError,
     changes,
@@ -276,7 +276,7 @@ class _Run:
         Raises:
             GenerationError: the video is constant or holds NaN.
         """
-        from vmonarch.eval import similarity
+        from vmonarch.eval import prompt_score, similarity
         from vmonarch.pipelines.video_io import VideoError, check_frames
 
         assert self.config.steps is not None
@@ -294,7 +294,7 @@ class _Run:
             # A batch's time is shared out evenly.
             "seconds": result.seconds["total"] / len(result.frames),
             "transformer_seconds_per_step": result.seconds["transformer"] / len(result.frames) / self.config.steps,
-            "prompt_score": prompt_score(self.model.folder, video, item.prompt, self.config.prompt_set),
+            "prompt_score": prompt_score.prompt_score(video, item.prompt),
             "frames_sha256": frames_sha256(video),
         }
         if result.report is not None:
@@ -364,24 +364,6 @@ def write_pictures(
     encode_video(files.stage(target / f"{item.number:04d}-side-by-side.mp4"), video, config.fps)
     picture = strips(pictures, notes=notes, title=f"{item.prompt} · seed {item.seed}")
     picture.save(files.stage(target / f"{item.number:04d}-strips.png"))
-
-
-def prompt_score(folder: ModelFolder, frames: torch.Tensor, prompt: str, prompt_set: str | None = None) -> float | None:
-    """`vmonarch.eval.prompt_score.score_video` of frames [F, 3, H, W].
-
-    It is None for prompts in other words than the embedded model's, and, unless its prompts are asked for by
-    `prompt_set`, for models other than that one and its proxies (`vmonarch.finetune.embedded`).
-
-    Args:
-        folder: of the model.
-    """
-    if "embedded" not in (folder.name, prompt_set) and not (folder.path / PROXY_RECORD).is_file():
-        return None
-    from vmonarch.eval.prompt_score import parse_prompt, score_video
-
-    if len(frames) < 2 or not parse_prompt(prompt):
-        return None
-    return score_video(frames.float().permute(0, 2, 3, 1), prompt)
 
 
 def _finish(config: EvalConfig, folder: ModelFolder, output: Path, items: Sequence[Item], command: str) -> Evaluation:
