@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 
 # Text tokens that any of the models takes.
 _MAX_TEXT_TOKENS = 512
-# Characters of a text, since no token stands for more than 128: to count the tokens of a longer one takes long.
-_MAX_CHARACTERS = 128 * _MAX_TEXT_TOKENS
 # Frames per second that are encoded and read back as they are.
 FPS = (0.1, 240.0)
 Config = TypeVar("Config", bound="SamplingConfig")
@@ -196,8 +194,6 @@ def _check_text(name: str, text: str) -> None:
     """Raise InputError for what no text encoder sees all of, and for half a surrogate pair, which no file can take."""
     if "\0" in text or (name == "prompts" and not text.strip()):
         raise InputError(name, f"must not be empty, nor hold NUL characters, got {text!r}")
-    if len(text) > _MAX_CHARACTERS:
-        raise InputError(name, f"must have at most {_MAX_CHARACTERS:,} characters, got {len(text):,}")
     try:
         text.encode()
     except UnicodeEncodeError as error:

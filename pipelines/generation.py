@@ -73,25 +73,18 @@ def generate(
 
 def _generate(config: GenerateConfig, model: LoadedModel, shard: Shard, progress: bool) -> list[GeneratedVideo]:
     """Sample, decode and write, with everything in place."""
-    import torch
-
-    from vmonarch.pipelines.environment import peak_memory_bytes
-
     total = len(config.prompts) * len(config.seeds)
     facts = outputs.facts(config, model)
     facts["environment"]["processes"] = shard.size
     videos: list[GeneratedVideo] = []
     failures: list[GenerationError] = []
     for jobs in config.batches():
-        if model.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(model.device)
         title = f"video {len(videos) + len(failures) + 1} of {total}" if progress else None
         result = sample(model, config, *zip(*jobs, strict=True), progress=title)
         # Of the whole batch: its videos are sampled together.
         facts |= {
             "seconds": {"load": model.seconds} | result.seconds,
             "transformer_calls": result.transformer_calls,
-            "peak_memory_bytes": peak_memory_bytes(model.device),
             "attention": None if result.report is None else {"text": str(result.report)} | result.report.to_dict(),
         }
         for (prompt, seed), frames in zip(jobs, result.frames, strict=True):

@@ -42,7 +42,7 @@ from vmonarch.eval.calibrate.settings import CalibrateConfig
 from vmonarch.files import AtomicFiles, short_hash
 from vmonarch.grid import LatentGrid
 from vmonarch.kernels.flash_entropy.api import flash_entropy_attention
-from vmonarch.pipelines.loading import LoadedModel, complete_and_load
+from vmonarch.pipelines.loading import complete_and_load
 from vmonarch.pipelines.outputs import facts, next_number, prepare_output_dir
 from vmonarch.pipelines.sampling import sample
 from vmonarch.plan import AttentionPlan
@@ -58,7 +58,7 @@ class Calibration:
     plan: AttentionPlan
 
 
-def calibrate(config: CalibrateConfig, *, progress: bool = False, model: LoadedModel | None = None) -> Calibration:
+def calibrate(config: CalibrateConfig, *, progress: bool = False) -> Calibration:
     """Sample every prompt and seed with full attention, measure what the candidates lose in its calls, and plan.
 
     In a new folder of `config.output_dir`: `diagnosis.json`, `plan.json` (for `VMonarchProcessor(plan=…)` and
@@ -66,13 +66,12 @@ def calibrate(config: CalibrateConfig, *, progress: bool = False, model: LoadedM
 
     Args:
         progress: show progress bars.
-        model: a pipeline loaded before with the same model settings, to save loading it again.
 
     Raises:
         InputError, ModelError: as `vmonarch.pipelines.generation.generate`; or a budget does not fit.
         OSError: a file could not be written.
     """
-    config, model = complete_and_load(config, model)
+    config, model = complete_and_load(config, None)
     if config.time is not None and model.device.type != "cuda":
         raise InputError("time", f"must be measured on a GPU, but the model is on {model.device}; use flops")
     output = prepare_output_dir(config.output_dir)

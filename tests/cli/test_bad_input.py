@@ -26,7 +26,6 @@ GENERATE = {
     "none of the choices": (["--offload", "disk"], ["--offload", "none, model, group"]),
     "frames not 4k+1": (["--num-frames", "10"], ["--num-frames", "4·k + 1", "9 or 13"]),
     "10,000 characters": (["red circle " * 910], ["prompt", "at most 512 tokens", "1821"]),
-    "prompt of a book": ([f"prompts=['{'a ' * 40_000}']"], ["prompt", "at most 65,536 characters, got 80,000"]),
     "prompt among the seeds": (["--seed", "1", "a red circle"], ["--seed", "each an integer", "a red circle"]),
     "frame that is not there": (
         ["--attention", "vmonarch:exact={rows: [99]}"],
