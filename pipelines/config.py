@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from vmonarch.configs import InputError, Settings, build, choice, deep_merge, number, read_yaml
 from vmonarch.configs.methods import Additions, AttentionMethod, merge_attention, resolve_method
@@ -16,9 +16,6 @@ from vmonarch.pipelines.environment import DTYPES, choose_device, choose_dtype
 from vmonarch.pipelines.lora import LORA, find_lora
 from vmonarch.pipelines.model_folder import PROXY_RECORD, ModelFolder, read_json
 from vmonarch.pipelines.traits import IMAGE_TO_VIDEO, TRAITS
-
-if TYPE_CHECKING:
-    from vmonarch.grid import LatentGrid
 
 # Text tokens that any of the models takes.
 _MAX_TEXT_TOKENS = 512
@@ -122,9 +119,6 @@ class SamplingConfig(Settings):
     def additions(self) -> Additions:
         """What the model is loaded for, besides attention; nothing where methods with their own share it."""
         return Additions()
-
-    def check_grid(self, grid: LatentGrid) -> None:
-        """Raise InputError for a setting that does not fit videos of this latent grid."""
 
     def batches(self) -> list[list[tuple[str, int]]]:
         """Prompt and seed of every video, prompts outermost, cut into the batches that are sampled together."""
@@ -323,7 +317,6 @@ def _check_video(config: SamplingConfig, model: ModelFolder) -> None:
             frames = name == "num_frames"
             limit = (most * patch - 1) * model.temporal + 1 if frames else most * patch * model.spatial
             raise InputError(name, f"must be at most {limit} for this model, got {getattr(config, name)}")
-    config.check_grid(grid)
     if not config.attention_methods:
         return
     import torch

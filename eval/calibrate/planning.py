@@ -57,12 +57,6 @@ def default_flops(grid: LatentGrid) -> float:
     return vmonarch_flops(grid, 1) / full_flops(grid, 1)
 
 
-def check_work(work: float, least: float, cost: str = "flops") -> None:
-    """Raise InputError if heads cannot do with so much work, of which the cheapest candidate needs `least`."""
-    if work < least:
-        raise InputError(cost, f"must be at least {least:.3g}, which the cheapest candidate needs, got {work}")
-
-
 class _Choices:
     """What every head of all transformers could compute.
 
@@ -156,7 +150,8 @@ def plan(diagnosis: Mapping[str, Any], budget: Budget, found: Sequence[InPlace] 
     if cost == "time" and choices.default is None:
         raise InputError(cost, "is relative to VMonarch with its defaults, which is not among the candidates")
     unit = default_flops(choices.grid) if cost == "flops" else costs[choices.default].item()
-    check_work(work, costs.min().item() / unit, cost)
+    if work < (least := costs.min().item() / unit):
+        raise InputError(cost, f"must be at least {least:.3g}, which the cheapest candidate needs, got {work}")
     asked: dict[str, Any] = {cost: work}
     if budget.measure is None and sensitive and choices.default is not None:
         asked["weights"] = {"layer_error": _LAYER_WEIGHT}

@@ -59,7 +59,6 @@ EVAL = {
 CALIBRATE = {
     "both budgets": (["p", "--time", "1", "--flops", "1"], ["flops and time exclude each other"]),
     "refining without gradients": (["p", "--refine", "2", "--no-sensitivity"], ["refine", "leave out no-sensitivity"]),
-    "less work than the cheapest": (["p", "--flops", "0.01"], ["--flops must be at least 0."]),
     "unknown measure": (["p", "--measure", "klo"], ["--measure must be one of error, layer_error", "got 'klo'"]),
     "plan alone": (["p", "--plan", "x.json"], ["plan is for --diagnosis"]),
 }
