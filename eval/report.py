@@ -9,7 +9,7 @@ from __future__ import annotations
 import io
 import json
 from base64 import b64encode
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -91,7 +91,7 @@ def _embedded(record: Mapping[str, Any], folder: Path) -> Iterator[tuple[Mapping
 
 
 def quality_plot(record: Mapping[str, Any], key: str) -> Markup | None:
-    """A measure against the methods' attention FLOPs; None where no method has both."""
+    """A measure against the methods' attention FLOPs, each with its number and interval; None where none has both."""
     measure = MEASURES[key]
     points = []
     for number, label in enumerate(record["methods"], start=1):
@@ -101,23 +101,10 @@ def quality_plot(record: Mapping[str, Any], key: str) -> Markup | None:
         mean = value["mean"]
         low, high = (mean if value[edge] is None else value[edge] for edge in ("low", "high"))
         points.append((number, 100 * share, mean, low, high))
-    better = "more" if measure.more_is_better else "less"
+    if not points:
+        return None
+    title = f"{measure.heading} ({'more' if measure.more_is_better else 'less'} is better)"
     across = "attention FLOPs, % of full attention"
-    return numbered_points(points, f"{measure.heading} ({better} is better)", across) if points else None
-
-
-def breakable(label: str) -> Markup:
-    """A method's label, which may break between its options."""
-    return escape(label).replace(":", Markup(":<wbr>")).replace(",", Markup(",<wbr>"))
-
-
-def colour(number: int) -> str:
-    """The colour of what has this number, from 1."""
-    return COLOURS[(number - 1) % len(COLOURS)]
-
-
-def numbered_points(points: Sequence[tuple[int, float, float, float, float]], title: str, across: str) -> Markup:
-    """Points (number, x, y, low and high end of its interval), each with its number in it, as an element of a page."""
     figure = Figure(figsize=(396 / _INCH, 280 / _INCH), layout="constrained")
     axes = figure.subplots()
     axes.tick_params(labelsize=_TEXT, color="#999999")
@@ -140,3 +127,13 @@ def numbered_points(points: Sequence[tuple[int, float, float, float, float]], ti
     # Without the head of a file.
     element = Markup(text.getvalue().partition("<svg ")[2])
     return Markup('<svg role="img" aria-label="{}: {}" ').format(title, across) + element
+
+
+def breakable(label: str) -> Markup:
+    """A method's label, which may break between its options."""
+    return escape(label).replace(":", Markup(":<wbr>")).replace(",", Markup(",<wbr>"))
+
+
+def colour(number: int) -> str:
+    """The colour of what has this number, from 1."""
+    return COLOURS[(number - 1) % len(COLOURS)]
