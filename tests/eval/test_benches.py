@@ -13,7 +13,6 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from vmonarch.cli import main
 from vmonarch.eval.bench import attention, kernels, machine, parallel, runner
-from vmonarch.eval.bench.attention import sdpa
 from vmonarch.eval.bench.rows import tables
 from vmonarch.eval.bench.runner import Bench, Case, Run, Way
 from vmonarch.flops import vmonarch_work
@@ -202,7 +201,7 @@ SLOW = ("vmonarch-t3", "vmonarch-coarse2", "vmonarch-coarse2-rows", "vmonarch-to
 @pytest.mark.parametrize("training", [False, True], ids=["forward", "backward"])
 def test_every_way_passes_the_gate_and_spoilt_results_do_not(training, monkeypatch):
     # Without a GPU torch has neither cuDNN nor flash attention of these shapes.
-    monkeypatch.setattr(kernels, "sdpa", lambda _, *qkv: sdpa("sdpa", *qkv))
+    monkeypatch.setattr(kernels, "sdpa", lambda _, *qkv: attention.sdpa("sdpa", *qkv))
     made = kernels.ways(kernels.shape_case("2x3x3:2", 16, training), CPU, torch.float32)
     assert len(made) >= 2
     for method in made.keys() - {*SLOW, "int8"}:

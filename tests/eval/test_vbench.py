@@ -114,12 +114,8 @@ def write_video(path: Path, *, seed: int = 0, frames: int = 6, fps: float = 8) -
     encode_video(path, pixels.repeat(8, axis=1).repeat(8, axis=2), fps)
 
 
-def sha256(path: Path) -> bytes:
-    return hashlib.sha256(path.read_bytes()).digest()
-
-
 def expected(video: PromptedVideo) -> float:
-    return sha256(video.path)[0] / 256
+    return hashlib.sha256(video.path.read_bytes()).digest()[0] / 256
 
 
 @pytest.fixture(scope="module")
