@@ -1,14 +1,12 @@
-"""Controls for tables of quality: the paper's other choices, attention at equal work, peers that are trained, and exact
-attention by other kernels than the model's, whose rounding alone makes other videos.
+"""Controls for tables of quality: the paper's other choices, attention at equal work, and exact attention by other
+kernels than the model's, whose rounding alone makes other videos.
 
     vmonarch.apply(pipe, ControlProcessor("controlled", fix_cr="first", fix_cl="first"))
 
-They are not fast: kernels compute what they can, plain torch the rest, with sums in float32 at least. Their work is
-what `eval.attention_flops` counts.
+They are not fast: kernels compute what they can, plain torch the rest, with sums in float32 at least.
 
 Shapes: B batch, S = T·P tokens, P = H·W positions of a frame, H heads, D head dim, E value dim, G = B·H groups; m
-blocks or tiles of keys, n tiles of queries, b positions of a block or tile. query, key, value and results are
-[B, S, H, D].
+blocks of keys, b positions of a block. query, key, value and results are [B, S, H, D].
 """
 
 from __future__ import annotations
@@ -22,19 +20,15 @@ from typing import Any
 import torch
 
 from vmonarch.attend import Attend, Exact, Result
-from vmonarch.autocast import without_autocast
 from vmonarch.base import Layer, VideoAttentionProcessor
-from vmonarch.based import LearningLayer
 from vmonarch.call import Call
+from vmonarch.flops import pair_flops, vmonarch_flops
 from vmonarch.grid import LatentGrid
 from vmonarch.kernels.flash_entropy.api import flash_entropy_attention
 from vmonarch.kernels.monarch.api import vmonarch_attention
-from vmonarch.kernels.monarch.blocks import even_layout, grid_layout, sequence_layout
+from vmonarch.kernels.monarch.blocks import BlockLayout, even_layout, grid_layout, sequence_layout
 from vmonarch.kernels.monarch.reference import l_step, last_l_step, monarch_attention_reference, r_step
-from vmonarch.kernels.two_resolution.api import two_resolution_attention
-from vmonarch.kernels.two_resolution.reference import chosen_tiles, tile_means
-from vmonarch.kernels.two_resolution.tiling import Tiling, places_of, tiling_of
-from vmonarch.options import ExactBlocks, NoOptions, Options, TwoResolutionOptions, VMonarchOptions
+from vmonarch.options import ExactBlocks, NoOptions, Options, VMonarchOptions
 from vmonarch.own import Own, Rotary, project, run_stack
 from vmonarch.validation import check_flag, check_positive_integer
 
@@ -54,6 +48,10 @@ class Control(Options):
 
     def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, grid: LatentGrid) -> torch.Tensor:
         """[B, S, H, E] in the dtype of the query."""
+        raise NotImplementedError
+
+    def flops(self, grid: LatentGrid, head_dim: int) -> float:
+        """FLOPs of one head, as those of `vmonarch.flops`."""
         raise NotImplementedError
 
 
@@ -133,6 +131,10 @@ class Controlled(Iterative):
         out = layout.to_tokens(by_block(o)).transpose(1, 2).to(query.dtype).contiguous()
         return _recompute_first_frame(out, query, key, value, grid) if self.recompute else out
 
+    def flops(self, grid: LatentGrid, head_dim: int) -> float:
+        exact = "first_frame" if self.recompute else None
+        return vmonarch_flops(grid, head_dim, VMonarchOptions(num_iterations=self.num_iterations, exact=exact))
+
 
 def _hold(term: torch.Tensor, value: float, fixed: str) -> torch.Tensor:
     """`term` [B, H, m, b] with the frames that `fixed` names, along m, at `value`."""
@@ -155,6 +157,10 @@ class SinkAverage(Iterative):
         q, k, v = (x.to(dtype) for x in (query, key, value))
         rest = vmonarch_attention(q, k, v, grid=grid, exact=None, **vars(self))
         return ((_exact(q, k[:, :P], v[:, :P]) + rest) / 2).to(query.dtype)
+
+    def flops(self, grid: LatentGrid, head_dim: int) -> float:
+        rest = vmonarch_flops(grid, head_dim, VMonarchOptions(num_iterations=self.num_iterations, exact=None))
+        return rest + pair_flops(grid.tokens * grid.tokens_per_frame, head_dim)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -197,18 +203,27 @@ class Factorised(Iterative):
 
     def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, grid: LatentGrid) -> torch.Tensor:
         self.check_grid(grid)
-        order = AXES[self.axis]
-        rows, width = grid[order[0]], grid.tokens // grid[order[0]]
-        if self.blocks is None:
-            assert self.length is not None
-            layout = sequence_layout(grid.tokens, min(self.length, rows) * width, "post", query.device)
-        else:
-            layout = even_layout(rows, width, self.blocks, query.device)
-        tokens = torch.arange(grid.tokens, device=query.device).view(grid).permute(order).flatten()
+        layout = self._layout(grid, query.device)
+        tokens = torch.arange(grid.tokens, device=query.device).view(grid).permute(AXES[self.axis]).flatten()
         q, k, v = (x.index_select(1, tokens) for x in (query, key, value))
         options = VMonarchOptions(num_iterations=self.num_iterations, min_mass=self.min_mass, exact=None)
         out, _ = monarch_attention_reference(q, k, v, layout, options, scale=query.shape[-1] ** -0.5)
         return _recompute_first_frame(out.index_select(1, torch.argsort(tokens)), query, key, value, grid)
+
+    def _layout(self, grid: LatentGrid, device: torch.device) -> BlockLayout:
+        """The blocks, of tokens in the order of the axis."""
+        rows = grid[AXES[self.axis][0]]
+        width = grid.tokens // rows
+        if self.blocks is None:
+            assert self.length is not None
+            return sequence_layout(grid.tokens, min(self.length, rows) * width, "post", device)
+        return even_layout(rows, width, self.blocks, device)
+
+    def flops(self, grid: LatentGrid, head_dim: int) -> float:
+        layout = self._layout(grid, torch.device("cpu"))
+        places = LatentGrid(layout.blocks, 1, layout.positions)
+        rest = vmonarch_flops(places, head_dim, VMonarchOptions(num_iterations=self.num_iterations, exact=None))
+        return rest + pair_flops(grid.tokens * grid.tokens_per_frame, head_dim)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -242,6 +257,10 @@ class Local(Control):
             parts.append(_exact(frames(query)[:, l], keys, values))
         return torch.cat(parts, 1)
 
+    def flops(self, grid: LatentGrid, head_dim: int) -> float:
+        blocks = sum(map(len, self.exact.key_frames(grid.frames)))
+        return pair_flops(blocks * grid.tokens_per_frame**2, head_dim)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Nothing(Control):
@@ -250,79 +269,8 @@ class Nothing(Control):
     def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, grid: LatentGrid) -> torch.Tensor:
         return query.new_zeros(*query.shape[:3], value.shape[3])
 
-
-@dataclass(frozen=True, kw_only=True)
-class Trained(TwoResolutionOptions, Control):
-    """Block-sparse attention with a linear layer that is learnt, 0 at first, for the tiles of keys that it leaves out.
-
-    The options are those of `TwoResolutionOptions` for the choice of the exact tiles. Of such a control, `learnt` makes
-    the layer of an attention module, `far` what it weighs, [B, S, H, D] in at least float32, and `weighed` weighs it.
-    """
-
-    rest: bool = False
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.rest:
-            raise ValueError("rest must be False: what is learnt stands for the tiles that are not exact")
-
-
-@dataclass(frozen=True, kw_only=True)
-class VSA(Trained):
-    """The compressed branch: attention between the means of cubes, times a gate of the token's own.
-
-    The gate is linear in the token and 0 at first, as where the authors finetune.
-
-    Source: Zhang et al., VSA: Faster Video Diffusion with Trainable Sparse Attention (2025), §3.
-    """
-
-    def learnt(self, attn: Any) -> torch.nn.Linear:
-        return torch.nn.Linear(attn.to_q.in_features, attn.to_q.out_features)
-
-    @without_autocast
-    def far(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, tiling: Tiling) -> torch.Tensor:
-        places, there = places_of(tiling, key.device), places_of(tiling.of_queries, key.device)
-        (q, _), (k, _), (v, _) = tile_means(query, there), tile_means(key, places), tile_means(value, places)
-        compressed = torch.softmax(q @ k.mT * q.shape[-1] ** -0.5, -1) @ v  # [B, H, n, D]
-        return compressed[:, :, there.place // there.token.shape[1]].transpose(1, 2)
-
-    def weighed(self, learnt: torch.nn.Linear, far: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
-        return far * learnt(hidden_states.to(learnt.weight.dtype)).unflatten(2, (far.shape[2], -1))
-
-
-@dataclass(frozen=True, kw_only=True)
-class SLA(Trained):
-    """Linear attention to the tiles that are not chosen, with softmax as feature map, and a projection, 0 at first.
-
-    No tile is left out; the paper's share of negligible ones saves nothing in a linear part.
-
-    Source: Zhang et al., SLA: Beyond Sparsity in Diffusion Transformers via Fine-Tunable Sparse-Linear Attention
-    (2025).
-    """
-
-    def learnt(self, attn: Any) -> torch.nn.Linear:
-        dim = attn.to_q.out_features // attn.heads
-        return torch.nn.Linear(dim, dim, bias=False)
-
-    @without_autocast
-    def far(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, tiling: Tiling) -> torch.Tensor:
-        exact = chosen_tiles(query, key, tiling, self.share, scale=query.shape[-1] ** -0.5)
-        q, k = (torch.softmax(x.float(), -1) for x in (query, key))
-        places, there = places_of(tiling, key.device), places_of(tiling.of_queries, key.device)
-        present = places.present[None, :, :, None, None]
-        of_tiles = lambda x: torch.where(present, x[:, places.token], 0)  # [B, m, b, H, …]
-        keys = of_tiles(k)
-        sums = torch.einsum("bmphd,bmphe->bhmde", keys, of_tiles(value.float()))
-        rest = (~exact).float()  # [B, H, n, m]
-        states = torch.einsum("bhnm,bhmde->bhnde", rest, sums)
-        totals = torch.einsum("bhnm,bhmd->bhnd", rest, keys.sum(2).transpose(1, 2))
-        queries = q[:, there.token]  # [B, n, b, H, D]
-        mass = torch.einsum("bnahd,bhnd->bnah", queries, totals)
-        linear = torch.einsum("bnahd,bhnde->bnahe", queries, states) / mass.clamp(min=1e-6).unsqueeze(-1)
-        return linear.flatten(1, 2)[:, there.place]
-
-    def weighed(self, learnt: torch.nn.Linear, far: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
-        return learnt(far.to(learnt.weight.dtype))
+    def flops(self, grid: LatentGrid, head_dim: int) -> float:
+        return 0.0
 
 
 CONTROLS: dict[str, type[Options]] = {
@@ -331,8 +279,6 @@ CONTROLS: dict[str, type[Options]] = {
     "factorised": Factorised,
     "local": Local,
     "none": Nothing,
-    "vsa": VSA,
-    "sla": SLA,
     "exact": NoOptions,
 }
 
@@ -346,14 +292,12 @@ class KernelExact(Exact):
 
 
 class ControlProcessor(VideoAttentionProcessor):
-    """One of `CONTROLS` for the video transformers of diffusers; those that learn for the Wan family.
-
-    `vmonarch.apply` gives every module a layer of its own where the control is `Trained`, as with `BasedProcessor`.
+    """One of `CONTROLS` for the video transformers of diffusers.
 
     Args:
         control: its name.
         dense_steps, dense_layers, refresh, grid: as in `VMonarchProcessor`.
-        implementation: of what kernels compute in "exact", "vsa" and "sla"; as in `two_resolution_attention`.
+        implementation: of what kernels compute in "exact"; as in `two_resolution_attention`.
         **options: of the control.
 
     Raises:
@@ -367,9 +311,6 @@ class ControlProcessor(VideoAttentionProcessor):
         names = [field.name for field in dataclasses.fields(self._OP_OPTIONS)]  # type: ignore[arg-type]
         self._OPTIONS = ("control", *names, *self.COMMON)
         VideoAttentionProcessor.__init__(self, **options)
-        self.LEARNS = isinstance(self.options, Trained)
-        if self.LEARNS and self.refresh is not None:
-            raise ValueError(f"refresh must be None with {control!r}, got {self.refresh}")
 
     def check_grid(self, grid: LatentGrid) -> None:
         self.options.check_grid(grid)
@@ -378,13 +319,8 @@ class ControlProcessor(VideoAttentionProcessor):
         return KernelExact(self.implementation) if self.control == "exact" else self.options
 
     def bind(self, layer: Layer, original: Any) -> Any:
-        bound = TrainedLayer(self, layer.attn, original) if self.LEARNS else super().bind(layer, original)
+        bound = super().bind(layer, original)
         return StockLayer(self, bound.attend, original) if self.control == "exact" and type(bound) is Own else bound
-
-    def check_context_parallel(self, config: Any, heads: int, joint: bool = False) -> None:
-        if self.LEARNS:
-            raise NotImplementedError(f"context parallelism is not supported with {self.control!r}")
-        super().check_context_parallel(config, heads, joint)
 
 
 class StockLayer(Own):
@@ -393,23 +329,3 @@ class StockLayer(Own):
     def mix(self, attn: Any, hidden_states: torch.Tensor, rotary_emb: Rotary, call: Call) -> torch.Tensor:
         query, key, value = project(attn, hidden_states, rotary_emb, "torch")
         return run_stack(self.attend, query, key, value, call).flatten(2, 3)
-
-
-class TrainedLayer(LearningLayer):
-    """A `ControlProcessor` that learns, at work in one attention module, with the layer of that module."""
-
-    # Whoever applies it in inference mode may train it later.
-    @torch.inference_mode(False)
-    def __init__(self, spec: ControlProcessor, attn: Any, original: Any) -> None:
-        super().__init__(spec, spec.options, original)
-        # Norms keep a floating-point dtype where other weights are quantised or stored in float8.
-        self.learnt = spec.options.learnt(attn).to(attn.norm_q.weight)
-        for parameter in self.learnt.parameters():
-            torch.nn.init.zeros_(parameter)
-
-    def mix(self, attn: Any, hidden_states: torch.Tensor, rotary_emb: Rotary, call: Call) -> torch.Tensor:
-        control, by = self.spec.options, self.spec.implementation
-        query, key, value = project(attn, hidden_states, rotary_emb, by)
-        near = two_resolution_attention(query, key, value, grid=call.grid, options=control, implementation=by)
-        far = control.far(query, key, value, tiling_of(call.grid, control))
-        return (near + control.weighed(self.learnt, far, hidden_states).to(near.dtype)).flatten(2, 3)

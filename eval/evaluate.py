@@ -40,7 +40,7 @@ from vmonarch.pipelines import recipes
 from vmonarch.pipelines.config import complete
 from vmonarch.pipelines.environment import choose_device, choose_dtype
 from vmonarch.pipelines.loading import LoadedModel, complete_and_load
-from vmonarch.pipelines.model_folder import PROXY_RECORD, ModelFolder, find_model
+from vmonarch.pipelines.model_folder import ModelFolder, find_model
 from vmonarch.pipelines.outputs import (
     GenerationError,
     changes,
@@ -144,7 +144,12 @@ def evaluate(
 
 
 def check_measures(config: EvalConfig) -> None:
-    """Raise InputError if LPIPS or VBench is asked for and cannot be measured: before anything is sampled."""
+    """Check, before anything is sampled, that LPIPS and VBench can be measured if they are asked for.
+
+    Raises:
+        InputError: weights of LPIPS, or the environment of VBench, are missing, or a dimension is unknown.
+        VBenchError: weights of VBench are missing.
+    """
     if config.lpips:
         from vmonarch.eval.similarity import alexnet_weights
 
@@ -157,6 +162,7 @@ def check_measures(config: EvalConfig) -> None:
             installation.manifest(installation.default_folder())
         except InputError as error:
             raise InputError("vbench", f"cannot be scored: its {error}") from error
+        installation.check_weights(config.vbench, installation.default_weights())
 
 
 def _check_settings(output: Path, config: EvalConfig, folder: ModelFolder) -> None:
@@ -208,35 +214,22 @@ def _run_items(
         for method in config.methods:
             recipes.apply(model.pipe, method)
         with recipes.room_for_versions(config.methods):
-            about = {"attention_flops": _flops(config, model, own[0]), "environment": environment(model.device)}
-            _Run(config, model, output, progress, about).run(own, len(items))
+            _Run(config, model, output, progress, environment(model.device)).run(own, len(items))
     missing = sum(not item.is_done(output) for item in items)
     if missing:
         return Evaluation(output, None, missing)
     return _finish(config, folder, output, items, command)
 
 
-def _flops(config: EvalConfig, model: LoadedModel, batch: Sequence[Item]) -> dict[str, float | None]:
-    """The methods' attention FLOPs relative to full attention's, of what the transformer is called with."""
-    from vmonarch.eval.attention_flops import recorded_call, relative_flops, transformers_by_step
-
-    assert config.steps is not None
-    # A step of full attention by itself, because what is compiled cannot be recorded.
-    recipes.apply(model.pipe, "full")
-    with recorded_call(model.pipe) as call:
-        sample(model, config, [item.prompt for item in batch], [item.seed for item in batch], steps=1, decode=False)
-    return relative_flops(call, config.methods, transformers_by_step(model.pipe, config.steps))
-
-
 @dataclass(frozen=True)
 class _Run:
-    """The sampling of items by one process; `about` is what their records say of it."""
+    """The sampling of items by one process."""
 
     config: EvalConfig
     model: LoadedModel
     output: Path
     progress: bool
-    about: dict[str, Any]
+    environment: dict[str, Any]
 
     def run(self, batches: Sequence[Sequence[Item]], total: int) -> None:
         """Make batches of items."""
@@ -283,7 +276,7 @@ class _Run:
         Raises:
             GenerationError: the video is constant or holds NaN.
         """
-        from vmonarch.eval import similarity
+        from vmonarch.eval import prompt_score, similarity
         from vmonarch.pipelines.video_io import VideoError, check_frames
 
         assert self.config.steps is not None
@@ -295,17 +288,18 @@ class _Run:
             raise GenerationError(f"{what}: {error}") from error
         row = {
             "method": label,
-            **dict.fromkeys((*summary.MEASURES, "exact_steps", "errors", "predicted_steps", "attention_work")),
+            **dict.fromkeys((*summary.MEASURES, "exact_steps", "errors", "predicted_steps")),
+            # Without a report it is the model's own attention.
+            "attention_work": 1.0 if result.report is None else result.report.work,
             # A batch's time is shared out evenly.
             "seconds": result.seconds["total"] / len(result.frames),
             "transformer_seconds_per_step": result.seconds["transformer"] / len(result.frames) / self.config.steps,
-            "prompt_score": prompt_score(self.model.folder, video, item.prompt, self.config.prompt_set),
+            "prompt_score": prompt_score.prompt_score(video, item.prompt),
             "frames_sha256": frames_sha256(video),
         }
         if result.report is not None:
             exact, errors = result.report.exact, result.report.exact.values()
             row |= {"exact_steps": [*exact], "errors": [*errors], "predicted_steps": [*result.report.predicted]}
-            row["attention_work"] = result.report.work
         if label != REFERENCE:
             pair = [frames[name].to(self.model.device) for name in (label, REFERENCE)]
             row |= similarity.similarity(*pair) | (similarity.lpips(*pair) if self.config.lpips else {})
@@ -343,7 +337,7 @@ class _Run:
                 "seed": item.seed,
                 "created": datetime.now(UTC).isoformat(timespec="seconds"),
                 "results": results,
-                **self.about,
+                "environment": self.environment,
             }
             files.stage(folder / "item.json").write_text(summary.json_text(record), encoding="utf-8")
         for left in folder.glob(".*.partial*"):
@@ -372,24 +366,6 @@ def write_pictures(
     picture.save(files.stage(target / f"{item.number:04d}-strips.png"))
 
 
-def prompt_score(folder: ModelFolder, frames: torch.Tensor, prompt: str, prompt_set: str | None = None) -> float | None:
-    """`vmonarch.eval.prompt_score.score_video` of frames [F, 3, H, W].
-
-    It is None for prompts in other words than the embedded model's, and, unless its prompts are asked for by
-    `prompt_set`, for models other than that one and its proxies (`vmonarch.finetune.embedded`).
-
-    Args:
-        folder: of the model.
-    """
-    if "embedded" not in (folder.name, prompt_set) and not (folder.path / PROXY_RECORD).is_file():
-        return None
-    from vmonarch.eval.prompt_score import parse_prompt, score_video
-
-    if len(frames) < 2 or not parse_prompt(prompt):
-        return None
-    return score_video(frames.float().permute(0, 2, 3, 1), prompt)
-
-
 def _finish(config: EvalConfig, folder: ModelFolder, output: Path, items: Sequence[Item], command: str) -> Evaluation:
     """Put all items together, and write `evaluation.json` and `report.html`.
 
@@ -407,8 +383,7 @@ def _finish(config: EvalConfig, folder: ModelFolder, output: Path, items: Sequen
             for row in found["results"]:
                 if file_sha256(place / row["video"]) != row["video_sha256"]:
                     raise ValueError(f"{place / row['video']} is not the video that was measured")
-            # The same in all items.
-            about, flops = found.pop("environment"), found.pop("attention_flops")
+            about = found.pop("environment")
         except (OSError, ValueError, KeyError, TypeError) as error:
             again = f"remove {place} and run the command again to make it anew"
             raise GenerationError(f"{place / 'item.json'} cannot be used: {error}; {again}") from error
@@ -429,7 +404,7 @@ def _finish(config: EvalConfig, folder: ModelFolder, output: Path, items: Sequen
         "methods": labels,
         "measures": {key: dataclasses.asdict(measure) for key, measure in summary.MEASURES.items()},
         "intervals": summary.INTERVALS,
-        "attention_flops": flops | _measured_work(config, records),
+        "attention_flops": _attention_flops(labels, records),
         "statistics": summary.statistics(records, labels),
         "differences": summary.differences(records, labels, baseline),
         "vbench": vbench,
@@ -449,14 +424,12 @@ def _finish(config: EvalConfig, folder: ModelFolder, output: Path, items: Sequen
     return Evaluation(output, record, 0)
 
 
-def _measured_work(config: EvalConfig, records: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """The mean attention FLOPs of videos, of the methods whose exact steps follow from errors: by label."""
-    rows = [row for item in records for row in item["results"]]
-    work = {}
-    for method in config.methods:
-        shares = [row["attention_work"] for row in rows if row["method"] == method.label]
-        if method.decides_steps and None not in shares:
-            work[method.label] = statistics.fmean(shares)
+def _attention_flops(labels: Sequence[str], records: Sequence[Mapping[str, Any]]) -> dict[str, float | None]:
+    """The mean attention FLOPs of a method's videos over those of full attention, by label; None where not known."""
+    work: dict[str, float | None] = {}
+    for label in labels:
+        shares = [row["attention_work"] for item in records for row in item["results"] if row["method"] == label]
+        work[label] = None if None in shares else statistics.fmean(shares)
     return work
 
 

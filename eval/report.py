@@ -1,20 +1,33 @@
-"""The report of an evaluation: everything in it comes from the record of `vmonarch eval` and the items' videos."""
+"""The report of an evaluation: everything in it comes from the record of `vmonarch eval` and the items' videos.
+
+The page, by the templates in `render/`, is one file that needs no network: nothing in it is fetched. The same numbers
+give the same bytes.
+"""
 
 from __future__ import annotations
 
+import io
+import json
 from base64 import b64encode
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from markupsafe import Markup
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup, escape
+from matplotlib import rc_context
+from matplotlib.figure import Figure
 
-from vmonarch.eval.render.plot import numbered_points, page
 from vmonarch.eval.render.tables import shown_number
 from vmonarch.eval.summary import MEASURES, sampled, shown_interval, summary_rows
 
 # Measures that are drawn against FLOPs, where they were taken.
 PLOTTED = ("psnr", "ssim", "lpips", "prompt_score")
+# Okabe and Ito's colours, which colour-blind readers can tell apart; what has one carries a number or marker too.
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#555555", "#999999")
+# CSS pixels of an inch, and points of text in reports.
+_INCH, _TEXT = 96, 8
 
 
 def report(record: Mapping[str, Any], folder: Path) -> str:
@@ -28,8 +41,8 @@ def report(record: Mapping[str, Any], folder: Path) -> str:
     measured = [key for key in MEASURES if MEASURES[key].heading in heading]
     compared = [key for key in MEASURES if any(values[key] for values in record["differences"].values())]
     others = [label for label in record["methods"] if label != record["reference"]]
-    return page(
-        "evaluation.html.j2",
+    template = _environment().get_template("evaluation.html.j2")
+    return template.render(
         record=record,
         sampled=sampled(record["config"]),
         heading=heading,
@@ -47,6 +60,25 @@ def report(record: Mapping[str, Any], folder: Path) -> str:
     )
 
 
+def _environment() -> Environment:
+    """Of the templates.
+
+    What is put into them is escaped unless it is Markup; None is nothing; a name that no value has is an error.
+    """
+    environment = Environment(
+        loader=FileSystemLoader(Path(__file__).parent / "render"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        finalize=lambda value: "" if value is None else value,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.policies["json.dumps_kwargs"] = {"ensure_ascii": False, "allow_nan": False}
+    environment.filters |= {"json": partial(json.dumps, ensure_ascii=False), "breakable": breakable}
+    environment.globals["colour"] = colour
+    return environment
+
+
 def _embedded(record: Mapping[str, Any], folder: Path) -> Iterator[tuple[Mapping[str, Any], dict[str, str]]]:
     """The first items with their videos by method, as many as the settings let into the page."""
     room = record["config"]["report_megabytes"] * 1_000_000
@@ -59,7 +91,7 @@ def _embedded(record: Mapping[str, Any], folder: Path) -> Iterator[tuple[Mapping
 
 
 def quality_plot(record: Mapping[str, Any], key: str) -> Markup | None:
-    """A measure against the methods' attention FLOPs; None where no method has both."""
+    """A measure against the methods' attention FLOPs, each with its number and interval; None where none has both."""
     measure = MEASURES[key]
     points = []
     for number, label in enumerate(record["methods"], start=1):
@@ -69,6 +101,39 @@ def quality_plot(record: Mapping[str, Any], key: str) -> Markup | None:
         mean = value["mean"]
         low, high = (mean if value[edge] is None else value[edge] for edge in ("low", "high"))
         points.append((number, 100 * share, mean, low, high))
-    better = "more" if measure.more_is_better else "less"
+    if not points:
+        return None
+    title = f"{measure.heading} ({'more' if measure.more_is_better else 'less'} is better)"
     across = "attention FLOPs, % of full attention"
-    return numbered_points(points, f"{measure.heading} ({better} is better)", across) if points else None
+    figure = Figure(figsize=(396 / _INCH, 280 / _INCH), layout="constrained")
+    axes = figure.subplots()
+    axes.tick_params(labelsize=_TEXT, color="#999999")
+    axes.grid(axis="y", color="#e4e4e4", lw=0.6)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.spines[["left", "bottom"]].set_color("#999999")
+    axes.set_title(title, loc="left", fontsize=10, fontweight="bold")
+    axes.set_xlabel(across, fontsize=_TEXT, loc="right")
+    for number, x, y, low, high in points:
+        axes.errorbar(x, y, [[max(y - low, 0)], [max(high - y, 0)]], color=colour(number), elinewidth=0.8)
+        axes.plot(x, y, "o", ms=12, color=colour(number), mew=0, zorder=3)
+        axes.text(x, y, str(number), color="white", fontsize=_TEXT, ha="center", va="center_baseline", zorder=4)
+    axes.margins(x=0.08, y=0.12)
+    axes.set_xlim(left=0)
+    text = io.StringIO()
+    # Names of parts are hashes of what they hold: figures of a page share only names of equal parts.
+    with rc_context({"svg.fonttype": "none", "svg.hashsalt": "vmonarch", "font.sans-serif": ["DejaVu Sans"]}):
+        figure.savefig(text, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
+    # Without the head of a file.
+    element = Markup(text.getvalue().partition("<svg ")[2])
+    return Markup('<svg role="img" aria-label="{}: {}" ').format(title, across) + element
+
+
+def breakable(label: str) -> Markup:
+    """A method's label, which may break between its options."""
+    return escape(label).replace(":", Markup(":<wbr>")).replace(",", Markup(",<wbr>"))
+
+
+def colour(number: int) -> str:
+    """The colour of what has this number, from 1."""
+    return COLOURS[(number - 1) % len(COLOURS)]

@@ -33,7 +33,7 @@ def _closeness(prefix: str = "", heading: str = "", about: str = "") -> dict[str
     }
 
 
-_SHOWN = "share of colour, shape and direction that the pixels show as the prompt asks; of the embedded model"
+_SHOWN = "share of colour, shape and direction that the pixels show as the prompt asks; of the embedded model's prompts"
 MEASURES = {
     **_closeness(),
     **_closeness("first_frame_", "first ", ", of the first frame alone"),

@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from vmonarch.configs import InputError, Settings, build, choice, deep_merge, number, read_yaml
 from vmonarch.configs.methods import Additions, AttentionMethod, merge_attention, resolve_method
@@ -17,13 +17,8 @@ from vmonarch.pipelines.lora import LORA, find_lora
 from vmonarch.pipelines.model_folder import PROXY_RECORD, ModelFolder, read_json
 from vmonarch.pipelines.traits import IMAGE_TO_VIDEO, TRAITS
 
-if TYPE_CHECKING:
-    from vmonarch.grid import LatentGrid
-
 # Text tokens that any of the models takes.
 _MAX_TEXT_TOKENS = 512
-# Characters of a text, since no token stands for more than 128: to count the tokens of a longer one takes long.
-_MAX_CHARACTERS = 128 * _MAX_TEXT_TOKENS
 # Frames per second that are encoded and read back as they are.
 FPS = (0.1, 240.0)
 Config = TypeVar("Config", bound="SamplingConfig")
@@ -125,9 +120,6 @@ class SamplingConfig(Settings):
         """What the model is loaded for, besides attention; nothing where methods with their own share it."""
         return Additions()
 
-    def check_grid(self, grid: LatentGrid) -> None:
-        """Raise InputError for a setting that does not fit videos of this latent grid."""
-
     def batches(self) -> list[list[tuple[str, int]]]:
         """Prompt and seed of every video, prompts outermost, cut into the batches that are sampled together."""
         jobs = [(prompt, seed) for prompt in self.prompts for seed in self.seeds]
@@ -196,8 +188,6 @@ def _check_text(name: str, text: str) -> None:
     """Raise InputError for what no text encoder sees all of, and for half a surrogate pair, which no file can take."""
     if "\0" in text or (name == "prompts" and not text.strip()):
         raise InputError(name, f"must not be empty, nor hold NUL characters, got {text!r}")
-    if len(text) > _MAX_CHARACTERS:
-        raise InputError(name, f"must have at most {_MAX_CHARACTERS:,} characters, got {len(text):,}")
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -327,7 +317,6 @@ def _check_video(config: SamplingConfig, model: ModelFolder) -> None:
             frames = name == "num_frames"
             limit = (most * patch - 1) * model.temporal + 1 if frames else most * patch * model.spatial
             raise InputError(name, f"must be at most {limit} for this model, got {getattr(config, name)}")
-    config.check_grid(grid)
     if not config.attention_methods:
         return
     import torch

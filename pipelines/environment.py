@@ -10,7 +10,6 @@ import importlib.metadata
 import os
 import platform
 import re
-import resource
 import shlex
 import subprocess
 import sys
@@ -142,19 +141,6 @@ def environment(device: Any) -> dict[str, Any]:
         "torch_threads": torch.get_num_threads(),
         "cpu_count": os.cpu_count(),
     }
-
-
-def peak_memory_bytes(device: Any) -> dict[str, int]:
-    """Peak so far of the process's resident memory, and of the CUDA device's allocations since they were last reset."""
-    import torch
-
-    device = torch.device(device)
-    # Linux counts in KiB, macOS in bytes.
-    unit = 1 if sys.platform == "darwin" else 1024
-    peak = {"process_rss": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit}
-    if device.type == "cuda":
-        peak["cuda_allocated"] = torch.cuda.max_memory_allocated(device)
-    return peak
 
 
 def seconds(value: float) -> str:

@@ -57,7 +57,7 @@ def generate(
         InputError: an argument that cannot be used, found before anything is loaded where possible.
         ModelError: the model folder is missing something, damaged or unsupported.
         GenerationError: a video came out constant or with NaN, or could not be written. The others are on disk all
-            the same, and of the broken one the raw frames, at the path in the message.
+            the same.
     """
     check_sharing(config, shard)
     config, model = complete_and_load(config, model, shard=shard, recorded=recorded)
@@ -73,25 +73,18 @@ def generate(
 
 def _generate(config: GenerateConfig, model: LoadedModel, shard: Shard, progress: bool) -> list[GeneratedVideo]:
     """Sample, decode and write, with everything in place."""
-    import torch
-
-    from vmonarch.pipelines.environment import peak_memory_bytes
-
     total = len(config.prompts) * len(config.seeds)
     facts = outputs.facts(config, model)
     facts["environment"]["processes"] = shard.size
     videos: list[GeneratedVideo] = []
     failures: list[GenerationError] = []
     for jobs in config.batches():
-        if model.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(model.device)
         title = f"video {len(videos) + len(failures) + 1} of {total}" if progress else None
         result = sample(model, config, *zip(*jobs, strict=True), progress=title)
         # Of the whole batch: its videos are sampled together.
         facts |= {
             "seconds": {"load": model.seconds} | result.seconds,
             "transformer_calls": result.transformer_calls,
-            "peak_memory_bytes": peak_memory_bytes(model.device),
             "attention": None if result.report is None else {"text": str(result.report)} | result.report.to_dict(),
         }
         for (prompt, seed), frames in zip(jobs, result.frames, strict=True):
@@ -117,8 +110,6 @@ def _generate(config: GenerateConfig, model: LoadedModel, shard: Shard, progress
 
 def _write(config: GenerateConfig, record: dict[str, Any], frames: torch.Tensor) -> GeneratedVideo:
     """Write one video with its sheet and record."""
-    from safetensors.torch import save_file
-
     from vmonarch.pipelines import video_io
 
     assert config.fps is not None
@@ -138,8 +129,6 @@ def _write(config: GenerateConfig, record: dict[str, Any], frames: torch.Tensor)
             contents = json.dumps(record, indent=2, ensure_ascii=False) + "\n"
             files.stage(text).write_text(contents, encoding="utf-8")
     except (OSError, video_io.VideoError) as error:
-        save = lambda path: save_file({"frames": frames.contiguous()}, path)
         what = f"prompt {record['prompt'][:40]!r}, seed {record['seed']}"
-        kept = outputs.keep_elsewhere("frames.raw.safetensors", save)
-        raise GenerationError(f"{what}: {error}; {kept}") from error
+        raise GenerationError(f"{what}: {error}") from error
     return GeneratedVideo(video, sheet if config.contact_sheet else None, text, record)

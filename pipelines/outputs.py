@@ -7,7 +7,7 @@ import itertools
 import json
 import re
 import tempfile
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -166,14 +166,3 @@ def next_number(folder: Path) -> str:
     """The four-digit output number after the last in `folder`."""
     taken = [int(found.group(1)) for path in folder.iterdir() if (found := re.match(r"\.?(\d{4,})[-.]", path.name))]
     return f"{max(taken, default=0) + 1:04d}"
-
-
-def keep_elsewhere(name: str, write: Callable[[Path], object]) -> str:
-    """Write what its folder has no room for into a folder of its own among the system's temporary ones; says where."""
-    try:
-        path = Path(tempfile.mkdtemp(prefix="vmonarch-")) / name
-        write(path)
-    except Exception:
-        # safetensors reports a full disk by an exception of its own; whatever it is, the first error matters more.
-        return f"there was no room to keep {name}"
-    return f"{name} is kept at {path}"

@@ -291,7 +291,6 @@ SHORT = ["--steps", "2", "--frames", "5"]
 # Example -> its arguments, and what it has to print.
 EXAMPLES = {
     "attention": ([], r"all +error   0\.0 %  mean row-KL -?0\.0000 nats\ngradients: "),
-    "compare": ([*SHORT, "--output", "compared"], r"\| full \(reference\) (.*\n)+\| near-lossless "),
     "generate": ([*SHORT, "--output", "video.mp4"], r"^video\.mp4$"),
     "plan": ([*SHORT, "--output", "calibrated"], r"heads: \{.*\n.*diagnosis\.json\nlatents: \(1, 16, 2, 12, 20\)"),
     "residual_sharing": (SHORT, r"residuals take 0\.\d MiB(.*\n)+residual sharing: latents are "),

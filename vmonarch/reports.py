@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Collection, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from vmonarch.own import ours_of
 from vmonarch.plan import method_flops
 from vmonarch.validation import DenseSet
 
-# Of a head; the shares of FLOPs hardly depend on it.
+# Where the model's config tells none; of most methods the share of FLOPs does not depend on it.
 _HEAD_DIM = 128
 
 
@@ -117,6 +118,7 @@ def report(pipe_or_transformer: Any) -> Report:
 
 def _shares(transformer: Any, grid: LatentGrid | None) -> Iterator[float | None]:
     """The FLOPs of every head of every layer over those of exact attention."""
+    head_dim = getattr(transformer.config, "attention_head_dim", _HEAD_DIM)
     for _, attn in known_family(transformer).layers(transformer):
         ours = ours_of(attn)
         if ours is None or getattr(ours, "kept", False):
@@ -126,17 +128,16 @@ def _shares(transformer: Any, grid: LatentGrid | None) -> Iterator[float | None]
         while (below := next((n for n in ("inner", "approximate", "video") if hasattr(element, n)), None)) is not None:
             element = getattr(element, below)
         heads = [element.methods[name] for name in element.heads] if isinstance(element, ByHead) else [element]
-        shares = [_share(head, grid) for head in heads]
+        shares = [_share(head, grid, head_dim) for head in heads]
         yield from shares if isinstance(element, ByHead) else shares * heads_of(attn)
 
 
-def _share(element: Any, grid: LatentGrid | None) -> float | None:
+def _share(element: Any, grid: LatentGrid | None, head_dim: int) -> float | None:
     """Its FLOPs over those of exact attention; None where they are not known."""
     if isinstance(element, (Exact, Biased)):
         return 1.0
-    if not isinstance(element, Op) or grid is None:
-        return None
-    return method_flops(element.options, grid, _HEAD_DIM) / method_flops(None, grid, _HEAD_DIM)
+    flops = partial(method_flops, element.options) if isinstance(element, Op) else getattr(element, "flops", None)
+    return None if flops is None or grid is None else flops(grid, head_dim) / method_flops(None, grid, head_dim)
 
 
 def _ranges(numbers: Collection[int]) -> str:

@@ -28,7 +28,7 @@ _SECONDS = 120
 
 @dataclass(frozen=True)
 class InPlace:
-    """A plan that was measured in place (`refining.measure_plan`).
+    """A plan that was measured in place (`run.measure_plan`).
 
     Args:
         error: ‖v' - v‖²/‖v‖² of the model's output.
@@ -55,12 +55,6 @@ def over_steps(values: Any, measure: str) -> torch.Tensor:
 def default_flops(grid: LatentGrid) -> float:
     """FLOPs of VMonarch with its defaults, relative to full attention."""
     return vmonarch_flops(grid, 1) / full_flops(grid, 1)
-
-
-def check_work(work: float, least: float, cost: str = "flops") -> None:
-    """Raise InputError if heads cannot do with so much work, of which the cheapest candidate needs `least`."""
-    if work < least:
-        raise InputError(cost, f"must be at least {least:.3g}, which the cheapest candidate needs, got {work}")
 
 
 class _Choices:
@@ -156,7 +150,8 @@ def plan(diagnosis: Mapping[str, Any], budget: Budget, found: Sequence[InPlace] 
     if cost == "time" and choices.default is None:
         raise InputError(cost, "is relative to VMonarch with its defaults, which is not among the candidates")
     unit = default_flops(choices.grid) if cost == "flops" else costs[choices.default].item()
-    check_work(work, costs.min().item() / unit, cost)
+    if work < (least := costs.min().item() / unit):
+        raise InputError(cost, f"must be at least {least:.3g}, which the cheapest candidate needs, got {work}")
     asked: dict[str, Any] = {cost: work}
     if budget.measure is None and sensitive and choices.default is not None:
         asked["weights"] = {"layer_error": _LAYER_WEIGHT}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from vmonarch.configs import InputError, Settings, choice, number
 from vmonarch.configs.methods import AttentionMethod
@@ -12,9 +12,6 @@ from vmonarch.eval.calibrate import MEASURES
 from vmonarch.eval.settings import resolved
 from vmonarch.options import Options, VMonarchOptions
 from vmonarch.pipelines.config import SamplingConfig
-
-if TYPE_CHECKING:
-    from vmonarch.grid import LatentGrid
 
 CANDIDATES = (
     "vmonarch-plain:num_iterations=1",
@@ -114,12 +111,3 @@ class CalibrateConfig(Budget, SamplingConfig):
     def attention_methods(self) -> Mapping[str, Sequence[AttentionMethod]]:
         """As in `SamplingConfig`."""
         return {"candidates": self.candidates}
-
-    def check_grid(self, grid: LatentGrid) -> None:
-        """Raise InputError if heads of videos of this grid cannot do with so much work."""
-        from vmonarch.eval.calibrate.planning import check_work
-        from vmonarch.plan import method_flops
-
-        if self.flops is not None:
-            cheapest = min(method_flops(options, grid, 1) for options in self.options.values())
-            check_work(self.flops, cheapest / method_flops(VMonarchOptions(), grid, 1))

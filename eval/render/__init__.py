@@ -1,1 +1,1 @@
-"""Tables of documents and terminals (tables.py), figures and pages of reports (plot.py and the templates)."""
+"""Tables of documents and terminals (tables.py), and the templates of reports."""

@@ -41,6 +41,7 @@ def test_a_model_is_diagnosed_and_planned_and_other_plans_need_no_sampling(cli, 
         assert list(AttentionPlan.parse("2.json").methods) == [SPARSE]
         for words, message in (
             (again, "exists; give another --plan"),
+            ([*again, "--flops", 0.01], "--flops must be at least 0."),
             ([*again, "a prompt"], "prompt must not be given with --diagnosis"),
             ([*again[:2], folder / "plan.json"], "is no diagnosis"),
         ):

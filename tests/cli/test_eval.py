@@ -14,11 +14,15 @@ import numpy as np
 import pytest
 from videos import read_video
 
+from vmonarch import LatentGrid
 from vmonarch.configs import InputError
+from vmonarch.configs.methods import resolve_method
 from vmonarch.eval import evaluate as module
 from vmonarch.eval.evaluate import EvalConfig, Evaluation, Item, evaluate
 from vmonarch.eval.similarity import similarity
 from vmonarch.eval.summary import MEASURES, TIMES, differences, interval, low_end, statistics
+from vmonarch.eval.vbench import VBenchError
+from vmonarch.flops import full_flops, vmonarch_flops
 from vmonarch.pipelines import loading, outputs, sampling
 from vmonarch.pipelines.config import complete
 from vmonarch.pipelines.loading import load_model
@@ -104,6 +108,28 @@ def test_the_record_holds_what_the_definitions_give(whole: Evaluation, loaded: l
     names = {part for name in files(whole.folder) for part in Path(name).parts}
     assert not [name for name in names if re.search("square|circle|script", name)]
     assert sorted(path.name[:5] for path in (whole.folder / "items").glob("0*")) == [f"000{n}-" for n in (1, 2, 3, 4)]
+
+
+def test_attention_flops_are_those_of_the_formulas_and_of_the_steps_that_ran(
+    whole: Evaluation, loaded: loading.LoadedModel
+) -> None:
+    grid = LatentGrid(3, 2, 3)
+    of = lambda **options: vmonarch_flops(grid, 12, **options) / full_flops(grid, 12)
+    plain, once = of(exact=None), of(num_iterations=1)
+    assert whole.record is not None
+    assert list(whole.record["attention_flops"].values()) == pytest.approx([1, plain, (1 + once) / 2])
+    settings = complete(config(loaded.folder.path, whole.folder), loaded.folder)
+    for options, exact, rough in (
+        ("dense_steps=3", 0.3, 0.7),
+        ("dense_layers=[1]", 0.5, 0.5),
+        # The residuals of steps 0 and 9 are of no use, so they are not made.
+        ("refresh=[0,1,4,9]", 0.4, 0.8),
+        # Step 2 is the first that has to make one.
+        ("refresh=[0,1,4],dense_steps=2", 0.4, 0.8),
+    ):
+        resolve_method(f"vmonarch-plain:{options}").install(loaded.pipe)
+        ran = sampling.sample(loaded, settings, [PROMPTS[0]], [0], steps=10, decode=False).report
+        assert ran is not None and ran.work == pytest.approx(exact + rough * plain), options
 
 
 def test_a_stopped_evaluation_goes_on_to_the_same_record(
@@ -247,6 +273,10 @@ def test_vbench_gets_every_video_with_its_prompt(loaded, copied: Path, monkeypat
     dimensions = ("imaging_quality", "subject_consistency", "overall_consistency")
     monkeypatch.setattr("vmonarch.eval.vbench.score_videos", score_videos)
     monkeypatch.setattr("vmonarch.eval.vbench.installation.manifest", lambda folder: {})
+    monkeypatch.setattr("vmonarch.eval.vbench.installation.default_weights", lambda: copied)
+    with pytest.raises(VBenchError, match="vmonarch vbench weights.*\n  imaging_quality: "):
+        evaluate(config(loaded.folder.path, copied, vbench=("imaging_quality",)), model=loaded)
+    monkeypatch.setattr("vmonarch.eval.vbench.installation.WEIGHTS", [])
     record = evaluate(config(loaded.folder.path, copied, vbench=dimensions, vbench_timeout=7.0), model=loaded).record
     assert len(seen) == 3, "once for each method"
     for (videos, asked, _, timeout), label in zip(seen, METHODS, strict=True):

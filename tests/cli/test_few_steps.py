@@ -42,28 +42,22 @@ def weights(component: Path) -> dict[str, torch.Tensor]:
 
 
 def write_lora(form: str, component: Path, file: Path) -> dict[str, torch.Tensor]:
-    """A file in one of the forms that are about, and the transformer's weights with it at SCALE, by hand."""
+    """A file in diffusers' form or that of Wan's own code, and the transformer's weights with it at SCALE, by hand."""
     torch.manual_seed(3)
     merged, tensors = weights(component), {}
-    original = form in ("lightx2v", "causvid")
+    original = form == "lightx2v"
     for ours, theirs in (BLOCKS | OUTER if original else BLOCKS).items():
         weight = merged[f"{ours}.weight"]
         down, up = torch.randn(RANK, weight.shape[1]), torch.randn(weight.shape[0], RANK)
         alpha = 1.0
-        if form == "diffusers":
-            tensors |= {f"transformer.{ours}.lora_A.weight": down, f"transformer.{ours}.lora_B.weight": up}
-        elif form == "musubi":
-            name, alpha = f"lora_unet_{theirs.replace('.', '_')}", ALPHA / RANK
-            tensors |= {f"{name}.lora_down.weight": down, f"{name}.lora_up.weight": up}
-            tensors[f"{name}.alpha"] = torch.tensor(ALPHA)
-        else:
-            pair = ("lora_down", "lora_up") if form == "lightx2v" else ("lora_A", "lora_B")
+        if original:
             name, bias = f"diffusion_model.{theirs}", torch.randn(weight.shape[0])
-            tensors |= dict(zip((f"{name}.{x}.weight" for x in pair), (down, up), strict=True))
-            tensors[f"{name}.diff_b"] = bias
+            tensors |= {f"{name}.lora_down.weight": down, f"{name}.lora_up.weight": up, f"{name}.diff_b": bias}
             merged[f"{ours}.bias"] = merged[f"{ours}.bias"] + SCALE * bias
-            if form == "lightx2v" and ours in BLOCKS:
+            if ours in BLOCKS:
                 alpha, tensors[f"{name}.alpha"] = ALPHA / RANK, torch.tensor(ALPHA)
+        else:
+            tensors |= {f"transformer.{ours}.lora_A.weight": down, f"transformer.{ours}.lora_B.weight": up}
         merged[f"{ours}.weight"] = weight + SCALE * alpha * up @ down
     if original:
         # As those files have it: differences of norms that are zero.
@@ -72,7 +66,7 @@ def write_lora(form: str, component: Path, file: Path) -> dict[str, torch.Tensor
     return merged
 
 
-@pytest.mark.parametrize("form", ["diffusers", "lightx2v", "causvid", "musubi"])
+@pytest.mark.parametrize("form", ["diffusers", "lightx2v"])
 def test_lora_layers_of_every_form_become_the_weights_computed_by_hand(form, tiny_model, tmp_path) -> None:
     file = tmp_path / "layers.safetensors"
     expected = write_lora(form, tiny_model / "transformer", file)

@@ -1,15 +1,22 @@
-"""The runner of the benchmarks, by its commands: wrong results have no speed, and what is measured is not lost."""
+"""The benchmarks but those of whole models: wrong results have no speed, and what is measured is not lost."""
 
 import dataclasses
+import functools
+import itertools
+import json
 import time
 
+import parallel_bench_rank
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from vmonarch.cli import main
-from vmonarch.eval.bench import kernels, machine, runner
+from vmonarch.eval.bench import attention, kernels, machine, parallel, runner
 from vmonarch.eval.bench.rows import tables
 from vmonarch.eval.bench.runner import Bench, Case, Run, Way
+from vmonarch.flops import vmonarch_work
+from vmonarch.grid import LatentGrid
 from vmonarch.kernels.common.launch import interpreted
 
 CPU = torch.device("cpu")
@@ -183,3 +190,134 @@ def test_speed_is_measured_on_a_gpu_without_the_interpreter(command, tmp_path, m
     assert "TRITON_INTERPRET=1: unset it" in problem()
     assert "--device must be cuda:0 to cuda:0; got cuda:1" in problem("--device", "cuda:1")
     assert list(tmp_path.iterdir()) == []
+
+
+# Attention: every way computes what it says. Kernels run through Triton's interpreter, at tiny sizes.
+
+SLOW = ("vmonarch-t3", "vmonarch-coarse2", "vmonarch-coarse2-rows", "vmonarch-torch")
+
+
+@in_interpreter
+@pytest.mark.parametrize("training", [False, True], ids=["forward", "backward"])
+def test_every_way_passes_the_gate_and_spoilt_results_do_not(training, monkeypatch):
+    # Without a GPU torch has neither cuDNN nor flash attention of these shapes.
+    monkeypatch.setattr(kernels, "sdpa", lambda _, *qkv: attention.sdpa("sdpa", *qkv))
+    made = kernels.ways(kernels.shape_case("2x3x3:2", 16, training), CPU, torch.float32)
+    assert len(made) >= 2
+    for method in made.keys() - {*SLOW, "int8"}:
+        way = made[method]()
+        results = way.run()
+        found, expected = way.found(results), way.expected()
+        errors, problem = runner.compare(found, expected, torch.float32, way.bounds)
+        assert not problem and max(error["relative"] for error in errors.values()) < 1e-5, method
+        assert len(found) >= 3 or not training
+        way.more(machine.Clock(CPU), row := {})
+        assert 0 < row["host_ms"] < 1e5
+        for part in found:
+            spoilt = {key: x * 1.01 if key == part else x for key, x in found.items()}
+            assert f"{part} is off by" in runner.compare(spoilt, expected, torch.float32, way.bounds)[1]
+
+
+def products(grid, d, *, num_iterations=2, coarse=1):
+    """Multiply-adds × 2 of the forward pass, and of its scores alone, by counting."""
+    frames, height, width = grid
+    places = list(itertools.product(range(height), range(width)))
+    scores = 2 * d * len(places) ** 2 * frames
+    flops = 2 * scores
+    for i in range(num_iterations):
+        last = i == num_iterations - 1
+        keys = len({(r, c) if last else (r // coarse, c // coarse) for r, c in places})
+        scores += frames * 2 * d * len(places) * (keys + frames)
+        flops += frames * 2 * d * len(places) * (keys * (3 if last else 2) + 2 * frames)
+    return flops, scores
+
+
+OPTIONS = {"plain": {}, "three iterations": {"num_iterations": 3}, "coarse": {"coarse": 2}}
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("grid", [(2, 4, 4), (3, 5, 3)], ids=["even", "ragged"])
+def test_the_flops_are_those_that_one_counts_and_those_of_plain_torch(grid, options):
+    work = vmonarch_work(LatentGrid(*grid), 8, training=True, **options)
+    forward, backward = (3 * sum(n for name, n in work.items() if ("backward" in name) == b) for b in (False, True))
+    flops, scores = products(grid, 8, **options)
+    # Every product has two in its backward pass, which computes the scores once more.
+    assert (forward, backward) == (3 * flops, 3 * (2 * flops + scores))
+    if LatentGrid(*grid).tokens == 32:
+        tensors = attention.randn(0, CPU, torch.float32, *[(1, 32, 3, 8)] * 3)
+        with FlopCounterMode(display=False) as counter:
+            kernels.vmonarch_attention(*tensors, grid=grid, implementation="torch", **options)
+        assert counter.get_total_flops() == forward
+
+
+# Several processes
+
+ROWS = [f"{method}, {mode}" for method in ("full", "vmonarch") for mode in ("eager", "compiled")]
+
+
+def job(tiny_yaml, ranks=(1, 2, 3), **options):
+    alone = {"guidance": False, "transformer_only": True, "compile_backend": "eager"}
+    return (ranks, {"settings": ["5x32x64"], "model": tiny_yaml, **alone, **options})
+
+
+@pytest.fixture(scope="module")
+def results(tiny_yaml, made_once, forkserver):
+    """What a run with 1, 2 and 3 processes wrote, the last of which fail."""
+
+    def measure(folder):
+        said = []
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("OMP_NUM_THREADS", "1")
+            start = functools.partial(torch.multiprocessing.start_processes, start_method=forkserver.get_start_method())
+            patch.setattr(torch.multiprocessing, "spawn", start)
+            patch.setattr(parallel, "run_rank", parallel_bench_rank.rank)
+            told = {"rounds": 1, "budget": 300.0, "command": "the command", "say": said.append}
+            found = parallel.measure(job(tiny_yaml), device="cpu", output=folder / "parallel.json", **told)
+        assert [text.split(" processes, ")[0] for text in said if " s for them" in text] == ["1", "2", "3"]
+        assert ["Traceback" in text for text in said] == [False] * 3 + [True], "what went wrong is shown whole"
+        assert json.loads((folder / "parallel.json").read_text()) == json.loads(json.dumps(found))
+
+    return json.loads((made_once("parallel-bench", measure) / "parallel.json").read_text())
+
+
+@pytest.mark.deep
+def test_every_row_is_right_and_timed_and_bytes_are_those_of_the_formulae(results):
+    times = {}
+    for case in results["cases"]:
+        for row in case["rows"]:
+            assert row["status"] == "ok", row
+            alone = row["mode"] == "eager" and case["ranks"] == 1
+            assert list(row["errors"]) == ([] if alone else ["step 0"]), "compared with one process"
+            times[row["method"], row["mode"], case["ranks"]] = row["step_s"]["median"]
+            base = times[row["method"], row["mode"], 1]
+            assert row["efficiency"] == pytest.approx(base / (case["ranks"] * row["step_s"]["median"]))
+    assert len(times) == 2 * len(ROWS)
+    (wrong,), (table,) = results["wrong"], results["tables"]
+    assert wrong.startswith("3 processes: ") and " Failed: 3 processes: " in results["caption"]
+    sizes = {"batch": 1, "heads": 2, "head_dim": 16, "dtype": torch.float32}
+    # Two layers; eight tokens for each rank.
+    expected = [0, 2 * parallel.ulysses_bytes(tokens=(8, 8), rank=0, **sizes)]
+    assert [case["sent_bytes"] for case in results["cases"]] == expected
+    assert [line[1] for line in table["rows"]] == ROWS
+    assert all("%" not in line[2] and "%" in line[3] and line[4] == "–" for line in table["rows"])
+
+
+def test_every_number_of_processes_gets_its_share_of_the_time_and_what_is_left_out_is_named(
+    tiny_yaml, monkeypatch, tmp_path
+):
+    late = {"method": "full", "mode": "eager", "status": "left out", "problem": "the budget was used up"}
+    run = {**machine.provenance(CPU, ""), "settings": {"dtype": "", "rounds": 1, "timing": ""}, "left_out": []}
+    given = []
+
+    def spawn(_, inputs, nprocs):
+        ranks, _, folder, told = inputs
+        given.append(told["budget"])
+        (folder / f"{ranks}.json").write_text(json.dumps({**run, "cases": [{"case": "a", "rows": [late]}]}))
+
+    monkeypatch.setattr(torch.multiprocessing, "spawn", spawn)
+    told = {"device": "cpu", "rounds": 1, "budget": 90.0, "command": "", "say": str}
+    found = parallel.measure(job(tiny_yaml, (1, 2, 4)), output=tmp_path / "x.json", **told)
+    # Who needs less leaves more to the others.
+    assert given == [pytest.approx(30, abs=1), pytest.approx(45, abs=1), pytest.approx(90, abs=1)]
+    assert found["left_out"] == [{"case": "a", "why": "the budget was used up"}] * 3
+    assert found["tables"][0]["rows"] == [["a", "full, eager", *["left out"] * 3, "–"]]

@@ -19,7 +19,7 @@ from vmonarch.eval.calibrate.diagnosis import (
     replaced_layers,
 )
 from vmonarch.eval.calibrate.planning import InPlace, default_flops, plan
-from vmonarch.eval.calibrate.refining import measure_plan, refine
+from vmonarch.eval.calibrate.run import measure_plan, refine
 from vmonarch.eval.calibrate.settings import Budget
 from vmonarch.flops import full_flops, vmonarch_flops
 from vmonarch.options import VMonarchOptions
@@ -296,7 +296,7 @@ def test_shares_in_place_correct_what_a_plan_goes_by(monkeypatch):
     best = in_place(plan_within_work(known, work), truth).error
     seen = []
     monkeypatch.setattr(
-        "vmonarch.eval.calibrate.refining.measure_plan",
+        "vmonarch.eval.calibrate.run.measure_plan",
         lambda pipe, plan, calls: seen.append(in_place(plan, truth)) or seen[-1],
     )
     refined = refine(None, [], lambda seen: plan_within_work(found, work, in_place=seen), 8)
@@ -334,7 +334,7 @@ def test_a_head_whose_errors_cancel_others_keeps_its_measured_share():
 def test_the_best_plan_in_place_is_kept_and_not_the_last(monkeypatch):
     plans = [AttentionPlan({"a": {"num_iterations": n}}, {"transformer": [["a"] * n]}) for n in (1, 2, 3)]
     monkeypatch.setattr(
-        "vmonarch.eval.calibrate.refining.measure_plan",
+        "vmonarch.eval.calibrate.run.measure_plan",
         lambda pipe, plan, calls: InPlace(plan, {1: 0.2, 2: 0.1, 3: 0.3}[plan.methods["a"].num_iterations], {}),
     )
     refined = refine(None, [], lambda seen: plans[len(seen)], 3)
