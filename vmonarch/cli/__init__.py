@@ -37,6 +37,7 @@ COMMANDS = {
     "bench": "bench",
     "tune": "bench",
     "info": "info",
+    "completion": "info",
 }
 
 

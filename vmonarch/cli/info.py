@@ -1,4 +1,4 @@
-"""What there is here: `vmonarch info`."""
+"""`vmonarch info` and `completion`."""
 
 from __future__ import annotations
 
@@ -79,3 +79,25 @@ def _residuals(model_name: str, size: str) -> str:
     sizes = {dtype: 2 * layers * residual_bytes(1, tokens, heads, head_dim, dtype) for dtype in DTYPES}
     shown = ", ".join(f"{size / 2**30:.1f} GiB in {dtype}" for dtype, size in sizes.items())
     return f"{shown}, with guidance ({tokens} tokens, {layers} layers)"
+
+
+def add_completion(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("shell", choices=("bash", "zsh", "fish"), help="that the script is for")
+
+
+def run_completion(arguments: argparse.Namespace) -> None:
+    """a script that completes commands in a shell
+
+    examples:
+      source <(vmonarch completion bash)                                       in ~/.bashrc
+      vmonarch completion zsh > ~/.zfunc/_vmonarch                             a folder of $fpath
+      vmonarch completion fish > ~/.config/fish/completions/vmonarch.fish
+    """
+    import shtab
+
+    from vmonarch.cli import build_parser
+
+    print(shtab.complete(build_parser(), arguments.shell))
+    if arguments.shell == "bash":
+        # Names of files where there is nothing else to complete.
+        print("compopt -o default vmonarch")
