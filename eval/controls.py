@@ -1,12 +1,13 @@
-"""Controls for tables of quality: the paper's other choices, attention at equal work, and exact attention by other
-kernels than the model's, whose rounding alone makes other videos.
+"""Controls for tables of quality: the paper's other choices, attention at equal work, peers that are trained, and exact
+attention by other kernels than the model's, whose rounding alone makes other videos.
 
     vmonarch.apply(pipe, ControlProcessor("controlled", fix_cr="first", fix_cl="first"))
 
 They are not fast: kernels compute what they can, plain torch the rest, with sums in float32 at least.
 
 Shapes: B batch, S = T·P tokens, P = H·W positions of a frame, H heads, D head dim, E value dim, G = B·H groups; m
-blocks of keys, b positions of a block. query, key, value and results are [B, S, H, D].
+blocks or tiles of keys, n tiles of queries, b positions of a block or tile. query, key, value and results are
+[B, S, H, D].
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ from typing import Any
 import torch
 
 from vmonarch.attend import Attend, Exact, Result
+from vmonarch.autocast import without_autocast
 from vmonarch.base import Layer, VideoAttentionProcessor
+from vmonarch.based import LearningLayer
 from vmonarch.call import Call
 from vmonarch.flops import pair_flops, vmonarch_flops
 from vmonarch.grid import LatentGrid
@@ -28,7 +31,10 @@ from vmonarch.kernels.flash_entropy.api import flash_entropy_attention
 from vmonarch.kernels.monarch.api import vmonarch_attention
 from vmonarch.kernels.monarch.blocks import BlockLayout, even_layout, grid_layout, sequence_layout
 from vmonarch.kernels.monarch.reference import l_step, last_l_step, monarch_attention_reference, r_step
-from vmonarch.options import ExactBlocks, NoOptions, Options, VMonarchOptions
+from vmonarch.kernels.two_resolution.api import two_resolution_attention
+from vmonarch.kernels.two_resolution.reference import chosen_tiles, tile_means
+from vmonarch.kernels.two_resolution.tiling import Tiling, places_of, tiling_of
+from vmonarch.options import ExactBlocks, NoOptions, Options, TwoResolutionOptions, VMonarchOptions
 from vmonarch.own import Own, Rotary, project, run_stack
 from vmonarch.validation import check_flag, check_positive_integer
 
@@ -273,12 +279,88 @@ class Nothing(Control):
         return 0.0
 
 
+@dataclass(frozen=True, kw_only=True)
+class Trained(TwoResolutionOptions, Control):
+    """Block-sparse attention with a linear layer that is learnt, 0 at first, for the tiles of keys that it leaves out.
+
+    The options are those of `TwoResolutionOptions` for the choice of the exact tiles. Of such a control, `learnt` makes
+    the layer of an attention module, `far` what it weighs, [B, S, H, D] in at least float32, and `weighed` weighs it.
+    """
+
+    rest: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.rest:
+            raise ValueError("rest must be False: what is learnt stands for the tiles that are not exact")
+
+
+@dataclass(frozen=True, kw_only=True)
+class VSA(Trained):
+    """The compressed branch: attention between the means of cubes, times a gate of the token's own.
+
+    The gate is linear in the token and 0 at first, as where the authors finetune.
+
+    Source: Zhang et al., VSA: Faster Video Diffusion with Trainable Sparse Attention (2025), §3.
+    """
+
+    def learnt(self, attn: Any) -> torch.nn.Linear:
+        return torch.nn.Linear(attn.to_q.in_features, attn.to_q.out_features)
+
+    @without_autocast
+    def far(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, tiling: Tiling) -> torch.Tensor:
+        places, there = places_of(tiling, key.device), places_of(tiling.of_queries, key.device)
+        (q, _), (k, _), (v, _) = tile_means(query, there), tile_means(key, places), tile_means(value, places)
+        compressed = torch.softmax(q @ k.mT * q.shape[-1] ** -0.5, -1) @ v  # [B, H, n, D]
+        return compressed[:, :, there.place // there.token.shape[1]].transpose(1, 2)
+
+    def weighed(self, learnt: torch.nn.Linear, far: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
+        return far * learnt(hidden_states.to(learnt.weight.dtype)).unflatten(2, (far.shape[2], -1))
+
+
+@dataclass(frozen=True, kw_only=True)
+class SLA(Trained):
+    """Linear attention to the tiles that are not chosen, with softmax as feature map, and a projection, 0 at first.
+
+    No tile is left out; the paper's share of negligible ones saves nothing in a linear part.
+
+    Source: Zhang et al., SLA: Beyond Sparsity in Diffusion Transformers via Fine-Tunable Sparse-Linear Attention
+    (2025).
+    """
+
+    def learnt(self, attn: Any) -> torch.nn.Linear:
+        dim = attn.to_q.out_features // attn.heads
+        return torch.nn.Linear(dim, dim, bias=False)
+
+    @without_autocast
+    def far(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, tiling: Tiling) -> torch.Tensor:
+        exact = chosen_tiles(query, key, tiling, self.share, scale=query.shape[-1] ** -0.5)
+        q, k = (torch.softmax(x.float(), -1) for x in (query, key))
+        places, there = places_of(tiling, key.device), places_of(tiling.of_queries, key.device)
+        present = places.present[None, :, :, None, None]
+        of_tiles = lambda x: torch.where(present, x[:, places.token], 0)  # [B, m, b, H, …]
+        keys = of_tiles(k)
+        sums = torch.einsum("bmphd,bmphe->bhmde", keys, of_tiles(value.float()))
+        rest = (~exact).float()  # [B, H, n, m]
+        states = torch.einsum("bhnm,bhmde->bhnde", rest, sums)
+        totals = torch.einsum("bhnm,bhmd->bhnd", rest, keys.sum(2).transpose(1, 2))
+        queries = q[:, there.token]  # [B, n, b, H, D]
+        mass = torch.einsum("bnahd,bhnd->bnah", queries, totals)
+        linear = torch.einsum("bnahd,bhnde->bnahe", queries, states) / mass.clamp(min=1e-6).unsqueeze(-1)
+        return linear.flatten(1, 2)[:, there.place]
+
+    def weighed(self, learnt: torch.nn.Linear, far: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
+        return learnt(far.to(learnt.weight.dtype))
+
+
 CONTROLS: dict[str, type[Options]] = {
     "controlled": Controlled,
     "sink_average": SinkAverage,
     "factorised": Factorised,
     "local": Local,
     "none": Nothing,
+    "vsa": VSA,
+    "sla": SLA,
     "exact": NoOptions,
 }
 
@@ -292,12 +374,14 @@ class KernelExact(Exact):
 
 
 class ControlProcessor(VideoAttentionProcessor):
-    """One of `CONTROLS` for the video transformers of diffusers.
+    """One of `CONTROLS` for the video transformers of diffusers; those that learn for the Wan family.
+
+    `vmonarch.apply` gives every module a layer of its own where the control is `Trained`, as with `BasedProcessor`.
 
     Args:
         control: its name.
         dense_steps, dense_layers, refresh, grid: as in `VMonarchProcessor`.
-        implementation: of what kernels compute in "exact"; as in `two_resolution_attention`.
+        implementation: of what kernels compute in "exact", "vsa" and "sla"; as in `two_resolution_attention`.
         **options: of the control.
 
     Raises:
@@ -311,6 +395,9 @@ class ControlProcessor(VideoAttentionProcessor):
         names = [field.name for field in dataclasses.fields(self._OP_OPTIONS)]  # type: ignore[arg-type]
         self._OPTIONS = ("control", *names, *self.COMMON)
         VideoAttentionProcessor.__init__(self, **options)
+        self.LEARNS = isinstance(self.options, Trained)
+        if self.LEARNS and self.refresh is not None:
+            raise ValueError(f"refresh must be None with {control!r}, got {self.refresh}")
 
     def check_grid(self, grid: LatentGrid) -> None:
         self.options.check_grid(grid)
@@ -319,8 +406,13 @@ class ControlProcessor(VideoAttentionProcessor):
         return KernelExact(self.implementation) if self.control == "exact" else self.options
 
     def bind(self, layer: Layer, original: Any) -> Any:
-        bound = super().bind(layer, original)
+        bound = TrainedLayer(self, layer.attn, original) if self.LEARNS else super().bind(layer, original)
         return StockLayer(self, bound.attend, original) if self.control == "exact" and type(bound) is Own else bound
+
+    def check_context_parallel(self, config: Any, heads: int, joint: bool = False) -> None:
+        if self.LEARNS:
+            raise NotImplementedError(f"context parallelism is not supported with {self.control!r}")
+        super().check_context_parallel(config, heads, joint)
 
 
 class StockLayer(Own):
@@ -329,3 +421,23 @@ class StockLayer(Own):
     def mix(self, attn: Any, hidden_states: torch.Tensor, rotary_emb: Rotary, call: Call) -> torch.Tensor:
         query, key, value = project(attn, hidden_states, rotary_emb, "torch")
         return run_stack(self.attend, query, key, value, call).flatten(2, 3)
+
+
+class TrainedLayer(LearningLayer):
+    """A `ControlProcessor` that learns, at work in one attention module, with the layer of that module."""
+
+    # Whoever applies it in inference mode may train it later.
+    @torch.inference_mode(False)
+    def __init__(self, spec: ControlProcessor, attn: Any, original: Any) -> None:
+        super().__init__(spec, spec.options, original)
+        # Norms keep a floating-point dtype where other weights are quantised or stored in float8.
+        self.learnt = spec.options.learnt(attn).to(attn.norm_q.weight)
+        for parameter in self.learnt.parameters():
+            torch.nn.init.zeros_(parameter)
+
+    def mix(self, attn: Any, hidden_states: torch.Tensor, rotary_emb: Rotary, call: Call) -> torch.Tensor:
+        control, by = self.spec.options, self.spec.implementation
+        query, key, value = project(attn, hidden_states, rotary_emb, by)
+        near = two_resolution_attention(query, key, value, grid=call.grid, options=control, implementation=by)
+        far = control.far(query, key, value, tiling_of(call.grid, control))
+        return (near + control.weighed(self.learnt, far, hidden_states).to(near.dtype)).flatten(2, 3)

@@ -30,7 +30,7 @@ _ENTRY = "vmonarch_adapter"
 _LORA_ENTRY = "lora_adapter_metadata"
 _LORA_NAME = "vmonarch"
 # Where processors that learn are.
-_PROCESSORS = {"BasedProcessor": "vmonarch.based"}
+_PROCESSORS = {"BasedProcessor": "vmonarch.based", "ControlProcessor": "vmonarch.eval.controls"}
 # Entries of a transformer's config that decide the shapes of learnt tensors and the meaning of layers.
 _FACTS = ("num_layers", "num_attention_heads", "attention_head_dim", "patch_size", "in_channels", "vace_layers")
 # Options that no parameter depends on, which may differ from those that were saved.

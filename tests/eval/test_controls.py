@@ -1,4 +1,4 @@
-"""Controls against maps of all pairs, built in float64; methods that carry them."""
+"""Controls against maps of all pairs, built in float64; methods that carry them; those that learn."""
 
 import itertools
 import math
@@ -10,10 +10,14 @@ from diffusers.models.transformers import transformer_wan
 from tiny_families import FAMILIES, first
 from torch.utils.flop_counter import FlopCounterMode
 
+import vmonarch
 from vmonarch import ExactBlocks, LatentGrid, vmonarch_attention
+from vmonarch.call import Call
 from vmonarch.configs import InputError
 from vmonarch.configs.methods import resolve_method
 from vmonarch.eval.controls import CONTROLS, ControlProcessor
+from vmonarch.families import known_family
+from vmonarch.own import project
 from vmonarch.pipelines.embedded import embedded_model_path
 
 
@@ -197,6 +201,8 @@ NAMES = {
     "factorised": "monarch-w4:blocks=2",
     "local": "local",
     "none": "reuse:refresh=null",
+    "vsa": "vsa:tile=[2,2,2],query_tile=[2,2,2],share=0.5",
+    "sla": "sla:share=0.5",
 }
 
 
@@ -265,7 +271,63 @@ def test_bad_options_are_errors_that_name_them():
         ("monarch-h4:axis=D", "axis must be one of T, H, W"),
         ("local:exact={columns: [], band: null}", "exact must have a band or columns"),
         ("local:exact=first_frame", "exact must be a mapping"),
+        ("vsa:rest=true", "rest must be False"),
+        ("sla:refresh=2", "refresh must be None with 'sla'"),
         ("two-resolution:share=0", "share must .*above 0"),
     ):
         with pytest.raises(InputError, match=words):
             resolve_method(spec)
+
+
+# --- Those that learn ---
+
+GRID = LatentGrid(8, 6, 5)
+# Four tiles of keys.
+TILES = dict(tile=(4, 3, 5), query_tile=(4, 3, 5))
+
+
+def tiles():
+    """[S] the tile of every token."""
+    t, h, w = torch.meshgrid(*(torch.arange(size) for size in GRID), indexing="ij")
+    return (t // 4 * 2 + h // 3).flatten() + 0 * w.flatten()
+
+
+def means(x):
+    """Of x [B, H, S, D] over every tile, [B, H, 4, D]."""
+    return torch.stack([x[:, :, tiles() == i].mean(2) for i in range(4)], 2)
+
+
+@pytest.fixture
+def inputs(tiny):
+    """(transformer, its first self-attention, hidden states, rotary embedding)."""
+    model = tiny.transformer()
+    _, attn = next(iter(known_family(model).layers(model)))
+    given = []
+    attn.register_forward_pre_hook(lambda _, args, kwargs: given.append((args, kwargs)), with_kwargs=True)
+    tiny.run(model, tuple(GRID))
+    (args, kwargs), *_ = given
+    found = dict(zip(("hidden_states", "encoder", "mask", "rotary_emb"), args, strict=False)) | kwargs
+    return model, attn, found["hidden_states"], found["rotary_emb"]
+
+
+@pytest.mark.parametrize("control", ["vsa", "sla"])
+@torch.no_grad()
+def test_what_is_learnt_is_added_to_block_sparse_attention(inputs, control):
+    model, attn, x, rotary = inputs
+    vmonarch.apply(model, ControlProcessor(control, share=0.25, **TILES))
+    layer = attn.processor
+    q, k, v = (y.transpose(1, 2) for y in project(attn, x, rotary, "torch"))
+    best = (means(q) @ means(k).mT).topk(1, -1).indices
+    chosen = torch.zeros(*q.shape[:2], 4, 4, dtype=torch.bool).scatter(-1, best, True)[:, :, tiles()][..., tiles()]
+    scale = q.shape[-1] ** -0.5
+    near = ((q @ k.mT * scale).masked_fill(~chosen, -torch.inf).softmax(-1) @ v).transpose(1, 2).flatten(2)
+    before = layer.mix(attn, x, rotary, Call(GRID))
+    torch.testing.assert_close(before, near)
+    layer.learnt.weight.normal_(generator=torch.Generator().manual_seed(1))
+    if control == "vsa":
+        compressed = ((means(q) @ means(k).mT * scale).softmax(-1) @ means(v))[:, :, tiles()]
+        added = compressed.transpose(1, 2).flatten(2) * layer.learnt(x)
+    else:
+        weights = (q.softmax(-1) @ k.softmax(-1).mT).masked_fill(chosen, 0)
+        added = layer.learnt(weights / weights.sum(-1, keepdim=True) @ v).transpose(1, 2).flatten(2)
+    torch.testing.assert_close(layer.mix(attn, x, rotary, Call(GRID)) - before, added, atol=2e-5, rtol=2e-4)
