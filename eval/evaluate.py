@@ -144,12 +144,7 @@ def evaluate(
 
 
 def check_measures(config: EvalConfig) -> None:
-    """Check, before anything is sampled, that LPIPS and VBench can be measured if they are asked for.
-
-    Raises:
-        InputError: weights of LPIPS, or the environment of VBench, are missing, or a dimension is unknown.
-        VBenchError: weights of VBench are missing.
-    """
+    """Raise InputError if LPIPS or VBench is asked for and cannot be measured: before anything is sampled."""
     if config.lpips:
         from vmonarch.eval.similarity import alexnet_weights
 
@@ -162,7 +157,6 @@ def check_measures(config: EvalConfig) -> None:
             installation.manifest(installation.default_folder())
         except InputError as error:
             raise InputError("vbench", f"cannot be scored: its {error}") from error
-        installation.check_weights(config.vbench, installation.default_weights())
 
 
 def _check_settings(output: Path, config: EvalConfig, folder: ModelFolder) -> None:

@@ -98,7 +98,7 @@ def manifest(folder: Path) -> dict[str, Any]:
         found = json.loads((folder / "environment.json").read_text(encoding="utf-8"))
         return {key: found[key] for key in ("versions", "requirements_sha256")}
     except (OSError, ValueError, KeyError, TypeError) as error:
-        made = "`vmonarch vbench install` makes one" if not folder.exists() else "give another folder"
+        made = "`vmonarch vbench install` makes one there" if not folder.exists() else "give another folder"
         raise InputError("environment", f"{folder} holds no environment of VBench; {made}") from error
 
 

@@ -1,4 +1,4 @@
-"""Videos with their prompts, and the scores that the official package gives them."""
+"""Lists of videos with their prompts, VBench's standard prompts, and the scores that the official package gives."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ import hashlib
 import json
 import math
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import vmonarch.eval.vbench.installation as installation
 from vmonarch.configs import InputError, file_sha256, suggest
@@ -30,6 +31,8 @@ DIMENSIONS = tuple(FEWEST_FRAMES)
 # Ranges of the package's scores of single videos, where they are not 0 to 1. The upper end divides them, as the package
 # itself does with the score of all videos.
 _RANGES = {"imaging_quality": (0.0, 100.0), "overall_consistency": (-1.0, 1.0)}
+# Seeds of neighbouring prompts lie this far apart.
+_MOST_VIDEOS_PER_PROMPT = 25
 
 
 def check_dimensions(dimensions: Sequence[str], argument: str = "dimensions") -> None:
@@ -42,14 +45,71 @@ def check_dimensions(dimensions: Sequence[str], argument: str = "dimensions") ->
 
 @dataclass(frozen=True)
 class PromptedVideo:
-    """An mp4 file and the prompt that it was made of."""
+    """An mp4 file and the prompt that it was made of.
+
+    Args:
+        dimensions: that judge it, of those that are asked for; none for all.
+    """
 
     path: Path
     prompt: str
+    dimensions: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if not isinstance(self.prompt, str) or not self.prompt.strip() or self.path.suffix != ".mp4":
             raise InputError("videos", f"must be mp4 files with prompts, got {self.path} with {self.prompt!r}")
+        if self.dimensions:
+            check_dimensions(self.dimensions, "videos")
+
+
+def read_videos(path: Path) -> list[PromptedVideo]:
+    """Videos from a JSON Lines file of `{"file": …, "prompt": …}`, with "dimensions" where not all judge them.
+
+    Files are relative to the list.
+
+    Raises:
+        InputError: the list cannot be read, or is none, or an entry lacks file or prompt or has another type.
+    """
+    try:
+        entries = [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line.strip()]
+        return [
+            PromptedVideo(path.parent / entry["file"], entry["prompt"], tuple(entry.get("dimensions", ())))
+            for entry in entries
+        ]
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        form = 'a line of {"file": text, "prompt": text} for every video'
+        raise InputError("list", f"must be {form}; {path} has another: {error!r}") from error
+
+
+def suite(
+    dimensions: Sequence[str], videos_per_prompt: int, seed: int, environment: Path, own: Sequence[str] | None = None
+) -> list[dict[str, Any]]:
+    """The videos to generate: prompt, index, a seed that no other video has, and the dimensions that judge it.
+
+    A video's seed depends on its prompt's place, its index and `seed` alone.
+
+    Args:
+        own: prompts that all dimensions judge; None for VBench's standard ones, as the package in `environment` has
+            them.
+
+    Raises:
+        InputError: a number of videos outside 1 to 25, no environment.
+    """
+    if not 1 <= videos_per_prompt <= _MOST_VIDEOS_PER_PROMPT:
+        raise InputError("videos_per_prompt", f"must be 1 to {_MOST_VIDEOS_PER_PROMPT}, got {videos_per_prompt}")
+    prompts: dict[str, list[str]] = dict.fromkeys(own or (), list(dimensions))
+    if own is None:
+        manifest(environment)
+        (full_info,) = environment.glob("lib/python3*/site-packages/vbench/VBench_full_info.json")
+        for entry in json.loads(full_info.read_text(encoding="utf-8")):
+            judged = prompts.setdefault(entry["prompt_en"], [])
+            judged.extend(name for name in dimensions if name in entry["dimension"])
+    return [
+        {"prompt": prompt, "index": index, "seed": seed + place * _MOST_VIDEOS_PER_PROMPT + index, "dimensions": names}
+        for place, (prompt, names) in enumerate(prompts.items())
+        for index in range(videos_per_prompt)
+        if names
+    ]
 
 
 @dataclass(frozen=True)
@@ -58,10 +118,11 @@ class VBenchScore:
 
     Args:
         score: of the set. The package weighs every video alike, and in the two consistencies every frame.
-        per_video: the score of each, in the order in which they were given.
+        videos: that the dimension judges, in the order in which they were given; per_video: the score of each.
     """
 
     score: float
+    videos: tuple[PromptedVideo, ...]
     per_video: tuple[float, ...]
 
 
@@ -74,6 +135,7 @@ def score_videos(
     device: str = "auto",
     environment: Path | None = None,
     weights: Path | None = None,
+    report: Callable[[str], None] = lambda line: None,
 ) -> dict[str, VBenchScore]:
     """VBench's scores of videos in each dimension.
 
@@ -88,6 +150,7 @@ def score_videos(
         device: auto, cpu, cuda or cuda:N.
         environment: that `install` made; default: that in `default_folder()`.
         weights: folder of the files that the package loads; default: `default_weights()`.
+        report: is called with a line for each dimension.
 
     Raises:
         InputError: no videos or dimensions, unknown ones, a video that is too short for a dimension or cannot be
@@ -97,29 +160,31 @@ def score_videos(
             Scores of the dimensions before stay in `work_dir`.
     """
     check_dimensions(dimensions)
-    if not videos:
-        raise InputError("videos", "must be one or more, got none")
     if not 0 < timeout < math.inf:
         raise InputError("timeout", f"must be above 0 seconds and finite, got {timeout}")
     device, weights = str(choose_device(device)), (weights or installation.default_weights()).absolute()
     environment = environment or installation.default_folder()
     made_of = manifest(environment)
     installation.check_weights(dimensions, weights)
-    hashed = [{"sha256": file_sha256(video.path), "prompt": video.prompt} for video in videos]
     records, scores = {}, {}
     for name in dimensions:
+        judged = tuple(video for video in videos if not video.dimensions or name in video.dimensions)
+        if not judged:
+            raise InputError("videos", f"must be one or more for {name}, got none")
+        hashed = [{"sha256": file_sha256(video.path), "prompt": video.prompt} for video in judged]
         identity = {"dimension": name, "device": device.partition(":")[0], **made_of, "videos": hashed}
         key = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:16]
-        records[name] = path, _ = work_dir / f"{name}-{key}.json", identity
+        records[name] = path, *_ = work_dir / f"{name}-{key}.json", judged, identity
         if not path.exists():
-            _check_lengths(videos, name, timeout)
+            _check_lengths(judged, name, timeout)
     work_dir.mkdir(parents=True, exist_ok=True)
-    for name, (path, identity) in records.items():
+    for name, (path, judged, identity) in records.items():
         if not path.exists():
-            score, per_video = _compute(videos, name, timeout, device, environment, weights)
+            score, per_video = _compute(judged, name, timeout, device, environment, weights)
             write_json(path, {**identity, "score": score, "per_video": per_video})
         record = json.loads(path.read_text(encoding="utf-8"))
-        scores[name] = VBenchScore(record["score"], tuple(record["per_video"]))
+        scores[name] = VBenchScore(record["score"], judged, tuple(record["per_video"]))
+        report(f"{name:<24} {scores[name].score:.4f}  {len(judged)} videos")
     return scores
 
 

@@ -18,10 +18,16 @@ from typing import Any
 import numpy as np
 import pytest
 
+from vmonarch.cli import main
 from vmonarch.configs import InputError
 from vmonarch.eval.vbench import installation
 from vmonarch.eval.vbench.installation import VERSION, VBenchError, download_weights, install, manifest
-from vmonarch.eval.vbench.scoring import PromptedVideo, VBenchScore, score_videos
+from vmonarch.eval.vbench.scoring import (
+    PromptedVideo,
+    VBenchScore,
+    score_videos,
+    suite,
+)
 from vmonarch.files import write_json
 from vmonarch.pipelines.video_io import encode_video
 
@@ -64,6 +70,12 @@ class VBench:
         if order != "silent":
             Path(self.output_path, name + "_eval_results.json").write_text(json.dumps({dimension: [score, listed]}))
 """
+FULL_INFO = [
+    {"prompt_en": "a cat", "dimension": ["subject_consistency", "dynamic_degree"]},
+    {"prompt_en": 'still life / "quotes"', "dimension": ["temporal_flickering"]},
+    {"prompt_en": "a beach", "dimension": ["overall_consistency"]},
+    {"prompt_en": "a beach", "dimension": ["temporal_flickering"], "auxiliary_info": {}},
+]
 
 
 class Bench:
@@ -78,7 +90,7 @@ class Bench:
         self.package = site / "vbench"
         self.package.mkdir()
         (self.package / "__init__.py").write_text(FAKE_PACKAGE)
-        (self.package / "VBench_full_info.json").touch()
+        (self.package / "VBench_full_info.json").write_text(json.dumps(FULL_INFO))
         versions = {"python": "3", "vbench": VERSION}
         write_json(self.environment / "environment.json", {"versions": versions, "requirements_sha256": ""})
         for file in installation.WEIGHTS:
@@ -265,3 +277,41 @@ def test_an_environment_is_made_once_whole_or_not_at_all(tmp_path: Path) -> None
     assert versions["vbench"] == VERSION and versions["python"] == sys.version.split()[0]
     with pytest.raises(InputError, match="holds an environment of other requirements"):
         install(folder)
+
+
+def test_the_command_scores_a_suite(bench: Bench, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    environment = ["--environment", str(bench.environment)]
+    dimensions = ["--dimensions", "temporal_flickering", "dynamic_degree"]
+    prompts = bench.videos / "prompts.jsonl"
+    asked = ["vbench", "prompts", *dimensions, *environment, "--videos-per-prompt", "2"]
+    assert main([*asked, "--output", str(prompts)]) == 0
+    items = [json.loads(line) for line in prompts.read_text(encoding="utf-8").splitlines()]
+    judged = {item["prompt"]: item["dimensions"] for item in items}
+    flickering = {'still life / "quotes"': ["temporal_flickering"], "a beach": ["temporal_flickering"]}
+    assert judged == {"a cat": ["dynamic_degree"], **flickering} and len(items) == 6
+    # Seeds are those of any number of videos and of any dimensions.
+    all_of_them = suite(["overall_consistency"], 25, 0, bench.environment)
+    assert {item["prompt"] for item in all_of_them} == {"a beach"}
+    seeds = [
+        {(i["prompt"], i["index"]): i["seed"] for i in some if i["prompt"] == "a beach"}
+        for some in (items, all_of_them)
+    ]
+    assert seeds[0].items() <= seeds[1].items() and len({item["seed"] for item in [*items[:4], *all_of_them]}) == 29
+    # Prompts of one's own.
+    own = suite(["dynamic_degree"], 2, 7, bench.environment, ["a cat", "a dog, naïve"])
+    assert [item["prompt"] for item in own] == ["a cat", "a cat", "a dog, naïve", "a dog, naïve"]
+    assert own[0]["seed"] == 7 and len({item["seed"] for item in own}) == 4
+    listed = [json.dumps(item | {"file": f"{number}.mp4"}) for number, item in enumerate(items)]
+    prompts.write_text("\n".join(listed))
+    output = tmp_path / "scores.json"
+    asked = ["vbench", "score", str(prompts), *dimensions, *environment, "--device", "cpu"]
+    asked += ["--weights", str(bench.weights), "--work-dir", str(bench.work_dir), "--output", str(output)]
+    assert main(asked) == 0
+    scores = json.loads(output.read_text())["dimensions"]
+    assert {video["prompt"] for video in scores["dynamic_degree"]["videos"]} == {"a cat"}
+    assert {video["prompt"] for video in scores["temporal_flickering"]["videos"]} == flickering.keys()
+    for video in scores["temporal_flickering"]["videos"]:
+        assert video["score"] == pytest.approx(expected(PromptedVideo(Path(video["file"]), "a")))
+    capsys.readouterr()
+    assert main(asked) == 2
+    assert f"vmonarch vbench score: error: --output {output} exists and is not overwritten" in capsys.readouterr().err
