@@ -19,7 +19,7 @@ pipe = diffusers.WanPipeline.from_pretrained(embedded_model_path())
 model, patch = pipe.transformer.config, 2 * pipe.vae_scale_factor_spatial
 frames = 1 + (options.frames - 1) // pipe.vae_scale_factor_temporal
 tokens = frames * (size["height"] // patch) * (size["width"] // patch)
-layer = residual_bytes(1, tokens, model.num_attention_heads, model.attention_head_dim, "int8")
+layer = residual_bytes(1, tokens, model.num_attention_heads, model.attention_head_dim)
 needed = 2 * model.num_layers * layer  # guidance has two branches
 free = torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else float("inf")
 refresh = vmonarch.Refresh(0.28, offload=needed > 0.8 * free)

@@ -197,7 +197,7 @@ class Branch:
         if free is None:
             return
         (B, S, H, E), layers = out.shape, self.layers_on(out.device)
-        needed = layers * residual_bytes(B, S, H, E, "int8")
+        needed = layers * residual_bytes(B, S, H, E)
         if needed > free:
             raise torch.OutOfMemoryError(
                 f"refresh needs {needed / 2**30:.1f} GiB for the residuals of {layers} layers, for each guidance"

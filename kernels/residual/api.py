@@ -14,22 +14,17 @@ from vmonarch.kernels.residual.reference import (
 )
 from vmonarch.validation import check_implementation
 
-DTYPES = ("int8",)
 
-
-def attention_residual(
-    exact: torch.Tensor, approximate: torch.Tensor, *, dtype: str = "int8", implementation: str = "auto"
-) -> Residual:
+def attention_residual(exact: torch.Tensor, approximate: torch.Tensor, *, implementation: str = "auto") -> Residual:
     """What an approximation of attention leaves out, compressed, for `add_residual` in later denoising steps.
 
-    The difference exact − approximate is taken in float32 (or float64 for float64 inputs). For inference: there is no
-    gradient.
+    The difference exact − approximate is taken in float32 (or float64 for float64 inputs), and kept as int8 with a
+    scale for each token and head: a number is off by at most half of it, 1/254 of the largest of these. For
+    inference: there is no gradient.
 
     Args:
         exact: [B, S, H, E], output of exact attention; any strides.
         approximate: output of approximate attention, of the same shape, dtype and device; any strides.
-        dtype: "int8", with a scale for each token and head: a number is off by at most half of it, 1/254 of the largest
-            of that token and head.
         implementation: "torch"; "triton", the kernel (CUDA; float16, bfloat16 or float32; E up to 256, with stride 1);
             or "auto", see `kernels.common.launch.use_triton`.
 
@@ -44,7 +39,6 @@ def attention_residual(
     Source: DiTFastAttn (Yuan et al., 2024), window attention with residual sharing.
     """
     _check_pair(exact, approximate, implementation)
-    check_residual_dtype(dtype)
     if use_triton("attention_residual", implementation, exact, approximate, op="residual"):
         # Triton is imported when it is needed, not with the package.
         from vmonarch.kernels.residual.kernels import attention_residual_triton
@@ -114,16 +108,9 @@ def add_residual(out: torch.Tensor, residual: Residual, *, implementation: str =
     return add_residual_reference(out, residual)
 
 
-def residual_bytes(B: int, S: int, H: int, E: int, dtype: str) -> int:
+def residual_bytes(B: int, S: int, H: int, E: int) -> int:
     """Memory of a `Residual` of outputs [B, S, H, E]."""
-    check_residual_dtype(dtype)
     return B * S * H * (E + 4)
-
-
-def check_residual_dtype(dtype: object) -> None:
-    """Raise ValueError unless `dtype` is one of `DTYPES`."""
-    if dtype not in DTYPES:
-        raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
 
 
 def _check_pair(exact: torch.Tensor, approximate: torch.Tensor, implementation: object) -> None:

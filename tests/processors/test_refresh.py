@@ -48,7 +48,7 @@ class ByHand(VMonarchProcessor):
             if step not in self.schedule and branch in kept:
                 return add_residual(near, kept[branch]), None
             out, _ = exact(query, key, value, call)
-            kept[branch] = attention_residual(out, near, dtype="int8")
+            kept[branch] = attention_residual(out, near)
             return out, None
 
         return attend
@@ -196,7 +196,7 @@ def test_the_report_says_what_ran(tiny):
     # The dense step leaves its residual to the next.
     assert (ran.steps, ran.exact) == (4, {0: None, 1: None, 2: None})
     # One layer, in two branches.
-    assert ran.residual_bytes == 2 * residual_bytes(1, 18, 2, 12, "int8")
+    assert ran.residual_bytes == 2 * residual_bytes(1, 18, 2, 12)
     # In one of two layers three steps are exact; the last of them and the fourth compute what is approximate, too.
     grid = LatentGrid(*ran.grid)
     share = vmonarch_flops(grid, 128, VMonarchOptions(coarse=2)) / full_flops(grid, 128)
@@ -385,7 +385,7 @@ def test_no_more_steps_are_exact_than_at_most_allows(tiny, kind, at_most):
     ran = vmonarch.report(pipe)
     assert [step for step, exact in enumerate(seen) if exact] == list(ran.exact)
     # A residual of one branch at a time, also where the last exact step needs none.
-    assert ran.residual_bytes == 2 * residual_bytes(1, 18, 2, 12, "int8")
+    assert ran.residual_bytes == 2 * residual_bytes(1, 18, 2, 12)
 
 
 def test_model_offload_before_apply_leaves_the_step_cache(tiny):
@@ -504,7 +504,7 @@ class Layer(torch.nn.Module):
 
 def test_memory_is_asked_of_every_device_for_its_own_layers(monkeypatch):
     layers = torch.nn.ModuleList(map(Layer, ("cuda:0", "cuda:0", "cuda:1", "cpu")))
-    of_a_layer = residual_bytes(1, 18, 2, 12, "int8")
+    of_a_layer = residual_bytes(1, 18, 2, 12)
     free = {torch.device("cuda:0"): 3 * of_a_layer, torch.device("cuda:1"): 2 * of_a_layer}
     monkeypatch.setattr(residuals, "_free_bytes", free.get)
     at = lambda device: SimpleNamespace(shape=(1, 18, 2, 12), device=torch.device(device))
@@ -643,7 +643,7 @@ def test_gpu_offloaded_residuals(tiny):
         peaks.append(torch.cuda.max_memory_allocated())
     assert torch.equal(*outputs)
     # 5 × 16 × 16 tokens, two branches.
-    of_a_layer = residual_bytes(1, 1280, 8, 64, "int8")
+    of_a_layer = residual_bytes(1, 1280, 8, 64)
     assert peaks[0] - peaks[1] > 16 * of_a_layer
 
 

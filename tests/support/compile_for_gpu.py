@@ -6,7 +6,7 @@
     python compile_for_gpu.py ARCHITECTURE '{"grid": [4, 8, 8], "window": [3, 5, 5], "dim": 64, …}'   windows
     python compile_for_gpu.py ARCHITECTURE '{"grid": [4, 8, 8], "tile": [2, 4, 4], "dim": 64, …}'     two resolutions
     python compile_for_gpu.py ARCHITECTURE '{"tokens": 4096, "channels": 1536, "dim": 128, …}'   norm, rotary
-    python compile_for_gpu.py ARCHITECTURE '{"tokens": 4096, "residual": "int8", "dim": 128, …}'   residuals
+    python compile_for_gpu.py ARCHITECTURE '{"tokens": 4096, "residual": true, "dim": 128, …}'   residuals
     python compile_for_gpu.py ARCHITECTURE '{"tokens": 4096, "merge": true, "dim": 128, …}'       merging
     python compile_for_gpu.py ARCHITECTURE '{"tokens": 4096, "eight": true, "dim": 128, …}'       eight bits
 
@@ -180,7 +180,7 @@ def launch_all(case):
         return
     elif "residual" in case:
         exact, out, _ = qkv()
-        residual = residuals.attention_residual(exact, out, dtype=case["residual"], implementation="triton")
+        residual = residuals.attention_residual(exact, out, implementation="triton")
         residuals.renew_residual(residual, exact, out, implementation="triton")
         residuals.add_residual(out, residual, implementation="triton")
         return

@@ -65,10 +65,10 @@ def _embedded_model() -> str:
 
 
 def _residuals(model_name: str, size: str) -> str:
-    """Memory of the residuals of all layers and both guidance branches, by `vmonarch.Refresh.dtype`."""
+    """Memory of the residuals of all layers and both guidance branches."""
     from vmonarch.configs import InputError
     from vmonarch.eval.wan_models import read_model
-    from vmonarch.kernels.residual.api import DTYPES, residual_bytes
+    from vmonarch.kernels.residual.api import residual_bytes
 
     if re.fullmatch(r"\d+x\d+x\d+", size) is None:
         raise InputError("residuals", f"must be a model and frames x height x width, got {size!r}")
@@ -76,9 +76,8 @@ def _residuals(model_name: str, size: str) -> str:
     shape = model.transformer
     tokens = model.grid([int(side) for side in size.split("x")], argument="residuals").tokens
     heads, head_dim, layers = (shape[name] for name in ("num_attention_heads", "attention_head_dim", "num_layers"))
-    sizes = {dtype: 2 * layers * residual_bytes(1, tokens, heads, head_dim, dtype) for dtype in DTYPES}
-    shown = ", ".join(f"{size / 2**30:.1f} GiB in {dtype}" for dtype, size in sizes.items())
-    return f"{shown}, with guidance ({tokens} tokens, {layers} layers)"
+    needed = 2 * layers * residual_bytes(1, tokens, heads, head_dim)
+    return f"{needed / 2**30:.1f} GiB in int8, with guidance ({tokens} tokens, {layers} layers)"
 
 
 def add_completion(parser: argparse.ArgumentParser) -> None:
