@@ -25,11 +25,11 @@ from diffusers import ContextParallelConfig, UniPCMultistepScheduler, WanPipelin
 
 from vmonarch.configs import InputError, read_document, suggest
 from vmonarch.configs.methods import AttentionMethod, resolve_method
-from vmonarch.eval.attention_flops import STEP_KINDS, exact_kind, step_kinds, transformers_by_step
 from vmonarch.eval.bench.machine import Clock, allocated, measured_dtype, release_memory, summary
 from vmonarch.eval.bench.rows import caption
 from vmonarch.eval.bench.runner import Bench, Way, Ways, choose, failure, profiled
 from vmonarch.eval.render.tables import shown_number
+from vmonarch.eval.step_kinds import STEP_KINDS, exact_kind, step_kinds, transformers_by_step
 from vmonarch.eval.wan_models import WanModel, read_model, share_weights
 from vmonarch.files import check_output, write_json
 from vmonarch.hooks import record_of
