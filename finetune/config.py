@@ -27,14 +27,12 @@ class DataConfig(Settings):
         path: their folder. validation: the same, of clips that are never trained on; null for no validation loss.
         workers: processes of each rank that read ahead.
         caption_dropout: share of the clips that are trained on without their caption, in [0, 1].
-        bad_fraction: share of rows that may be unusable; above it the run ends with an error.
     """
 
     path: str = ""
     validation: str | None = None
     workers: int = number(2, "[0, inf)")
     caption_dropout: float = number(0.1, "[0, 1]")
-    bad_fraction: float = number(0.01, "[0, 1]")
 
 
 @dataclass(frozen=True)

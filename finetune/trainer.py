@@ -131,7 +131,6 @@ class Trainer:
             mean=torch.tensor(vae["latents_mean"]),
             std=torch.tensor(vae["latents_std"]),
             text_dim=self.folder.configs["transformer"].get("text_dim", 4096),
-            bad_fraction=self.config.data.bad_fraction,
             **options,
         )
 

@@ -6,13 +6,12 @@ The clips of a batch have one shape. Rows of one shape are a bucket, which keeps
 `order[p mod rows]`, and the slots of a batch, over all ranks, are the next `batch_size * world_size` of one bucket.
 Batches of different buckets follow each other as their first rows do, and the last one of a bucket repeats its first
 rows, so every rank has the same number of batches. What a slot holds depends on nothing else: not on workers, or any
-global random state. A row that cannot be used is replaced by the next row of its bucket that can.
+global random state. A row that cannot be used ends the run.
 """
 
 from __future__ import annotations
 
 import itertools
-import warnings
 from collections.abc import Generator, Mapping
 from dataclasses import KW_ONLY, dataclass
 from typing import Any
@@ -22,10 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils.data import DataLoader, Dataset
 
-from vmonarch.finetune.data.parquet import EMPTY_CAPTION, BadRow, DataError, ParquetFolder, Sample
-
-# Where each bad row is and why it is one, by its number.
-BadRows = dict[int, str]
+from vmonarch.finetune.data.parquet import EMPTY_CAPTION, DataError, ParquetFolder, Sample
 
 
 @dataclass(frozen=True)
@@ -48,11 +44,10 @@ class Batch:
 
 
 @dataclass(eq=False)
-class LatentLoader(Dataset[tuple[Batch, BadRows]]):
+class LatentLoader(Dataset[Batch]):
     """Batches of one rank, endless over epochs, from a position that is saved and restored exactly.
 
     As a data set, whose copies worker processes get, it holds the batches by their number from the run's first.
-    A row that cannot be used is told once, in a warning.
 
     Args:
         folder: the rows.
@@ -65,11 +60,10 @@ class LatentLoader(Dataset[tuple[Batch, BadRows]]):
         text_dim: of the text encoder.
         caption_dropout: share of slots whose caption is dropped; their text is the folder's encoding of "", or zeros.
         shuffle: False keeps the folder's order.
-        bad_fraction: of the folder's rows, the largest share that a rank may find unusable.
 
     Raises:
-        DataError: the folder's empty caption has another dimension than `text_dim`; (from iteration) too many rows are
-            bad or all of one shape, a row's text has another dimension than `text_dim`.
+        DataError: the folder's empty caption has another dimension than `text_dim`; (from iteration) a row cannot be
+            decoded, or is of another VAE or text encoder.
 
     Attributes:
         batches_per_epoch: the same on all ranks.
@@ -88,7 +82,6 @@ class LatentLoader(Dataset[tuple[Batch, BadRows]]):
     text_dim: int
     caption_dropout: float = 0.0
     shuffle: bool = True
-    bad_fraction: float = 0.05
 
     def __post_init__(self) -> None:
         if self.folder.empty_caption is not None:
@@ -99,7 +92,6 @@ class LatentLoader(Dataset[tuple[Batch, BadRows]]):
         self.batches_per_epoch = int(sum(-(-count // self._unit) for count in np.bincount(self._buckets)))
         self._fingerprint = self.folder.fingerprint()
         self._next, self._epoch = 0, -1
-        self._bad: BadRows = {}
 
     def _check_text(self, text: torch.Tensor, place: str) -> None:
         if text.shape[1] != self.text_dim:
@@ -125,57 +117,40 @@ class LatentLoader(Dataset[tuple[Batch, BadRows]]):
         batches.sort(key=lambda batch: place[orders[batch[0]][batch[1]]])
         return batches, orders, dropped
 
-    def __getitem__(self, number: int) -> tuple[Batch, BadRows]:
-        """Batch `number`, counted from the run's first, and the rows that could not be used for it."""
+    def __getitem__(self, number: int) -> Batch:
+        """Batch `number`, counted from the run's first."""
         epoch, place = divmod(number, self.batches_per_epoch)
         if epoch != self._epoch:
             (self._batches, self._orders, self._dropped), self._epoch = self.schedule(epoch), epoch
         bucket, first = self._batches[place]
         start = first + self.rank * self.batch_size
-        bad: BadRows = {}
-        samples = [self._sample(bucket, slot, bad) for slot in range(start, start + self.batch_size)]
-        batch = Batch(
+        samples = [self._sample(bucket, slot) for slot in range(start, start + self.batch_size)]
+        return Batch(
             latents=torch.stack([sample.latents for sample in samples]),
             text=torch.stack([F.pad(s.text, (0, 0, 0, self.text_length - len(s.text))) for s in samples]),
             ids=tuple(sample.id for sample in samples),
             captions=tuple(sample.caption for sample in samples),
             extras={name: torch.stack([s.extras[name] for s in samples]) for name in samples[0].extras},
         )
-        return batch, bad
 
-    def _sample(self, bucket: int, slot: int, bad: BadRows) -> Sample:
-        """The clip of a slot: latents normalised, text cut and not padded; notes in `bad` what was tried."""
+    def _sample(self, bucket: int, slot: int) -> Sample:
+        """The clip of a slot: latents normalised, text cut and not padded."""
         order = self._orders[bucket]
-        for step in range(len(order)):
-            index = int(order[(slot + step) % len(order)])
-            try:
-                sample = self.folder.read(index)
-                if len(sample.latents) != len(self.mean):
-                    shape, channels = list(sample.latents.shape), len(self.mean)
-                    raise BadRow(f"has latents of {shape}, the model's have {channels} channels")
-            except BadRow as error:
-                bad[index] = f"{self.folder.place(index)}: {error}"
-                self._stop_if_too_bad(bad)
-                continue
-            text, empty = sample.text, self.folder.empty_caption
-            if len(text):
-                self._check_text(text, self.folder.place(index))
-            # Extra tensors are stored as the transformer gets them.
-            mean, std = (x.view(-1, 1, 1, 1) for x in (self.mean, self.std))
-            latents, text = (sample.latents - mean) / std, text[: self.text_length].view(-1, self.text_dim)
-            if not self._dropped[bucket][slot]:
-                return Sample(sample.id, latents, text, sample.caption, extras=sample.extras)
-            text = text[:0] if empty is None else empty[: self.text_length]
-            return Sample(sample.id, latents, text, "", extras=sample.extras)
-        raise DataError(f"no row of one shape in {self.folder.path} can be used: {bad[index]}; take them out")
-
-    def _stop_if_too_bad(self, bad: BadRows) -> None:
-        rows = len(self.folder)
-        # Divided, not multiplied: 29 of 100 are a share of 0.29, but 0.29 * 100 is less than 29.
-        if len(bad) / rows > self.bad_fraction:
-            problem = f"{len(bad)} of {rows} rows in {self.folder.path} or more cannot be used, at most"
-            reasons = "; ".join(list(bad.values())[:3])
-            raise DataError(f"{problem} {self.bad_fraction:.1%} may (bad_fraction): {reasons}")
+        index = int(order[slot % len(order)])
+        sample, place = self.folder.read(index), self.folder.place(index)
+        if len(sample.latents) != len(self.mean):
+            problem = f"{place} has latents of {list(sample.latents.shape)}: another VAE made them"
+            raise DataError(f"the model's latents have {len(self.mean)} channels, but {problem}")
+        text, empty = sample.text, self.folder.empty_caption
+        if len(text):
+            self._check_text(text, place)
+        # Extra tensors are stored as the transformer gets them.
+        mean, std = (x.view(-1, 1, 1, 1) for x in (self.mean, self.std))
+        latents, text = (sample.latents - mean) / std, text[: self.text_length].view(-1, self.text_dim)
+        if not self._dropped[bucket][slot]:
+            return Sample(sample.id, latents, text, sample.caption, extras=sample.extras)
+        text = text[:0] if empty is None else empty[: self.text_length]
+        return Sample(sample.id, latents, text, "", extras=sample.extras)
 
     def state_dict(self) -> dict[str, Any]:
         """The batches handed out so far, and which data they are of, as plain values; the same on all ranks."""
@@ -193,7 +168,7 @@ class LatentLoader(Dataset[tuple[Batch, BadRows]]):
         self._next = int(state["batches"])
 
     def __iter__(self) -> Generator[Batch]:
-        loader: DataLoader[tuple[Batch, BadRows]] = DataLoader(
+        loader: DataLoader[Batch] = DataLoader(
             self,
             batch_size=None,
             sampler=itertools.count(self._next),
@@ -201,11 +176,7 @@ class LatentLoader(Dataset[tuple[Batch, BadRows]]):
             # Its seed for workers, which use none, would be drawn from the global state.
             generator=torch.Generator().manual_seed(0),
         )
-        for batch, bad in loader:
-            for index in bad.keys() - self._bad.keys():
-                warnings.warn(f"a clip cannot be used and is replaced: {bad[index]}", stacklevel=2)
-            self._bad |= bad
-            self._stop_if_too_bad(self._bad)
+        for batch in loader:
             self._next += 1
             yield batch
 

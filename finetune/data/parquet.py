@@ -47,11 +47,7 @@ _UNREADABLE = (pa.ArrowException, OSError, ValueError)
 
 
 class DataError(ValueError):
-    """Training data that cannot be used; the message names the file or folder."""
-
-
-class BadRow(Exception):
-    """A row that cannot be trained on; the message says why."""
+    """Training data that cannot be used; the message names the file or folder, and the row if one is to blame."""
 
 
 @dataclass(frozen=True)
@@ -107,7 +103,7 @@ def decode_row(row: Mapping[str, Any]) -> Sample:
     """The clip in a row.
 
     Raises:
-        BadRow: a tensor is missing, of another number of dimensions, or has values that are not finite.
+        DataError: a tensor is missing, of another number of dimensions, or has values that are not finite.
     """
     tensors = {}
     for name, dims in (TENSORS | EXTRA_TENSORS).items():
@@ -119,10 +115,10 @@ def decode_row(row: Mapping[str, Any]) -> Sample:
         try:
             array = np.frombuffer(data, str(dtype).removeprefix("torch.")).reshape([*shape])
         except (TypeError, ValueError) as error:
-            raise BadRow(f"{name} is no tensor of dtype {dtype} and shape {shape}: {error}") from error
+            raise DataError(f"{name} is no tensor of dtype {dtype} and shape {shape}: {error}") from error
         tensors[name] = torch.from_numpy(array.astype(np.float32))
         if array.ndim != dims or not tensors[name].isfinite().all():
-            raise BadRow(f"{name} must have {dims} dimensions and finite values, got the shape {list(shape)}")
+            raise DataError(f"{name} must have {dims} dimensions and finite values, got the shape {list(shape)}")
     latents, text = tensors.pop("vae_latent"), tensors.pop("text_embedding")
     return Sample(row["id"], latents, text, row["caption"], extras=tensors)
 
@@ -230,7 +226,7 @@ class ParquetFolder:
         """The clip in row `index`.
 
         Raises:
-            BadRow: the row, or the row group that it is in, cannot be decoded.
+            DataError: the row, or the row group that it is in, cannot be decoded.
             OSError: the file is gone or cannot be opened; the message names it.
         """
         name, group, row = self._places[index]
@@ -240,13 +236,9 @@ class ParquetFolder:
             # No threads of Arrow: worker processes are forked.
             with pq.ParquetFile(path, pre_buffer=False, page_checksum_verification=True) as file:
                 table = file.read_row_group(group, columns=wanted, use_threads=False)
+            return decode_row({name: table[name][row].as_py() for name in wanted})
         except _UNREADABLE as error:
-            # Arrow's errors have no number. What the system refuses ends the run.
+            # Arrow's errors have no number. Those of the system name the file.
             if getattr(error, "errno", None) is not None:
                 raise
-            raise BadRow(f"the row group cannot be read: {error}") from error
-        try:
-            columns = {name: table[name][row].as_py() for name in wanted}
-        except ValueError as error:
-            raise BadRow(f"a column has a value of the wrong kind: {error}") from error
-        return decode_row(columns)
+            raise DataError(f"{self.place(index)} cannot be used: {error}") from error

@@ -13,10 +13,9 @@ from safetensors.torch import save_file
 
 from vmonarch.finetune.data import parquet as parquet_module
 from vmonarch.finetune.data.loader import LatentLoader
-from vmonarch.finetune.data.parquet import BadRow, DataError, ParquetFolder, Sample, decode_row, encode_row, row_schema
+from vmonarch.finetune.data.parquet import DataError, ParquetFolder, Sample, decode_row, encode_row, row_schema
 from vmonarch.finetune.data.parquet import write_shard as write
 
-pytestmark = pytest.mark.filterwarnings("ignore:a clip cannot be used")
 C, T, H, W, DIM = 3, 2, 2, 4, 5
 MEAN, STD = torch.tensor([0.5, -1.0, 2.0]), torch.tensor([2.0, 0.25, 1.5])
 CUT = {"vae_latent_bytes": b"cut"}
@@ -42,11 +41,9 @@ def fill(folder, rows, files=2):
     return ParquetFolder(folder)
 
 
-def write_broken(path, rows, broken, changes=CUT, rows_per_group=10):
-    """A file as `pyarrow` alone makes it, the columns `changes` put in the rows `broken`."""
-    columns = [{**encode_row(sample(n)), **(changes if n in broken else {})} for n in range(rows)]
-    path.parent.mkdir(parents=True, exist_ok=True)
-    pq.write_table(pa.Table.from_pylist(columns, schema=row_schema()), path, row_group_size=rows_per_group)
+def write_plain(path, *rows, rows_per_group=10):
+    """A file as `pyarrow` alone makes it."""
+    pq.write_table(pa.Table.from_pylist(list(rows), schema=row_schema()), path, row_group_size=rows_per_group)
     return ParquetFolder(path.parent)
 
 
@@ -78,7 +75,7 @@ BROKEN = {
 
 def test_a_broken_row_says_why():
     for changes, message in BROKEN.values():
-        with pytest.raises(BadRow, match=message):
+        with pytest.raises(DataError, match=message):
             decode_row({**encode_row(sample(0)), **changes})
 
 
@@ -90,7 +87,7 @@ def test_data_that_cannot_be_used_is_named(tmp_path):
     write(path, [])
     with refused("no rows in .* 1 parquet"):
         ParquetFolder(tmp_path)
-    write_broken(path, 3, ())
+    write_plain(path, encode_row(sample(0)))
     whole = path.read_bytes()
     path.write_bytes(whole[:-20])
     with refused("0.parquet is not a parquet file, or its end is missing"):
@@ -114,6 +111,13 @@ def test_what_ends_a_run_is_named_by_any_worker(tmp_path, workers):
     write(tmp_path / "1.parquet", [sample(3, text=torch.ones(2, DIM + 1))])
     with pytest.raises(DataError, match="text_dim is 5, but row 0 of row group 0 of .*1.parquet has text of 6"):
         epoch_ids(make(ParquetFolder(tmp_path), workers=workers))
+    (tmp_path / "1.parquet").unlink()
+    write(tmp_path / "1.parquet", [sample(3, latents=torch.ones(C + 1, T, H, W))])
+    with pytest.raises(DataError, match="have 3 channels, but row 0 of row group 0 of .*1.parquet has latents of"):
+        epoch_ids(make(ParquetFolder(tmp_path), workers=workers))
+    folder = write_plain(tmp_path / "1.parquet", encode_row(sample(3)), {**encode_row(sample(4)), **CUT})
+    with pytest.raises(DataError, match="row 1 of row group 0 of .*1.parquet cannot be used: vae_latent is no tensor"):
+        epoch_ids(make(folder, workers=workers))
 
 
 def chunk(path, group, column):
@@ -128,7 +132,10 @@ def chunk(path, group, column):
 @pytest.mark.parametrize("where, written_by, size", [("page", "ours", 1), ("header", "others", 3)])
 def test_flipped_bytes_make_the_rows_of_their_group_bad(tmp_path, where, written_by, size):
     path = tmp_path / "0.parquet"
-    folder = fill(tmp_path, 9, files=1) if written_by == "ours" else write_broken(path, 9, (), rows_per_group=3)
+    if written_by == "ours":
+        folder = fill(tmp_path, 9, files=1)
+    else:
+        folder = write_plain(path, *(encode_row(sample(n)) for n in range(9)), rows_per_group=3)
     start, end = chunk(path, 3 // size, "vae_latent_bytes")
     content = bytearray(path.read_bytes())
     for offset in range(start, start + 8) if where == "header" else [(start + end) // 2]:
@@ -137,18 +144,11 @@ def test_flipped_bytes_make_the_rows_of_their_group_bad(tmp_path, where, written
     bad = range(3, 3 + size)
     for index in range(9):
         if index in bad:
-            with pytest.raises(BadRow, match="the row group cannot be read"):
+            place = f"row {index - 3} of row group {3 // size} of {path}"
+            with pytest.raises(DataError, match=f"^{place} cannot be used: "):
                 folder.read(index)
-            assert folder.place(index) == f"row {index - 3} of row group {3 // size} of {path}"
         else:
             assert folder.read(index).id == f"clip-{index}"
-    with pytest.warns(
-        UserWarning, match=f"a clip cannot be used and is replaced: row . of row group {3 // size}"
-    ) as told:
-        batches = list(islice(make(folder, bad_fraction=0.4), 10))
-    assert {name for batch in batches for name in batch.ids} == {f"clip-{n}" for n in range(9) if n not in bad}
-    # Each once, whatever the epoch.
-    assert len(told) == size
 
 
 # Batches
@@ -199,9 +199,7 @@ def test_a_dropped_caption_is_the_encoding_that_the_folder_brings(tmp_path, work
 
 @WORKERS
 def test_a_stopped_run_goes_on_bit_for_bit_from_every_position(tmp_path, workers):
-    # Of 13 rows two are bad, and captions are dropped: a bit of all.
-    folder = write_broken(tmp_path / "0.parquet", 13, (3, 9), rows_per_group=4)
-    settings = dict(caption_dropout=0.3, bad_fraction=0.2)
+    folder, settings = fill(tmp_path, 13), dict(caption_dropout=0.3)
     straight = make(folder, **settings)
     states, wanted = [straight.state_dict()], []
     for batch in islice(straight, 18):
@@ -216,30 +214,6 @@ def test_a_stopped_run_goes_on_bit_for_bit_from_every_position(tmp_path, workers
         assert other.state_dict() == states[done + 9]
         # What workers made ahead is not lost.
         assert equal(next(iter(other)), wanted[done + 9])
-
-
-# Bad rows
-
-
-def test_more_bad_rows_than_allowed_are_an_error_that_counts_them(tmp_path):
-    """29 / 100 is 0.29, while 0.29 * 100 is less than 29; slots that repeat rows count none twice."""
-    folder = write_broken(tmp_path / "0.parquet", 100, range(29))
-    settings = dict(batch_size=16)
-    assert len(list(islice(make(folder, **settings, bad_fraction=0.29), 28))) == 28
-    message = (
-        r"^29 of 100 rows in .* or more cannot be used, at most 28.0% may \(bad_fraction\): row \d+ .*: vae_latent"
-    )
-    with pytest.raises(DataError, match=message):
-        list(islice(make(folder, **settings, bad_fraction=0.28), 7))
-
-
-def test_a_shape_of_which_no_row_can_be_used_ends_the_run(tmp_path):
-    """As one whose channels are not the model's."""
-    clips = [sample(n, latents=torch.zeros(C + (n == 1), T, H, W)) for n in range(5)]
-    write(tmp_path / "0.parquet", clips)
-    loader = make(ParquetFolder(tmp_path), bad_fraction=0.4)
-    with pytest.raises(DataError, match="no row of one shape in .*row group 1 .*latents of .4, 2, 2, 4., the"):
-        epoch_ids(loader)
 
 
 # Buckets
