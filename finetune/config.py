@@ -134,7 +134,6 @@ class FinetuneConfig(Settings):
             clip, at a time; they have one size.
         transfer: first steps, in which every layer of an attention that learns is fitted by itself to what full
             attention gives for the same input; nothing else learns then.
-        anneal: steps over which the layers go from full attention to `attention`, the last ones first.
         ema: decay of an average of the weights that is exported in their place; 0 for none.
         precision: of the products; weights, gradients and optimizer are float32.
         gradient_checkpointing: compute activations twice to store few.
@@ -154,7 +153,6 @@ class FinetuneConfig(Settings):
     batch_size: int = number(8, "[1, inf)")
     micro_batch: int = number(1, "[1, inf)")
     seed: int = number(0, "[0, 9223372036854775808)")
-    anneal: int = number(0, "[0, inf)")
     transfer: int = number(0, "[0, inf)")
     ema: float = number(0.0, "[0, 1)")
     precision: str = choice("bf16", "bf16", "fp32")

@@ -38,7 +38,6 @@ from vmonarch.finetune.data.parquet import DataError, ParquetFolder
 from vmonarch.finetune.models import (
     BeforeLora,
     Experts,
-    anneal,
     compile_blocks,
     layers_of,
     load_experts,
@@ -144,12 +143,9 @@ class Trainer:
         loaded = [experts] if teacher is None else [experts, teacher]
         if self.group > 1:
             for shared in loaded:
-                share_clips(shared, self.group, accelerator.device, distils_lora or config.anneal > 0)
-        self.layers = [layers_of(model) for model in experts.parts.values()]
-        learns = any(ours.spec.LEARNS for layers in self.layers for _, ours, _ in layers)
+                share_clips(shared, self.group, accelerator.device, distils_lora)
+        learns = any(ours.spec.LEARNS for model in experts.parts.values() for _, ours, _ in layers_of(model))
         require(learns or not config.transfer, "transfer", "must be 0 with an attention that has no parameters")
-        problem = f"must be 0 with an attention that has parameters, got {config.anneal}"
-        require(not (learns and config.anneal), "anneal", problem)
         trained = [parameter for parameter in experts.parameters() if parameter.requires_grad]
         optimizer = make_optimizer(trained, config.optimizer, accelerator.device)
         # The parts are reached through this; training goes through what accelerate makes of it.
@@ -267,7 +263,6 @@ class Trainer:
         rate, transfer = config.learning_rate(self.step), self.step < config.transfer
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        dense = anneal(self.layers, min(1.0, self.step / config.anneal) if config.anneal else 1.0)
         losses: list[torch.Tensor] = []
         seen: list[Batch] = []
         norm = torch.zeros(())
@@ -295,7 +290,7 @@ class Trainer:
         if self.average is not None:
             self.average.step(self.trained.values())
         mean = accelerator.reduce(torch.cat(losses).mean(), "mean").item()
-        return {"loss": mean, "gradient_norm": float(norm), "learning_rate": rate, "dense_layers": dense}
+        return {"loss": mean, "gradient_norm": float(norm), "learning_rate": rate}
 
     def _losses(
         self, draw: Draw, batch: Batch, latents: torch.Tensor, *, transfer: bool = False, plain: bool = False

@@ -73,7 +73,7 @@ def test_processes_that_share_clips_learn_what_one_learns_and_spread_weights_wha
     loss = {}
     for name, more in options.items():
         engine = "fsdp" if name == "spread" else "ddp"
-        words = ["steps=12", "anneal=6", *more]
+        words = ["steps=12", *more]
         lines = launch(place, tmp_path / name, engine, *words, processes=1 if name == "one" else 2)
         loss[name] = torch.tensor([line["loss"] for line in lines if "loss" in line])
     assert len(loss["one"]) == 12

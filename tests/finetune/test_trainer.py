@@ -18,9 +18,8 @@ from vmonarch.finetune.checkpoints import CheckpointError, newest, read, steps_i
 from vmonarch.finetune.config import FinetuneConfig
 from vmonarch.finetune.data.parquet import Sample, write_shard
 from vmonarch.finetune.export import comfyui_name, export
-from vmonarch.finetune.models import anneal, compile_blocks, lora_layers
+from vmonarch.finetune.models import compile_blocks, lora_layers
 from vmonarch.finetune.trainer import Trainer, TrainingError
-from vmonarch.own import ours_of
 from vmonarch.pipelines import config
 from vmonarch.pipelines.config import build_config, recommended_settings
 from vmonarch.pipelines.model_folder import find_model
@@ -141,16 +140,6 @@ def test_the_average_follows_faster_at_the_start(place, tmp_path):
         for name, tensor in average(trainer).items():
             wanted = decay * before[name] + (1 - decay) * trainer.trained[name]
             torch.testing.assert_close(tensor, wanted.detach(), atol=1e-7, rtol=1e-5)
-
-
-def test_layers_move_from_full_attention_one_after_the_other(place, tmp_path):
-    trainer = Trainer(settings(place, tmp_path, steps=5, anneal=4))
-    trainer.run()
-    lines = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
-    assert [line["dense_layers"] for line in lines if "loss" in line] == [2, 2, 1, 1, 0]
-    anneal(trainer.layers, 0.5)
-    found = [ours_of(block.attn1) for block in trainer.experts.parts["transformer"].blocks]
-    assert found[0] is None and isinstance(found[1].spec, vmonarch.VMonarchProcessor)
 
 
 @pytest.mark.parametrize("attention", ["vmonarch", "based:adapter=null,feature_dim=4"])
