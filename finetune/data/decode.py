@@ -127,12 +127,10 @@ class Stream:
         return ",".join(filters)
 
 
-def decode_clip(path: Path, shapes: Sequence[ClipShape], *, timeout: float) -> Clip:
+def decode_clip(path: Path, shape: ClipShape, *, timeout: float) -> Clip:
     """The clip of a video file.
 
     Args:
-        shapes: of those for which the video is long enough, the one is taken of which most of the picture is kept; of
-            several, the longest, and then the largest.
         timeout: seconds for each of the two times.
 
     Raises:
@@ -141,14 +139,10 @@ def decode_clip(path: Path, shapes: Sequence[ClipShape], *, timeout: float) -> C
             over.
         OSError: ffmpeg cannot be started.
     """
-    stream = read_stream(path, timeout, shapes[0].fps)
-    fitting = [shape for shape in shapes if stream.frames >= shape.num_frames]
-    if not fitting:
-        rate = "" if shapes[0].fps is None else f" at {shapes[0].fps:g} frames per second"
-        fewest = min(shape.num_frames for shape in shapes)
-        raise BadVideo(f"is too short: it has {stream.frames} frames{rate}, {fewest} are needed")
-    shape = max(fitting, key=lambda shape: (stream.kept(shape), shape.num_frames, shape.height * shape.width))
-    count = shape.num_frames
+    stream, count = read_stream(path, timeout, shape.fps), shape.num_frames
+    if stream.frames < count:
+        rate = "" if shape.fps is None else f" at {shape.fps:g} frames per second"
+        raise BadVideo(f"is too short: it has {stream.frames} frames{rate}, {count} are needed")
     first = 0 if shape.start == "begin" else (stream.frames - count) // 2
     output = ["-vf", stream.filters(shape, first), "-frames:v", str(count), "-f", "rawvideo"]
     pixels, _ = _decode(path, output, timeout)

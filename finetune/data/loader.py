@@ -1,12 +1,9 @@
 """Batches of clips for training, in an order that a run which was stopped takes up exactly.
 
-A position is a number of batches. The order of an epoch follows from seed, epoch and the number of rows alone.
-
-The clips of a batch have one shape. Rows of one shape are a bucket, which keeps their order; a bucket's slot p is row
-`order[p mod rows]`, and the slots of a batch, over all ranks, are the next `batch_size * world_size` of one bucket.
-Batches of different buckets follow each other as their first rows do, and the last one of a bucket repeats its first
-rows, so every rank has the same number of batches. What a slot holds depends on nothing else: not on workers, or any
-global random state. A row that cannot be used ends the run.
+A position is a number of batches. The order of an epoch follows from seed, epoch and the number of rows alone. Its slot
+p is row `order[p mod rows]`, and the slots of a batch, over all ranks, are the next `batch_size * world_size`. The last
+batch repeats the first rows, so every rank has the same number of batches. What a slot holds depends on nothing else:
+not on workers, or any global random state. A row that cannot be used ends the run.
 """
 
 from __future__ import annotations
@@ -51,7 +48,7 @@ class LatentLoader(Dataset[Batch]):
 
     Args:
         folder: the rows.
-        batch_size: clips of a batch on one rank, all of one shape.
+        batch_size: clips of a batch on one rank, which must have one shape.
         seed: of the order and of dropped captions.
         rank, world_size: this process and how many there are.
         workers: processes that read and decode; 0 does it in this one. Batches are the same.
@@ -63,7 +60,7 @@ class LatentLoader(Dataset[Batch]):
 
     Raises:
         DataError: the folder's empty caption has another dimension than `text_dim`; (from iteration) a row cannot be
-            decoded, or is of another VAE or text encoder.
+            decoded, is of another VAE or text encoder, or has another shape than others of its batch.
 
     Attributes:
         batches_per_epoch: the same on all ranks.
@@ -86,10 +83,8 @@ class LatentLoader(Dataset[Batch]):
     def __post_init__(self) -> None:
         if self.folder.empty_caption is not None:
             self._check_text(self.folder.empty_caption, f"{self.folder.path / EMPTY_CAPTION}")
-        numbers = {shape: number for number, shape in enumerate(dict.fromkeys(self.folder.shapes))}
-        self._buckets = np.array([numbers[shape] for shape in self.folder.shapes])
         self._unit = self.batch_size * self.world_size
-        self.batches_per_epoch = int(sum(-(-count // self._unit) for count in np.bincount(self._buckets)))
+        self.batches_per_epoch = -(-len(self.folder) // self._unit)
         self._fingerprint = self.folder.fingerprint()
         self._next, self._epoch = 0, -1
 
@@ -98,33 +93,26 @@ class LatentLoader(Dataset[Batch]):
             problem = f"{place} has text of {text.shape[1]}: another text encoder made it"
             raise DataError(f"text_dim is {self.text_dim}, but {problem}")
 
-    def schedule(self, epoch: int) -> tuple[list[tuple[int, int]], list[np.ndarray], list[np.ndarray]]:
-        """What all ranks do in an epoch.
-
-        Returns:
-            (bucket, first slot over all ranks) of each batch; rows of each bucket; for each bucket and slot, whether
-            its caption is dropped.
-        """
-        rows = len(self.folder)
+    def schedule(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
+        """(the order of the rows in an epoch, for each slot over all ranks whether its caption is dropped)."""
+        rows, slots = len(self.folder), self.batches_per_epoch * self._unit
         order = np.argsort(_random_bits(rows, self.seed, epoch, 0)) if self.shuffle else np.arange(rows)
-        place = np.argsort(order)
-        orders = [order[self._buckets[order] == number] for number in range(self._buckets.max() + 1)]
-        padded = [-(-len(rows) // self._unit) * self._unit for rows in orders]
         # The upper 53 bits are a number of [0, 1) exactly.
-        uniform = (_random_bits(sum(padded), self.seed, epoch, 2) >> np.uint64(11)) * 2.0**-53
-        dropped = np.split(uniform < self.caption_dropout, np.cumsum(padded)[:-1])
-        batches = [(n, first) for n, slots in enumerate(padded) for first in range(0, slots, self._unit)]
-        batches.sort(key=lambda batch: place[orders[batch[0]][batch[1]]])
-        return batches, orders, dropped
+        uniform = (_random_bits(slots, self.seed, epoch, 2) >> np.uint64(11)) * 2.0**-53
+        return order, uniform < self.caption_dropout
 
     def __getitem__(self, number: int) -> Batch:
         """Batch `number`, counted from the run's first."""
         epoch, place = divmod(number, self.batches_per_epoch)
         if epoch != self._epoch:
-            (self._batches, self._orders, self._dropped), self._epoch = self.schedule(epoch), epoch
-        bucket, first = self._batches[place]
-        start = first + self.rank * self.batch_size
-        samples = [self._sample(bucket, slot) for slot in range(start, start + self.batch_size)]
+            (self._order, self._dropped), self._epoch = self.schedule(epoch), epoch
+        start = place * self._unit + self.rank * self.batch_size
+        samples = [self._sample(slot) for slot in range(start, start + self.batch_size)]
+        named = [{"vae_latent": sample.latents, **sample.extras} for sample in samples]
+        shapes = [", ".join(f"{name} {list(x.shape)}" for name, x in tensors.items()) for tensors in named]
+        if len(set(shapes)) > 1:
+            clips = "; ".join(f"{sample.id}: {shape}" for sample, shape in zip(samples, shapes, strict=True))
+            raise DataError(f"the clips of a micro-batch must have tensors of one shape, got {clips}")
         return Batch(
             latents=torch.stack([sample.latents for sample in samples]),
             text=torch.stack([F.pad(s.text, (0, 0, 0, self.text_length - len(s.text))) for s in samples]),
@@ -133,10 +121,9 @@ class LatentLoader(Dataset[Batch]):
             extras={name: torch.stack([s.extras[name] for s in samples]) for name in samples[0].extras},
         )
 
-    def _sample(self, bucket: int, slot: int) -> Sample:
+    def _sample(self, slot: int) -> Sample:
         """The clip of a slot: latents normalised, text cut and not padded."""
-        order = self._orders[bucket]
-        index = int(order[slot % len(order)])
+        index = int(self._order[slot % len(self._order)])
         sample, place = self.folder.read(index), self.folder.place(index)
         if len(sample.latents) != len(self.mean):
             problem = f"{place} has latents of {list(sample.latents.shape)}: another VAE made them"
@@ -147,7 +134,7 @@ class LatentLoader(Dataset[Batch]):
         # Extra tensors are stored as the transformer gets them.
         mean, std = (x.view(-1, 1, 1, 1) for x in (self.mean, self.std))
         latents, text = (sample.latents - mean) / std, text[: self.text_length].view(-1, self.text_dim)
-        if not self._dropped[bucket][slot]:
+        if not self._dropped[slot]:
             return Sample(sample.id, latents, text, sample.caption, extras=sample.extras)
         text = text[:0] if empty is None else empty[: self.text_length]
         return Sample(sample.id, latents, text, "", extras=sample.extras)

@@ -154,10 +154,9 @@ class ParquetFolder:
 
     Raises:
         DataError: no parquet file or no row at `path`; a file that cannot be read or has lost its end;
-            missing columns; files with other extra tensors than the first; an EMPTY_CAPTION that is damaged.
+            missing columns; an EMPTY_CAPTION that is damaged.
 
     Attributes:
-        shapes: by row, the shapes of its tensors other than text, as they are written; rows of one batch share them.
         empty_caption: [L, D] float32, the encoding of ""; None where the folder has none.
     """
 
@@ -167,8 +166,6 @@ class ParquetFolder:
         self.files = sorted(f.relative_to(self.path).as_posix() for f in found if f.is_file() and f.name[0] != ".")
         if not self.files:
             raise DataError(f"no *.parquet file in {self.path}")
-        self.extras: tuple[str, ...] | None = None
-        self.shapes: list[tuple[tuple[int, ...], ...]] = []
         self._sizes = [(self.path / name).stat().st_size for name in self.files]
         # Of each row its file, its row group there and its number in that.
         self._places: list[tuple[str, int, int]] = []
@@ -184,27 +181,16 @@ class ParquetFolder:
                 raise DataError(f"{empty} cannot be read: {error}") from error
 
     def _read_footer(self, name: str) -> None:
-        """Note the rows of a file and their shapes."""
+        """Note the rows of a file."""
         path = self.path / name
         try:
             with pq.ParquetFile(path, pre_buffer=False) as file:
                 columns = file.schema_arrow.names
-                extras = tuple(extra for extra in EXTRA_TENSORS if f"{extra}_bytes" in columns)
-                wanted = ("id", "caption", *_columns((*TENSORS, *extras)))
-                missing = [column for column in wanted if column not in columns]
                 groups = [file.metadata.row_group(group).num_rows for group in range(file.metadata.num_row_groups)]
-                kept = [f"{tensor}_shape" for tensor in ("vae_latent", *extras) if not missing]
-                table = file.read(columns=kept, use_threads=False).to_pydict()
         except _UNREADABLE as error:
             raise DataError(f"{path} is not a parquet file, or its end is missing: {error}") from error
-        if missing:
+        if missing := [column for column in ("id", "caption", *_columns(TENSORS)) if column not in columns]:
             raise DataError(f"{path} lacks the column(s) {', '.join(missing)}")
-        shapes = [tuple(tuple(shape or ()) for shape in row) for row in zip(*table.values(), strict=True)]
-        if shapes and self.extras not in (None, extras):
-            others = ", ".join(self.extras or ())
-            raise DataError(f"{path} has the extra tensors [{', '.join(extras)}], but files before it have [{others}]")
-        self.extras = extras if shapes else self.extras
-        self.shapes += shapes
         self._places += [(name, group, row) for group, rows in enumerate(groups) for row in range(rows)]
 
     def __len__(self) -> int:
@@ -231,12 +217,12 @@ class ParquetFolder:
         """
         name, group, row = self._places[index]
         path = self.path / name
-        wanted = ["id", "caption", *_columns((*TENSORS, *(self.extras or ())))]
+        wanted = ["id", "caption", *_columns(TENSORS | EXTRA_TENSORS)]
         try:
             # No threads of Arrow: worker processes are forked.
             with pq.ParquetFile(path, pre_buffer=False, page_checksum_verification=True) as file:
                 table = file.read_row_group(group, columns=wanted, use_threads=False)
-            return decode_row({name: table[name][row].as_py() for name in wanted})
+            return decode_row({name: table[name][row].as_py() for name in table.column_names})
         except _UNREADABLE as error:
             # Arrow's errors have no number. Those of the system name the file.
             if getattr(error, "errno", None) is not None:

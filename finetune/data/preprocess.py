@@ -19,7 +19,6 @@ import dataclasses
 import hashlib
 import json
 import random
-import re
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -71,8 +70,6 @@ class PreprocessConfig(Settings):
         output: folder of the shards, created when missing (default: outputs/preprocess).
         height, width: pixels, multiples of 16 (of 32 for some models).
         num_frames: of a clip, 4·k + 1.
-        buckets: sizes and lengths in place of the three, each as `480x832x81` (height, width, frames). A video becomes
-            clips of the one that keeps most of its picture and is not longer than it is.
         fps: frames per second of the clips; None leaves those of each file.
         start: where clips begin: `begin` or `middle`.
         image_to_video: also store the first frame's latents, and its image features if the model has an image encoder;
@@ -97,7 +94,6 @@ class PreprocessConfig(Settings):
     height: int | None = number(None, "[1, 8192]")
     width: int | None = number(None, "[1, 8192]")
     num_frames: int | None = number(None, "[1, inf)")
-    buckets: tuple[str, ...] = ()
     fps: float | None = number(None, "[0.001, 1000]")
     start: str = choice("begin", "begin", "middle")
     image_to_video: bool | None = None
@@ -113,18 +109,12 @@ class PreprocessConfig(Settings):
         source = "must be given, or procedural=N for clips without videos; not both"
         require((self.procedural is None) != (self.videos is None), "videos", source)
         require(self.videos or self.captions is None, "captions", "must be given with videos only")
-        sizes = self.procedural or self.height or self.width or self.num_frames
-        require(not (self.buckets and sizes), "buckets", "is for videos, and in place of height, width and num_frames")
-        for bucket in self.buckets:
-            form = f"must be written as 480x832x81 (height, width, frames), got {bucket!r}"
-            require(re.fullmatch(r"[1-9]\d{0,3}(x[1-9]\d{0,3}){2}", bucket), "buckets", form)
 
     @property
-    def shapes(self) -> list[ClipShape]:
-        """Of each bucket, or the one of all clips, whose sizes may be None."""
-        sizes: list[Any] = [tuple(map(int, bucket.split("x"))) for bucket in self.buckets]
-        sizes = sizes or [(self.height, self.width, self.num_frames)]
-        return [ClipShape(h, w, f, self.fps, self.start) for h, w, f in sizes]
+    def shape(self) -> ClipShape:
+        """Of all clips, of a completed config."""
+        assert self.height and self.width and self.num_frames
+        return ClipShape(self.height, self.width, self.num_frames, self.fps, self.start)
 
 
 def complete(config: PreprocessConfig, model: ModelFolder) -> PreprocessConfig:
@@ -137,13 +127,12 @@ def complete(config: PreprocessConfig, model: ModelFolder) -> PreprocessConfig:
     from vmonarch.pipelines.config import check_sizes, recommended_settings
 
     recommended = recommended_settings(model) | {"image_to_video": model.image_conditioned}
-    names = ["image_to_video", *(() if config.buckets else ("height", "width", "num_frames"))]
+    names = ("image_to_video", "height", "width", "num_frames")
     changes = {name: recommended[name] for name in names if getattr(config, name) is None}
     if config.videos is not None:
         changes["videos"] = str(Path(config.videos).expanduser().resolve())
     config = dataclasses.replace(config, **changes)
-    for shape in config.shapes:
-        check_sizes(shape, model.multiples, model.temporal, " for this model")
+    check_sizes(config.shape, model.multiples, model.temporal, " for this model")
     if config.procedural is not None:
         own = dict(height=HEIGHT, width=WIDTH, num_frames=NUM_FRAMES, fps=None, start="begin")
         for name, only in own.items():
@@ -405,7 +394,7 @@ def _clip(config: PreprocessConfig, captions: Mapping[str, str], name: str) -> M
         return procedural_clip(config.seed, int(name.rpartition("-")[2]))
     try:
         path = Path(str(config.videos), name)
-        return captions[name], decode_clip(path, config.shapes, timeout=config.timeout)
+        return captions[name], decode_clip(path, config.shape, timeout=config.timeout)
     except OSError:
         # The video is not to blame when ffmpeg cannot be started.
         raise

@@ -96,10 +96,13 @@ def test_data_that_cannot_be_used_is_named(tmp_path):
     pq.write_table(pq.read_table(path).drop_columns(["vae_latent_shape", "caption"]), path)
     with refused(r"0.parquet lacks the column\(s\) caption, vae_latent_shape"):
         ParquetFolder(tmp_path)
-    path.write_bytes(whole)
-    write(tmp_path / "1.parquet", [sample(1, extras={"clip_feature": torch.ones(2, 3)})])
-    with refused(r"1.parquet has the extra tensors \[clip_feature\], but files before it have \[\]"):
-        ParquetFolder(tmp_path)
+    # Clips that no batch can hold together.
+    for changes in ({"latents": torch.zeros(C, T, W, H)}, {"extras": {"clip_feature": torch.ones(2, 3)}}):
+        path.unlink()
+        write(path, [sample(0)]), write(tmp_path / "1.parquet", [sample(1, **changes)])
+        with refused("must have tensors of one shape, got .*clip-0: vae_latent .3, 2, 2, 4.(;|$)"):
+            epoch_ids(make(ParquetFolder(tmp_path)))
+        (tmp_path / "1.parquet").unlink()
 
 
 @pytest.mark.parametrize("workers", [0, 1])
@@ -152,6 +155,20 @@ def test_flipped_bytes_make_the_rows_of_their_group_bad(tmp_path, where, written
 
 
 # Batches
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_every_row_comes_once_in_an_epoch_and_epochs_differ(tmp_path, world):
+    folder = fill(tmp_path, 13)
+    ranks = [make(folder, rank=rank, world_size=world) for rank in range(world)]
+    epochs = []
+    for _ in range(2):
+        batches = zip(*(islice(rank, rank.batches_per_epoch) for rank in ranks), strict=True)
+        epochs.append([name for side_by_side in batches for batch in side_by_side for name in batch.ids])
+        # The last batch repeats the first rows.
+        assert sorted(epochs[-1][:13]) == sorted(f"clip-{n}" for n in range(13))
+        assert epochs[-1][13:] == epochs[-1][: {1: 1, 2: 3}[world]]
+    assert epochs[0] != epochs[1]
 
 
 def test_caption_dropout_has_its_share_and_follows_the_slot_alone(tmp_path):
@@ -214,32 +231,3 @@ def test_a_stopped_run_goes_on_bit_for_bit_from_every_position(tmp_path, workers
         assert other.state_dict() == states[done + 9]
         # What workers made ahead is not lost.
         assert equal(next(iter(other)), wanted[done + 9])
-
-
-# Buckets
-
-SIZES = {0: (2, 2, 4), 1: (2, 4, 2), 2: (1, 2, 4)}
-
-
-@pytest.mark.parametrize("world", [1, 2])
-def test_clips_of_several_sizes_and_lengths_come_in_batches_of_one_size(tmp_path, world):
-    """Every row once in an epoch, ranks side by side with the same size, sizes mixed, resumed at every position."""
-    clips = [sample(n, latents=torch.randn(C, *SIZES[min(n % 5, 2)])) for n in range(37)]
-    write(tmp_path / "0.parquet", clips)
-    folder = ParquetFolder(tmp_path)
-    ranks = [make(folder, rank=rank, world_size=world, caption_dropout=0.3) for rank in range(world)]
-    assert ranks[0].batches_per_epoch == sum(-(-count // (2 * world)) for count in (8, 8, 21))
-    epochs = []
-    for _ in range(2):
-        rows = [list(batches) for batches in zip(*(islice(r, r.batches_per_epoch) for r in ranks), strict=True)]
-        shapes = [{tuple(batch.latents.shape[1:]) for batch in batches} for batches in rows]
-        assert all(len(found) == 1 for found in shapes)
-        ids = [name for batches in rows for b in batches for name in b.ids]
-        # The last batch of a size repeats its first rows.
-        assert set(ids) == {f"clip-{n}" for n in range(37)} and len(ids) == 2 * world * ranks[0].batches_per_epoch
-        assert sum(a != b for a, b in zip(shapes, shapes[1:], strict=False)) > 3
-        epochs.append(rows)
-    assert [b.ids for b in epochs[0][0]] != [b.ids for b in epochs[1][0]]
-    again = make(folder, world_size=world, caption_dropout=0.3)
-    again.load_state_dict({**again.state_dict(), "batches": 5})
-    assert all(equal(a, b[0]) for a, b in zip(islice(again, 5), epochs[0][5:], strict=False))

@@ -34,7 +34,7 @@ def flat(height: int, width: int, colour: tuple[int, ...] = BROWN) -> np.ndarray
 
 
 def decoded(path: Path, frames: int = 3, height: int = 48, width: int = 48) -> Clip:
-    return decode_clip(path, [ClipShape(height, width, frames)], timeout=60)
+    return decode_clip(path, ClipShape(height, width, frames), timeout=60)
 
 
 def test_clips_are_the_right_frames(tmp_path: Path) -> None:
@@ -43,7 +43,7 @@ def test_clips_are_the_right_frames(tmp_path: Path) -> None:
     encode_video(tmp_path / "a.mp4", frames, 20.0)
 
     def numbers(**shape: Any) -> list[int]:
-        clip = decode_clip(tmp_path / "a.mp4", [ClipShape(32, 48, 5, **shape)], timeout=60)
+        clip = decode_clip(tmp_path / "a.mp4", ClipShape(32, 48, 5, **shape), timeout=60)
         assert clip.fps == shape.get("fps", 20)
         return [round((float(frame.float().mean()) - 20) / 6) for frame in clip.frames.unbind(1)]
 
@@ -52,9 +52,9 @@ def test_clips_are_the_right_frames(tmp_path: Path) -> None:
     # Rates that were rounded.
     encode_video(path := tmp_path / "b.mp4", frames, 30000 / 1001)
     for rate in (29.97, 30, 30000 / 1001):
-        assert decode_clip(path, [ClipShape(32, 48, len(frames), fps=rate)], timeout=60).frames.shape[1] == len(frames)
+        assert decode_clip(path, ClipShape(32, 48, len(frames), fps=rate), timeout=60).frames.shape[1] == len(frames)
     with pytest.raises(BadVideo, match="has 15 frames at 15 frames per second, 33 are needed"):
-        decode_clip(path, [ClipShape(32, 48, 33, fps=15)], timeout=60)
+        decode_clip(path, ClipShape(32, 48, 33, fps=15), timeout=60)
 
 
 def test_frames_are_scaled_to_cover_and_cut_at_the_centre(tmp_path: Path) -> None:

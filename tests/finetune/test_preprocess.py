@@ -141,7 +141,7 @@ def test_real_clips_through_the_command_line(tmp_path, capsys, embedded):
     assert [row["id"] for row in rows] == [clip.name for clip in clips]
     for row, clip in zip(rows, clips, strict=True):
         sample, fps = decode_row(row), next(imageio_ffmpeg.read_frames(str(clip)))["fps"]
-        decoded = decode_clip(clip, [ClipShape(32, 48, 5)], timeout=60)
+        decoded = decode_clip(clip, ClipShape(32, 48, 5), timeout=60)
         means = embedded.latents(decoded.frames.float() / 127.5 - 1)
         assert sample.latents.shape == (16, 2, 4, 6) and sample.latents.dtype == torch.float32
         torch.testing.assert_close(sample.latents, means, rtol=1e-4, atol=1e-4)
@@ -261,8 +261,6 @@ BAD_WORDS = {
     "no captions": (["videos"], "must be given, or lie in a UTF-8 text file beside each video; that of 'a.mp4'"),
     "no folder": (["nowhere", "--captions", "captions.jsonl"], "videos must be a folder; there is none at 'nowhere'"),
     "frames": ([*VIDEOS, "num_frames=60"], "num_frames must be 4·k + 1 for this model, got 60; nearest: 57 or 61"),
-    "bucket's form": ([*VIDEOS, "buckets=[32x48]"], "buckets must be written as 480x832x81 (height, width, frames)"),
-    "bucket and size": ([*VIDEOS, "buckets=[32x48x5]", "height=32"], "buckets is for videos, and in place of height"),
     "procedural size": (["--procedural", "2", "height=48"], "height must be 96 for procedural clips, got 48"),
     "device": (["--procedural", "2", "device=tpu"], "device must be auto, cpu, cuda or cuda:N, got 'tpu'"),
     "model": (["--procedural", "2", "--model", "nowhere"], "--model must be 'embedded', a folder"),
