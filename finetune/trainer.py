@@ -183,11 +183,11 @@ class Trainer:
 
     def _resume(self) -> None:
         """Restore the newest checkpoint, if there is one and it is of this run."""
-        path = checkpoints.resume_from(self.saved)
+        path = checkpoints.newest(self.saved)
         if path is None:
             return
         run = checkpoints.read(path)
-        if self.spread == (checkpoints.WEIGHTS in run["files"]):
+        if self.spread == (path / checkpoints.WEIGHTS).exists():
             raise CheckpointError(f"{path} was saved with{'out' * self.spread} FSDP; go on with it as it began")
         anew = run["world_size"] != self.world
         if anew and set(self.config.checkpoints.waive) != set(WAIVABLE):
@@ -201,7 +201,11 @@ class Trainer:
         if changed := "; ".join(changes(run["config"], self.about["config"], free)):
             raise CheckpointError(f"{path} cannot be resumed with other settings: {changed}; give another output_dir")
         random = torch.get_rng_state()
-        self.accelerator.load_state(str(path))
+        try:
+            self.accelerator.load_state(str(path))
+        except Exception as error:
+            problem = f"{path} cannot be loaded; without it, the run goes on from the one before"
+            raise CheckpointError(f"{problem}: {error}") from error
         if anew:
             torch.set_rng_state(random)
         else:

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import shutil
 from itertools import islice
 
 import diffusers
@@ -278,6 +279,17 @@ def test_another_run_is_not_resumed(place, tmp_path):
     # What may change.
     free = {"log_every": 5, "data": {"workers": 1}, "checkpoints": {"keep": 3}, "validation": {"clips": 2}, "steps": 9}
     assert Trainer(settings(place, tmp_path, **free)).step == 2
+
+
+def test_a_checkpoint_that_has_been_damaged_is_named_and_the_one_before_serves(place, tmp_path):
+    options = {"steps": 2, "checkpoints": {"every": 1}}
+    Trainer(settings(place, tmp_path, **options)).run()
+    path = newest(tmp_path / "checkpoints")
+    (path / "optimizer.bin").write_bytes(b"cut")
+    with pytest.raises(CheckpointError, match="step-00000002 cannot be loaded; without it, the run goes on from the"):
+        Trainer(settings(place, tmp_path, **options))
+    shutil.rmtree(path)
+    assert Trainer(settings(place, tmp_path, **options)).step == 1
 
 
 def test_a_second_run_in_a_folder_is_refused_until_the_first_has_ended(place, tmp_path):
