@@ -60,7 +60,7 @@ class OptimizerConfig(Settings):
     """AdamW and its learning rate.
 
     Args:
-        learning_rate: after the warm-up of so many steps; `schedule` leads it down to `final` times that.
+        learning_rate: after the warm-up of so many steps; with the schedule `cosine` it falls to 0 at the last step.
         transfer_learning_rate: of the steps of `transfer`.
         clip: largest norm of all gradients together.
     """
@@ -72,9 +72,8 @@ class OptimizerConfig(Settings):
     eps: float = number(1e-8, "(0, inf)")
     weight_decay: float = number(0.01, "[0, inf)")
     clip: float = number(1.0, "(0, inf)")
-    schedule: str = choice("constant", "constant", "cosine", "linear")
+    schedule: str = choice("constant", "constant", "cosine")
     warmup: int = number(0, "[0, inf)")
-    final: float = number(0.0, "[0, 1]")
 
 
 @dataclass(frozen=True)
@@ -194,5 +193,4 @@ class FinetuneConfig(Settings):
         if options.schedule == "constant":
             return options.learning_rate
         progress = min(1.0, (step - options.warmup) / max(1, self.steps - self.transfer - options.warmup))
-        down = (1 + math.cos(math.pi * progress)) / 2 if options.schedule == "cosine" else 1 - progress
-        return options.learning_rate * (options.final + (1 - options.final) * down)
+        return options.learning_rate * (1 + math.cos(math.pi * progress)) / 2

@@ -29,7 +29,6 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from tqdm import tqdm
 
 from vmonarch.configs import InputError
-from vmonarch.files import AtomicFiles
 from vmonarch.finetune import checkpoints
 from vmonarch.finetune.checkpoints import CheckpointError
 from vmonarch.finetune.config import WAIVABLE, FinetuneConfig, OptimizerConfig, require
@@ -375,10 +374,7 @@ class Trainer:
             self.model.train()
 
     def sample(self) -> None:
-        """Make a video of each validation prompt on the first rank (seed 0); the others wait.
-
-        Those of this step that a run has left which ended before its next checkpoint are replaced.
-        """
+        """Make a video of each validation prompt on the first rank (seed 0); the others wait."""
         if self.rank == 0:
             import diffusers
 
@@ -388,10 +384,9 @@ class Trainer:
             from vmonarch.pipelines.video_io import encode_video, to_uint8
 
             config, device = self.config, self.accelerator.device
-            wanted = SamplingConfig(config.validation.prompts, model=config.model, revision=config.revision)
+            validation = config.validation
+            wanted = SamplingConfig(validation.prompts, model=config.model, revision=config.revision)
             settings = complete(wanted, self.folder)
-            if config.validation.steps is not None:
-                settings = dataclasses.replace(settings, steps=config.validation.steps)
             # What is not trained is read for it and then dropped.
             kind, parts = getattr(diffusers, self.folder.pipeline), dict(self.experts.parts.items())
             pipe = read_pipeline(kind, self.folder, torch.float32, **parts).to(device)
@@ -400,10 +395,9 @@ class Trainer:
             videos.mkdir(parents=True, exist_ok=True)
             for number, prompt in enumerate(settings.prompts):
                 with self._exported_weights(), self.accelerator.autocast():
-                    frames = to_uint8(sample(model, settings, [prompt], [0]).frames[0])
-                path = videos / f"step-{self.step:08d}-{number:02d}.mp4"
-                with AtomicFiles(overwrite=True) as files:
-                    encode_video(files.stage(path), frames, settings.fps or 16.0)
+                    frames = to_uint8(sample(model, settings, [prompt], [0], steps=validation.steps).frames[0])
+                # In place of that of a run which ended before its next checkpoint.
+                encode_video(videos / f"step-{self.step:08d}-{number:02d}.mp4", frames, settings.fps or 16.0)
         self.accelerator.wait_for_everyone()
 
     def _log(self, values: dict[str, float], bar: Any) -> None:

@@ -26,10 +26,9 @@ def test_bad_settings_are_named():
             build_config(FinetuneConfig, DATA, values)
 
 
-@pytest.mark.parametrize("schedule,middle,end", [("constant", 1.0, 1.0), ("linear", 0.55, 0.1), ("cosine", 0.55, 0.1)])
-def test_the_learning_rate_warms_up_and_decays(schedule, middle, end):
-    options = {"learning_rate": 2.0, "schedule": schedule, "warmup": 4, "final": 0.1}
-    config = build_config(FinetuneConfig, DATA, {"steps": 104, "optimizer": options})
-    assert [config.learning_rate(step) for step in range(4)] == [0.5, 1.0, 1.5, 2.0]
-    assert config.learning_rate(4) == 2.0
-    assert config.learning_rate(54) == pytest.approx(2 * middle) and config.learning_rate(104) == pytest.approx(2 * end)
+def test_the_learning_rate_warms_up_and_decays():
+    for schedule, later in (("constant", [2.0, 2.0, 2.0]), ("cosine", [2.0, 1.0, 0.0])):
+        options = {"learning_rate": 2.0, "schedule": schedule, "warmup": 4}
+        config = build_config(FinetuneConfig, DATA, {"steps": 104, "optimizer": options})
+        assert [config.learning_rate(step) for step in range(4)] == [0.5, 1.0, 1.5, 2.0]
+        assert [config.learning_rate(step) for step in (4, 54, 104)] == pytest.approx(later)
