@@ -34,14 +34,14 @@ import torch
 from safetensors.torch import save_file
 from tqdm import tqdm
 
-from vmonarch.configs import InputError, Settings, choice, file_sha256, number
+from vmonarch.configs import InputError, Settings, choice, number
 from vmonarch.files import AtomicFiles, write_json
 from vmonarch.finetune.checkpoints import hold
 from vmonarch.finetune.config import require
 from vmonarch.finetune.data.captions import read_captions
 from vmonarch.finetune.data.decode import BadVideo, Clip, ClipShape, decode_clip
 from vmonarch.finetune.data.parquet import EMPTY_CAPTION, TEXT_LENGTH, DataError, Sample, write_shard
-from vmonarch.pipelines.environment import DTYPES, choose_device, choose_dtype, environment, package_versions
+from vmonarch.pipelines.environment import DTYPES, choose_device, choose_dtype
 from vmonarch.pipelines.model_folder import ModelFolder, find_wan_model
 from vmonarch.pipelines.outputs import changes, prepare_output_dir
 from vmonarch.pipelines.sampling import deterministic_convolutions
@@ -49,10 +49,7 @@ from vmonarch.pipelines.traits import IMAGE_TO_VIDEO
 
 FORMAT = "vmonarch-preprocess-1"
 # What says where and how patiently, not what the rows are.
-_FREE = (
-    *("config.captions", "config.output", "config.model", "config.revision", "config.workers", "config.timeout"),
-    *("model.name", "model.revision"),
-)
+_FREE = tuple(f"config.{name}" for name in ("captions", "output", "model", "revision", "workers", "timeout"))
 # Caption and clip of a video.
 Made = tuple[str, Clip]
 
@@ -244,13 +241,11 @@ class _Output:
         InputError: it holds the work of other settings, or what cannot be read.
 
     Attributes:
-        manifest: what its file holds, or will hold when it is written next.
         videos: that of each row in its shards. bad: reasons by video.
     """
 
     def __init__(self, folder: Path, about: Mapping[str, Any]) -> None:
         self.folder, self.videos, self.bad = folder, list[str](), dict[str, str]()
-        self.manifest = dict(about)
         # Of a run that was killed.
         for path in folder.glob(".*.partial.*"):
             path.unlink()
@@ -258,10 +253,11 @@ class _Output:
         try:
             if self.shards or path.exists() or listed.exists():
                 before = json.loads(path.read_text(encoding="utf-8"))
-                changed = "; ".join(changes({key: before[key] for key in about}, self.manifest, _FREE))
+                changed = "; ".join(changes({key: before[key] for key in about}, about, _FREE))
                 problem = f"{str(folder)!r} holds other work: {changed}; choose another folder"
                 require(not changed, "output", problem)
-                self.manifest |= {key: before[key] for key in ("counts", "environment")}
+            else:
+                write_json(path, dict(about))
             for path in self.shards:
                 self.videos += pq.read_table(path, columns=["file_name"])["file_name"].to_pylist()
             if (path := listed).exists():
@@ -291,13 +287,6 @@ class _Output:
         write_shard(self.folder / f"shard-{last + 1:05d}.parquet", samples)
         self.videos += [sample.file_name for sample in samples]
 
-    def write_manifest(self, **facts: Any) -> None:
-        """Write what is in the folder and what it was made from."""
-        self.manifest |= facts
-        counts = {"clips": len(self.videos), "shards": len(self.shards), "quarantined": len(self.bad)}
-        self.manifest["counts"] |= counts
-        write_json(self.folder / "manifest.json", self.manifest)
-
 
 def preprocess(
     config: PreprocessConfig, *, progress: bool = False, encoders: PipelineEncoders | None = None
@@ -309,7 +298,7 @@ def preprocess(
         encoders: instead of those of the model.
 
     Returns:
-        The counts that the manifest then has: videos, clips, shards, quarantined.
+        how many `clips` and `shards` are in the folder, and how many videos are `quarantined`.
 
     Raises:
         InputError: an argument that cannot be used, found before any work; or the output folder holds the work of
@@ -325,12 +314,11 @@ def preprocess(
     folder = find_wan_model(config.model, config.revision)
     config = complete(config, folder)
     choose_dtype(config.dtype, choose_device(config.device))
-    pairs = hashlib.sha256(json.dumps(list(captions.items())).encode()).hexdigest() if captions else None
     about = {
         "format": FORMAT,
         "config": config.to_dict(),
-        "captions_sha256": file_sha256(config.captions) if config.captions else pairs,
-        "model": {"name": folder.name, "revision": folder.revision, **folder.fingerprint()},
+        "captions_sha256": hashlib.sha256(json.dumps(list(captions.items())).encode()).hexdigest(),
+        "model": folder.fingerprint(),
     }
     path = prepare_output_dir(config.output, "output")
     names = list(captions) or [f"procedural-{config.seed}-{k}" for k in range(config.procedural or 0)]
@@ -342,13 +330,11 @@ def preprocess(
             bar = tqdm(total=len(names), initial=len(names) - len(todo), disable=not progress, unit="video")
             with bar, deterministic_convolutions():
                 _fill(output, config, captions, todo, encoders or load_encoders(config, folder), bar)
-        output.write_manifest()
     if not output.videos:
         file, reason = next(iter(output.bad.items()))
         why = f"{path / 'quarantine.jsonl'} says why, and first: {file} {reason}"
         raise DataError(f"no clip could be made of {len(names)} videos; {why}")
-    counts: dict[str, int] = output.manifest["counts"]
-    return counts
+    return {"clips": len(output.videos), "shards": len(output.shards), "quarantined": len(output.bad)}
 
 
 def _fill(
@@ -360,9 +346,7 @@ def _fill(
     bar: Any,
 ) -> None:
     """Write the shards of the videos in `todo`, in order; bad ones go to quarantine on the way."""
-    versions = environment(choose_device(config.device)) | {"decoder": package_versions(("imageio-ffmpeg", "pyarrow"))}
     cropped = 0
-    output.write_manifest(environment=versions, counts={"videos": bar.total})
     if not (empty := output.folder / EMPTY_CAPTION).exists():
         with AtomicFiles() as files:
             save_file({"text_embedding": encoders.text("")}, files.stage(empty))

@@ -152,8 +152,6 @@ def test_real_clips_through_the_command_line(tmp_path, capsys, embedded):
     assert main([*words, "--quiet"]) == 0
     assert capsys.readouterr() == (f"{tmp_path / 'out' / 'manifest.json'}\n", "")
     assert contents(tmp_path / "out") == before
-    manifest = before["manifest"]
-    assert manifest["counts"]["clips"] == 4 and manifest["environment"]["packages"]["torch"]
 
 
 def test_text_and_latents_are_what_the_pipeline_makes(embedded):
@@ -311,7 +309,7 @@ def test_bad_ones_are_counted_and_tried_again_when_their_lines_are_taken_out(fol
     path.write_text("".join(line for line in path.read_text().splitlines(True) if "clip-7" in line))
     shutil.copy(one_video, folder / "videos" / "clip-3.mp4")
     again = Fake()
-    counts = {"videos": 14, "clips": 13, "shards": 5, "quarantined": 1}
+    counts = {"clips": 13, "shards": 5, "quarantined": 1}
     assert preprocess(config_of(folder), encoders=again) == counts
     assert again.seen == ["caption 1", "caption 3"] and quarantine(folder / "out").keys() == {"clip-7.mp4"}
     assert capsys.readouterr().err == ""
@@ -348,11 +346,6 @@ def test_a_killed_run_goes_on(folder):
     resumed = Fake()
     preprocess(config_of(folder), encoders=resumed)
     assert len(resumed.seen) == 6 and contents(output) == contents(folder / "whole")
-    # Or between shard and manifest.
-    manifest = json.loads((output / "manifest.json").read_text())
-    (output / "manifest.json").write_text(json.dumps(manifest | {"counts": {"videos": 14}}))
-    preprocess(config_of(folder), encoders=(idle := Fake()))
-    assert idle.seen == [] and contents(output) == contents(folder / "whole")
 
 
 def test_a_folder_of_other_work_or_not_free_is_refused_and_stays(folder, tmp_path):
