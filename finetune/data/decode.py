@@ -160,8 +160,7 @@ def _decode(path: Path, output: Sequence[str], timeout: float) -> tuple[bytearra
         *("-threads", "1"),
         # A playlist that passes for a video shall not reach the network.
         *("-protocol_whitelist", "file", "-max_pixels", str(MAX_PIXELS), "-i", f"file:{path.absolute()}"),
-        # Not of the pictures attached to it, of which V knows nothing.
-        *("-map", "0:V:0", "-fps_mode", "passthrough", *output, "pipe:1"),
+        *("-map", "0:v:0", "-fps_mode", "passthrough", *output, "pipe:1"),
     ]
     try:
         done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=timeout)

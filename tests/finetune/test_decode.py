@@ -141,28 +141,6 @@ def test_transparency_lies_over_black(tmp_path: Path) -> None:
         assert clip.frames[..., 34:].float().mean((1, 2, 3)).tolist() == [200, 100, 50]
 
 
-def boxes(data: bytes) -> dict[bytes, bytes]:
-    """The parts of an MP4 file or of one of its boxes, by their types."""
-    found, start = {}, 0
-    while start < len(data):
-        size = int.from_bytes(data[start : start + 4])
-        found[data[start + 4 : start + 8]] = data[start : start + size]
-        start += size
-    return found
-
-
-def test_a_cover_before_the_video_is_passed_over(tmp_path: Path) -> None:
-    encode(tmp_path / "cover.png", flat(16, 16)[:1])
-    options = ("-i", str(tmp_path / "cover.png"), "-map", "1", "-map", "0", "-c:v:0", "png", "-c:v:1", "libx264")
-    path = encode(tmp_path / "a.mp4", flat(48, 64, (250, 250, 250)), *options, "-disposition:v:0", "attached_pic")
-    # ffmpeg writes the cover behind the video.
-    file = boxes(path.read_bytes())
-    parts = boxes(file[b"moov"][8:])
-    file[b"moov"] = file[b"moov"][:8] + parts.pop(b"mvhd") + parts.pop(b"udta") + b"".join(parts.values())
-    path.write_bytes(b"".join(file.values()))
-    assert float(decoded(path).frames.float().min()) > 240
-
-
 def test_what_cannot_be_shown_is_set_aside_with_the_reason(tmp_path: Path) -> None:
     ycgco = "format=yuv444p,setparams=colorspace=ycgco"
     half = flat(48, 64, (200, 100, 50, 128))
