@@ -37,20 +37,18 @@ class BadVideo(ValueError):
 
 @dataclass(frozen=True)
 class ClipShape:
-    """What to cut out of a video.
+    """What to cut out of the middle of a video.
 
     Args:
         height, width: pixels.
         num_frames: of the clip.
         fps: frames per second of the clip; None for those of the file.
-        start: `begin`, or `middle` for a clip around the middle of the file.
     """
 
     height: int
     width: int
     num_frames: int
     fps: float | None = None
-    start: str = "begin"
 
 
 @dataclass(frozen=True)
@@ -143,8 +141,7 @@ def decode_clip(path: Path, shape: ClipShape, *, timeout: float) -> Clip:
     if stream.frames < count:
         rate = "" if shape.fps is None else f" at {shape.fps:g} frames per second"
         raise BadVideo(f"is too short: it has {stream.frames} frames{rate}, {count} are needed")
-    first = 0 if shape.start == "begin" else (stream.frames - count) // 2
-    output = ["-vf", stream.filters(shape, first), "-frames:v", str(count), "-f", "rawvideo"]
+    output = ["-vf", stream.filters(shape, (stream.frames - count) // 2), "-frames:v", str(count), "-f", "rawvideo"]
     pixels, _ = _decode(path, output, timeout)
     if len(pixels) < 3 * count * shape.height * shape.width:
         raise BadVideo("cannot be decoded: the decoder ended early")

@@ -45,7 +45,6 @@ from vmonarch.pipelines.environment import DTYPES, choose_device, choose_dtype
 from vmonarch.pipelines.model_folder import ModelFolder, find_wan_model
 from vmonarch.pipelines.outputs import changes, prepare_output_dir
 from vmonarch.pipelines.sampling import deterministic_convolutions
-from vmonarch.pipelines.traits import IMAGE_TO_VIDEO
 
 FORMAT = "vmonarch-preprocess-1"
 # What says where and how patiently, not what the rows are.
@@ -68,9 +67,6 @@ class PreprocessConfig(Settings):
         height, width: pixels, multiples of 16 (of 32 for some models).
         num_frames: of a clip, 4·k + 1.
         fps: frames per second of the clips; None leaves those of each file.
-        start: where clips begin: `begin` or `middle`.
-        image_to_video: also store the first frame's latents, and its image features if the model has an image encoder;
-            None stores them for models that need them.
         dtype: auto, float32, bfloat16 or float16, of the text and image encoders; the VAE runs in float32.
         device: auto, cpu, cuda or cuda:N.
         rows_per_shard: clips of a file, which are in memory until it is written.
@@ -92,8 +88,6 @@ class PreprocessConfig(Settings):
     width: int | None = number(None, "[1, 8192]")
     num_frames: int | None = number(None, "[1, inf)")
     fps: float | None = number(None, "[0.001, 1000]")
-    start: str = choice("begin", "begin", "middle")
-    image_to_video: bool | None = None
     dtype: str = choice("auto", *DTYPES)
     device: str = "auto"
     rows_per_shard: int = number(32, "[1, inf)")
@@ -111,7 +105,7 @@ class PreprocessConfig(Settings):
     def shape(self) -> ClipShape:
         """Of all clips, of a completed config."""
         assert self.height and self.width and self.num_frames
-        return ClipShape(self.height, self.width, self.num_frames, self.fps, self.start)
+        return ClipShape(self.height, self.width, self.num_frames, self.fps)
 
 
 def complete(config: PreprocessConfig, model: ModelFolder) -> PreprocessConfig:
@@ -123,15 +117,14 @@ def complete(config: PreprocessConfig, model: ModelFolder) -> PreprocessConfig:
     from vmonarch.finetune.scenes import HEIGHT, NUM_FRAMES, WIDTH
     from vmonarch.pipelines.config import check_sizes, recommended_settings
 
-    recommended = recommended_settings(model) | {"image_to_video": model.image_conditioned}
-    names = ("image_to_video", "height", "width", "num_frames")
-    changes = {name: recommended[name] for name in names if getattr(config, name) is None}
+    recommended = recommended_settings(model)
+    changes = {name: recommended[name] for name in ("height", "width", "num_frames") if getattr(config, name) is None}
     if config.videos is not None:
         changes["videos"] = str(Path(config.videos).expanduser().resolve())
     config = dataclasses.replace(config, **changes)
     check_sizes(config.shape, model.multiples, model.temporal, " for this model")
     if config.procedural is not None:
-        own = dict(height=HEIGHT, width=WIDTH, num_frames=NUM_FRAMES, fps=None, start="begin")
+        own = dict(height=HEIGHT, width=WIDTH, num_frames=NUM_FRAMES, fps=None)
         for name, only in own.items():
             problem = f"must be {only} for procedural clips, got {getattr(config, name)}"
             require(getattr(config, name) == only, name, problem)
@@ -139,10 +132,14 @@ def complete(config: PreprocessConfig, model: ModelFolder) -> PreprocessConfig:
 
 
 class PipelineEncoders:
-    """Text encoder, VAE and image encoder of a stock diffusers pipeline, called as its own code calls them."""
+    """Text encoder, VAE and image encoder of a stock diffusers pipeline, called as its own code calls them.
 
-    def __init__(self, pipe: Any, device: torch.device) -> None:
-        self.pipe, self._device = pipe, device
+    Args:
+        takes_image: its transformer cannot do without a first frame.
+    """
+
+    def __init__(self, pipe: Any, device: torch.device, takes_image: bool) -> None:
+        self.pipe, self._device, self._takes_image = pipe, device, takes_image
 
     @torch.no_grad()
     def text(self, caption: str) -> torch.Tensor:
@@ -167,9 +164,10 @@ class PipelineEncoders:
         """`first_frame_latent` [C, T, y, x], and `clip_feature` [tokens, D] if the pipeline has an image encoder.
 
         The latents are those that the pipeline gives the transformer beside its mask: of the first frame with zeros
-        after it (alone where the model has a timestep for each token, T = 1), normalised by the VAE's statistics.
-        FastVideo stores the same.
+        after it, normalised by the VAE's statistics. FastVideo stores the same. Models that take no image get nothing.
         """
+        if not self._takes_image:
+            return {}
         size = dict(zip(("num_frames", "height", "width"), video.shape[1:], strict=True))
         given = {"dtype": torch.float32, "device": self._device, "latents": torch.empty(0)}
         _, condition, *_ = self.pipe.prepare_latents(video[None, :, 0].to(self._device), 1, **size, **given)
@@ -185,7 +183,7 @@ class PipelineEncoders:
 
 
 def load_encoders(config: PreprocessConfig, folder: ModelFolder) -> PipelineEncoders:
-    """Load tokenizer, text encoder and VAE for a completed config, and the image encoder if it asks for one.
+    """Load tokenizer, text encoder and VAE for a completed config, and the image encoder if the model has one.
 
     Raises:
         InputError: the device or dtype is not to be had.
@@ -196,13 +194,9 @@ def load_encoders(config: PreprocessConfig, folder: ModelFolder) -> PipelineEnco
     from vmonarch.pipelines.loading import read_pipeline
 
     device = choose_device(config.device)
-    cls = getattr(diffusers, IMAGE_TO_VIDEO if config.image_to_video else folder.pipeline)
-    left_out = ["transformer", "transformer_2", "scheduler"]
-    if not config.image_to_video and folder.pipeline == IMAGE_TO_VIDEO:
-        left_out += ["image_encoder", "image_processor"]
-    pipe = read_pipeline(cls, folder, choose_dtype(config.dtype, device), **dict.fromkeys(left_out))
-    pipe.to(device)
-    return PipelineEncoders(pipe, device)
+    left_out = dict.fromkeys(("transformer", "transformer_2", "scheduler"))
+    pipe = read_pipeline(getattr(diffusers, folder.pipeline), folder, choose_dtype(config.dtype, device), **left_out)
+    return PipelineEncoders(pipe.to(device), device, folder.image_conditioned)
 
 
 def procedural_clip(seed: int, number: int) -> tuple[str, Clip]:
@@ -354,7 +348,7 @@ def _fill(
     for name, future in _ahead(todo, partial(_clip, config, captions), config.workers):
         try:
             caption, clip = future.result()
-            rows.append(_row(name, caption, clip, encoders, config))
+            rows.append(_row(name, caption, clip, encoders))
             # Sizes are whole pixels: no more than that is lost of a picture that has the shape of the clips.
             cropped += clip.kept < 0.98
         except BadVideo as error:
@@ -386,12 +380,12 @@ def _clip(config: PreprocessConfig, captions: Mapping[str, str], name: str) -> M
         raise BadVideo(str(error) or repr(error)) from error
 
 
-def _row(name: str, caption: str, clip: Clip, encoders: PipelineEncoders, config: PreprocessConfig) -> Sample:
+def _row(name: str, caption: str, clip: Clip, encoders: PipelineEncoders) -> Sample:
     """The clip of a video, encoded."""
     text = encoders.text(caption)
     video = clip.frames if clip.frames.is_floating_point() else clip.frames.float() / 127.5 - 1
     frames, height, width = video.shape[1:]
-    tensors = {"latents": encoders.latents(video), **(encoders.image(video) if config.image_to_video else {})}
+    tensors = {"latents": encoders.latents(video), **encoders.image(video)}
     if not all(x.isfinite().all() for x in (text, *tensors.values())):
         raise BadVideo("has encodings that are not finite")
     return Sample(

@@ -55,7 +55,7 @@ class Fake:
         return torch.nn.functional.avg_pool3d(video, (1, 8, 8))[:, ::4].contiguous()
 
     def image(self, video):
-        return {"first_frame_latent": self.latents(video[:, :1])}
+        return {}
 
 
 def write_captions(folder: Path, rows: dict[str, str]) -> Path:
@@ -120,7 +120,7 @@ def quarantine(output: Path) -> dict[str, str]:
 @pytest.fixture(scope="session")
 def embedded() -> PipelineEncoders:
     folder = find_model("embedded")
-    return load_encoders(module.complete(PreprocessConfig(procedural=1, image_to_video=True), folder), folder)
+    return load_encoders(module.complete(PreprocessConfig(procedural=1), folder), folder)
 
 
 def test_real_clips_through_the_command_line(tmp_path, capsys, embedded):
@@ -171,15 +171,14 @@ def test_text_and_latents_are_what_the_pipeline_makes(embedded):
 # Right rows
 
 
-@pytest.mark.parametrize("expand", [False, True], ids=["mask", "timesteps"])
-def test_image_to_video_stores_what_diffusers_gives_the_transformer(expand, embedded):
+def test_image_to_video_stores_what_diffusers_gives_the_transformer(embedded):
     torch.manual_seed(0)
     sizes = dict(hidden_size=8, intermediate_size=8, num_hidden_layers=3, num_attention_heads=1)
     vision = CLIPVisionModel(CLIPVisionConfig(**sizes, image_size=8, patch_size=4)).eval()
     processor = CLIPImageProcessorPil(size={"shortest_edge": 8}, crop_size={"height": 8, "width": 8})
     parts = {name: getattr(embedded.pipe, name) for name in ("vae", "text_encoder", "tokenizer")}
     parts |= dict(scheduler=None, transformer=None, image_encoder=vision, image_processor=processor)
-    pipe = WanImageToVideoPipeline(**parts, expand_timesteps=expand)
+    pipe = WanImageToVideoPipeline(**parts)
     pictures = torch.randint(0, 256, (3, 5, 32, 48), dtype=torch.uint8)
     video = pictures.float() / 127.5 - 1
     picture = Image.fromarray(pictures[:, 0].permute(1, 2, 0).numpy())
@@ -189,10 +188,9 @@ def test_image_to_video_stores_what_diffusers_gives_the_transformer(expand, embe
             1, 16, 32, 48, 5, torch.float32, torch.device("cpu"), torch.Generator().manual_seed(0),
         )  # fmt: skip
         feature = pipe.encode_image(picture, torch.device("cpu"))[0]
-    extras = PipelineEncoders(pipe, torch.device("cpu")).image(video)
-    expected = prepared[1][0] if expand else prepared[1][0, 4:]
-    assert extras["first_frame_latent"].shape == (16, 1 if expand else 2, 4, 6)
-    torch.testing.assert_close(extras["first_frame_latent"], expected, rtol=1e-5, atol=1e-5)
+    extras = PipelineEncoders(pipe, torch.device("cpu"), takes_image=True).image(video)
+    assert extras["first_frame_latent"].shape == (16, 2, 4, 6)
+    torch.testing.assert_close(extras["first_frame_latent"], prepared[1][0, 4:], rtol=1e-5, atol=1e-5)
     assert torch.equal(extras["clip_feature"], feature) and feature.shape == (5, 8)
 
 
