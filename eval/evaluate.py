@@ -376,7 +376,7 @@ def prompt_score(folder: ModelFolder, frames: torch.Tensor, prompt: str, prompt_
     """`vmonarch.eval.prompt_score.score_video` of frames [F, 3, H, W].
 
     It is None for prompts in other words than the embedded model's, and, unless its prompts are asked for by
-    `prompt_set`, for models other than that one and its proxies (`vmonarch.finetune.embedded`).
+    `prompt_set`, for models other than that one and its proxies (`vmonarch.finetune.proxy`).
 
     Args:
         folder: of the model.
