@@ -25,13 +25,11 @@ class DataConfig(Settings):
 
     Args:
         path: their folder. validation: the same, of clips that are never trained on; null for no validation loss.
-        workers: processes of each rank that read ahead.
         caption_dropout: share of the clips that are trained on without their caption, in [0, 1].
     """
 
     path: str = ""
     validation: str | None = None
-    workers: int = number(2, "[0, inf)")
     caption_dropout: float = number(0.1, "[0, 1]")
 
 

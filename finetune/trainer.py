@@ -51,8 +51,8 @@ from vmonarch.pipelines.outputs import changes, prepare_output_dir
 
 # What may change between a run and the one that resumes it; all else would make it another run. Model and data may have
 # moved: what they are is compared instead. The number of steps may change where the learning rate does not follow it.
-FREE = ("output_dir", "trackers", "log_every", "validation", "checkpoints", "data.workers", "data.validation",
-        "data.path", "model", "revision", "attention.label")  # fmt: skip
+FREE = ("output_dir", "trackers", "log_every", "validation", "checkpoints", "data.validation", "data.path",
+         "model", "revision", "attention.label")  # fmt: skip
 # That a process waits for the others, of which a launcher ends all when one dies.
 WAITING = timedelta(hours=6)
 
@@ -106,8 +106,8 @@ class Trainer:
             "model": self.folder.fingerprint(),
             "environment": environment(self.accelerator.device),
         }
-        how = {"workers": data.workers, "caption_dropout": data.caption_dropout}
-        self.loader = self._loader(self.clips, batch_size=config.micro_batch, seed=config.seed, **how)
+        how = {"seed": config.seed, "caption_dropout": data.caption_dropout}
+        self.loader = self._loader(self.clips, batch_size=config.micro_batch, **how)
         self.step, self.saved = 0, self.output / "checkpoints"
         self._shown: dict[str, str] = {}
         prepare_output_dir(config.output_dir)

@@ -3,22 +3,26 @@
 A position is a number of batches. The order of an epoch follows from seed, epoch and the number of rows alone. Its slot
 p is row `order[p mod rows]`, and the slots of a batch, over all ranks, are the next `batch_size * world_size`. The last
 batch repeats the first rows, so every rank has the same number of batches. What a slot holds depends on nothing else:
-not on workers, or any global random state. A row that cannot be used ends the run.
+not on threads, or any global random state. A row that cannot be used ends the run.
 """
 
 from __future__ import annotations
 
 import itertools
+from collections import deque
 from collections.abc import Generator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch.utils.data import DataLoader, Dataset
 
 from vmonarch.finetune.data.parquet import EMPTY_CAPTION, DataError, ParquetFolder, Sample
+
+# Threads that read and decode, and how many batches ahead.
+THREADS, AHEAD = 2, 4
 
 
 @dataclass(frozen=True)
@@ -41,17 +45,14 @@ class Batch:
 
 
 @dataclass(eq=False)
-class LatentLoader(Dataset[Batch]):
+class LatentLoader:
     """Batches of one rank, endless over epochs, from a position that is saved and restored exactly.
-
-    As a data set, whose copies worker processes get, it holds the batches by their number from the run's first.
 
     Args:
         folder: the rows.
         batch_size: clips of a batch on one rank, which must have one shape.
         seed: of the order and of dropped captions.
         rank, world_size: this process and how many there are.
-        workers: processes that read and decode; 0 does it in this one. Batches are the same.
         mean, std: [C], the VAE's; latents become (raw - mean) / std.
         text_length: text is padded with zeros to it, and cut where longer (FastVideo pads to 512).
         text_dim: of the text encoder.
@@ -72,7 +73,6 @@ class LatentLoader(Dataset[Batch]):
     seed: int
     rank: int = 0
     world_size: int = 1
-    workers: int = 0
     mean: torch.Tensor
     std: torch.Tensor
     text_length: int = 512
@@ -86,7 +86,7 @@ class LatentLoader(Dataset[Batch]):
         self._unit = self.batch_size * self.world_size
         self.batches_per_epoch = -(-len(self.folder) // self._unit)
         self._fingerprint = self.folder.fingerprint()
-        self._next, self._epoch = 0, -1
+        self._next = 0
 
     def _check_text(self, text: torch.Tensor, place: str) -> None:
         if text.shape[1] != self.text_dim:
@@ -101,13 +101,11 @@ class LatentLoader(Dataset[Batch]):
         uniform = (_random_bits(slots, self.seed, epoch, 2) >> np.uint64(11)) * 2.0**-53
         return order, uniform < self.caption_dropout
 
-    def __getitem__(self, number: int) -> Batch:
-        """Batch `number`, counted from the run's first."""
-        epoch, place = divmod(number, self.batches_per_epoch)
-        if epoch != self._epoch:
-            (self._order, self._dropped), self._epoch = self.schedule(epoch), epoch
+    def _batch(self, place: int, order: np.ndarray, dropped: np.ndarray) -> Batch:
+        """The batch at a place of an epoch with this `schedule`."""
         start = place * self._unit + self.rank * self.batch_size
-        samples = [self._sample(slot) for slot in range(start, start + self.batch_size)]
+        slots = range(start, start + self.batch_size)
+        samples = [self._sample(int(order[slot % len(order)]), bool(dropped[slot])) for slot in slots]
         named = [{"vae_latent": sample.latents, **sample.extras} for sample in samples]
         shapes = [", ".join(f"{name} {list(x.shape)}" for name, x in tensors.items()) for tensors in named]
         if len(set(shapes)) > 1:
@@ -121,9 +119,8 @@ class LatentLoader(Dataset[Batch]):
             extras={name: torch.stack([s.extras[name] for s in samples]) for name in samples[0].extras},
         )
 
-    def _sample(self, slot: int) -> Sample:
-        """The clip of a slot: latents normalised, text cut and not padded."""
-        index = int(self._order[slot % len(self._order)])
+    def _sample(self, index: int, dropped: bool) -> Sample:
+        """The clip of a row, with its caption or without: latents normalised, text cut and not padded."""
         sample, place = self.folder.read(index), self.folder.place(index)
         if len(sample.latents) != len(self.mean):
             problem = f"{place} has latents of {list(sample.latents.shape)}: another VAE made them"
@@ -134,7 +131,7 @@ class LatentLoader(Dataset[Batch]):
         # Extra tensors are stored as the transformer gets them.
         mean, std = (x.view(-1, 1, 1, 1) for x in (self.mean, self.std))
         latents, text = (sample.latents - mean) / std, text[: self.text_length].view(-1, self.text_dim)
-        if not self._dropped[slot]:
+        if not dropped:
             return Sample(sample.id, latents, text, sample.caption, extras=sample.extras)
         text = text[:0] if empty is None else empty[: self.text_length]
         return Sample(sample.id, latents, text, "", extras=sample.extras)
@@ -155,17 +152,17 @@ class LatentLoader(Dataset[Batch]):
         self._next = int(state["batches"])
 
     def __iter__(self) -> Generator[Batch]:
-        loader: DataLoader[Batch] = DataLoader(
-            self,
-            batch_size=None,
-            sampler=itertools.count(self._next),
-            num_workers=self.workers,
-            # Its seed for workers, which use none, would be drawn from the global state.
-            generator=torch.Generator().manual_seed(0),
-        )
-        for batch in loader:
-            self._next += 1
-            yield batch
+        ahead, current = deque[Future[Batch]](), -1
+        with ThreadPoolExecutor(THREADS, thread_name_prefix="clips") as pool:
+            for number in itertools.count(self._next):
+                epoch, place = divmod(number, self.batches_per_epoch)
+                if epoch != current:
+                    (order, dropped), current = self.schedule(epoch), epoch
+                ahead.append(pool.submit(self._batch, place, order, dropped))
+                if len(ahead) > AHEAD:
+                    batch = ahead.popleft().result()
+                    self._next += 1
+                    yield batch
 
 
 def _random_bits(count: int, seed: int, epoch: int, purpose: int) -> np.ndarray:

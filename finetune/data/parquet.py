@@ -5,7 +5,7 @@ A tensor is three columns: `NAME_bytes`, `NAME_shape`, `NAME_dtype`. Latents are
 [L, D] without padding. Read are the columns that training needs: those of TENSORS, and where they are, EXTRA_TENSORS.
 
 A row group is the least that can be read, so each row that is written here has its own. Files are opened for each read
-and closed again: nothing that a worker process could share with its parent stays open.
+and closed again.
 
 Source: https://github.com/hao-ai-lab/FastVideo (`pyarrow_schema_t2v`, `pyarrow_schema_i2v`).
 """
@@ -184,7 +184,7 @@ class ParquetFolder:
         """Note the rows of a file."""
         path = self.path / name
         try:
-            with pq.ParquetFile(path, pre_buffer=False) as file:
+            with pq.ParquetFile(path) as file:
                 columns = file.schema_arrow.names
                 groups = [file.metadata.row_group(group).num_rows for group in range(file.metadata.num_row_groups)]
         except _UNREADABLE as error:
@@ -219,9 +219,8 @@ class ParquetFolder:
         path = self.path / name
         wanted = ["id", "caption", *_columns(TENSORS | EXTRA_TENSORS)]
         try:
-            # No threads of Arrow: worker processes are forked.
-            with pq.ParquetFile(path, pre_buffer=False, page_checksum_verification=True) as file:
-                table = file.read_row_group(group, columns=wanted, use_threads=False)
+            with pq.ParquetFile(path, page_checksum_verification=True) as file:
+                table = file.read_row_group(group, columns=wanted)
             return decode_row({name: table[name][row].as_py() for name in table.column_names})
         except _UNREADABLE as error:
             # Arrow's errors have no number. Those of the system name the file.

@@ -19,7 +19,6 @@ from vmonarch.finetune.data.parquet import write_shard as write
 C, T, H, W, DIM = 3, 2, 2, 4, 5
 MEAN, STD = torch.tensor([0.5, -1.0, 2.0]), torch.tensor([2.0, 0.25, 1.5])
 CUT = {"vae_latent_bytes": b"cut"}
-WORKERS = pytest.mark.parametrize("workers", [0, 2])
 
 
 def sample(number, **changes):
@@ -105,22 +104,21 @@ def test_data_that_cannot_be_used_is_named(tmp_path):
         (tmp_path / "1.parquet").unlink()
 
 
-@pytest.mark.parametrize("workers", [0, 1])
-def test_what_ends_a_run_is_named_by_any_worker(tmp_path, workers):
+def test_what_ends_a_run_is_named(tmp_path):
     folder = fill(tmp_path, 6)
     (tmp_path / "1.parquet").rename(tmp_path / "kept")
     with pytest.raises(FileNotFoundError, match="1.parquet"):
-        epoch_ids(make(folder, workers=workers))
+        epoch_ids(make(folder))
     write(tmp_path / "1.parquet", [sample(3, text=torch.ones(2, DIM + 1))])
     with pytest.raises(DataError, match="text_dim is 5, but row 0 of row group 0 of .*1.parquet has text of 6"):
-        epoch_ids(make(ParquetFolder(tmp_path), workers=workers))
+        epoch_ids(make(ParquetFolder(tmp_path)))
     (tmp_path / "1.parquet").unlink()
     write(tmp_path / "1.parquet", [sample(3, latents=torch.ones(C + 1, T, H, W))])
     with pytest.raises(DataError, match="have 3 channels, but row 0 of row group 0 of .*1.parquet has latents of"):
-        epoch_ids(make(ParquetFolder(tmp_path), workers=workers))
+        epoch_ids(make(ParquetFolder(tmp_path)))
     folder = write_plain(tmp_path / "1.parquet", encode_row(sample(3)), {**encode_row(sample(4)), **CUT})
     with pytest.raises(DataError, match="row 1 of row group 0 of .*1.parquet cannot be used: vae_latent is no tensor"):
-        epoch_ids(make(folder, workers=workers))
+        epoch_ids(make(folder))
 
 
 def test_a_flipped_byte_makes_its_row_unusable(tmp_path):
@@ -167,7 +165,7 @@ def test_caption_dropout_has_its_share_and_follows_the_slot_alone(tmp_path):
     torch.manual_seed(1), random.seed(1), np.random.seed(1)
     state = lambda: (torch.get_rng_state().tolist(), random.getstate(), np.random.get_state()[1].tolist())
     before = state()
-    ranks = [make(folder, rank=rank, world_size=2, caption_dropout=0.2, workers=rank) for rank in range(2)]
+    ranks = [make(folder, rank=rank, world_size=2, caption_dropout=0.2) for rank in range(2)]
     for wanted, first, second in zip(whole, *ranks, strict=False):
         assert wanted.captions == first.captions + second.captions
     assert state() == before
@@ -175,14 +173,13 @@ def test_caption_dropout_has_its_share_and_follows_the_slot_alone(tmp_path):
     assert not any(flags(islice(make(folder), 20))) and all(flags(islice(make(folder, caption_dropout=1.0), 20)))
 
 
-@WORKERS
-def test_a_dropped_caption_is_the_encoding_that_the_folder_brings(tmp_path, workers):
+def test_a_dropped_caption_is_the_encoding_that_the_folder_brings(tmp_path):
     without = fill(tmp_path, 12)
     empty = torch.randn(9, DIM).half()
     save_file({"text_embedding": empty}, tmp_path / parquet_module.EMPTY_CAPTION)
     folder = ParquetFolder(tmp_path)
     assert torch.equal(folder.empty_caption, empty.float())
-    batches = list(islice(make(folder, caption_dropout=0.5, workers=workers), 6))
+    batches = list(islice(make(folder, caption_dropout=0.5), 6))
     assert {caption == "" for batch in batches for caption in batch.captions} == {True, False}
     for found, plain in zip(batches, make(without), strict=False):
         for row, caption in enumerate(found.captions):
@@ -197,8 +194,7 @@ def test_a_dropped_caption_is_the_encoding_that_the_folder_brings(tmp_path, work
 # Resuming
 
 
-@WORKERS
-def test_a_stopped_run_goes_on_bit_for_bit_from_every_position(tmp_path, workers):
+def test_a_stopped_run_goes_on_bit_for_bit_from_every_position(tmp_path):
     folder, settings = fill(tmp_path, 13), dict(caption_dropout=0.3)
     straight = make(folder, **settings)
     states, wanted = [straight.state_dict()], []
@@ -207,10 +203,10 @@ def test_a_stopped_run_goes_on_bit_for_bit_from_every_position(tmp_path, workers
         states.append(straight.state_dict())
     assert straight.batches_per_epoch == 7
     for done in range(8):
-        other = make(folder, workers=workers, **settings)
+        other = make(folder, **settings)
         other.load_state_dict(json.loads(json.dumps(states[done])))
         found = list(islice(other, 9))
         assert all(equal(a, b) for a, b in zip(found, wanted[done : done + 9], strict=True))
         assert other.state_dict() == states[done + 9]
-        # What workers made ahead is not lost.
+        # What was made ahead is not lost.
         assert equal(next(iter(other)), wanted[done + 9])

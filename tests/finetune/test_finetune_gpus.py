@@ -18,7 +18,7 @@ pytestmark = [
 FSDP = ["--use_fsdp", "--fsdp_version", "2", "--fsdp_auto_wrap_policy", "TRANSFORMER_BASED_WRAP",
         "--fsdp_transformer_layer_cls_to_wrap", "WanTransformerBlock"]  # fmt: skip
 ENGINES = {"ddp": ["--multi_gpu"], "fsdp": FSDP}
-SETTINGS = ["batch_size=4", "micro_batch=1", "trackers=[]", "log_every=1", "data.workers=0",
+SETTINGS = ["batch_size=4", "micro_batch=1", "trackers=[]", "log_every=1",
             "optimizer.learning_rate=1e-3", "checkpoints.every=3", "data.caption_dropout=0.3"]  # fmt: skip
 
 

@@ -9,11 +9,9 @@ import torch
 
 from vmonarch.finetune import proxy as command
 from vmonarch.finetune import scenes
-from vmonarch.finetune.scenes import render, sample_scenes
 from vmonarch.pipelines.config import recommended_settings
 from vmonarch.pipelines.embedded import EMBEDDED_SETTINGS, embedded_model_path
 from vmonarch.pipelines.model_folder import find_model, folder_bytes
-
 
 SMALL = {"num_attention_heads": 1, "ffn_dim": 64, "num_layers": 1}
 QUICK = {"CLIPS": 2, "STEPS": 2, "BATCH": 2, "SCALE": 1, "TRANSFORMER": SMALL}

@@ -55,7 +55,7 @@ def settings(place, output, kind="t2v", clips="clips", **changes):
         "trackers": [],
         "log_every": 1,
         "gradient_checkpointing": False,
-        "data": {"path": str(place / clips), "workers": 0},
+        "data": {"path": str(place / clips)},
         "optimizer": {"learning_rate": 1e-3},
         "validation": {"every": 0},
         "checkpoints": {"every": 100},
@@ -80,10 +80,10 @@ def equal(a, b):
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
-@pytest.mark.parametrize("kind,workers", [("t2v", 0), ("t2v-2.2", 2), ("t2v-5b", 0), ("i2v-2.1", 0)])
-def test_a_resumed_run_is_the_same_run(place, tmp_path, kind, workers):
+@pytest.mark.parametrize("kind", ["t2v", "t2v-2.2", "t2v-5b", "i2v-2.1"])
+def test_a_resumed_run_is_the_same_run(place, tmp_path, kind):
     """Bit for bit, from the middle of an epoch, with the optimizer, the average, dropped captions and two experts."""
-    options = {"steps": 12, "ema": 0.9, "attention": "vmonarch", "data": {"workers": workers, "caption_dropout": 0.3}}
+    options = {"steps": 12, "ema": 0.9, "attention": "vmonarch", "data": {"caption_dropout": 0.3}}
     # Both experts of the second are as likely with this shift.
     options |= {"objective": {"image_share": 0.5} if kind == "t2v-5b" else {"flow_shift": 9.0}}
     clips = "images" if kind == "i2v-2.1" else "clips"
@@ -277,7 +277,7 @@ def test_another_run_is_not_resumed(place, tmp_path):
         with pytest.raises(CheckpointError, match=message):
             Trainer(settings(place, tmp_path, **changes))
     # What may change.
-    free = {"log_every": 5, "data": {"workers": 1}, "checkpoints": {"keep": 3}, "validation": {"clips": 2}, "steps": 9}
+    free = {"log_every": 5, "checkpoints": {"keep": 3}, "validation": {"clips": 2}, "steps": 9}
     assert Trainer(settings(place, tmp_path, **free)).step == 2
 
 
@@ -293,7 +293,7 @@ def test_a_checkpoint_that_has_been_damaged_is_named_and_the_one_before_serves(p
 
 
 def test_a_second_run_in_a_folder_is_refused_until_the_first_has_ended(place, tmp_path):
-    first = Trainer(settings(place, tmp_path, steps=2, data={"workers": 1}))
+    first = Trainer(settings(place, tmp_path, steps=2))
     with pytest.raises(InputError, match="output_dir '.*' is in use by another run"):
         Trainer(settings(place, tmp_path, steps=2))
     first.run()
@@ -410,7 +410,7 @@ def test_validation_videos(tmp_path, monkeypatch):
         "batch_size": 1,
         "precision": "fp32",
         "trackers": ["tensorboard"],
-        "data": {"path": str(tmp_path / "clips"), "workers": 0},
+        "data": {"path": str(tmp_path / "clips")},
         "validation": {"every": 0, "videos_every": 1, "prompts": ["a red circle moving right"], "steps": 1},
     }
 
