@@ -9,9 +9,6 @@ from typing import Any
 from vmonarch.configs import InputError, Settings, choice, number
 from vmonarch.configs.methods import resolve_method
 
-# What of a checkpoint another number of processes starts anew.
-WAIVABLE = ("loader", "random")
-
 
 def require(fits: object, argument: str, problem: str) -> None:
     """Raise `InputError(argument, problem)` unless something fits."""
@@ -110,12 +107,12 @@ class CheckpointConfig(Settings):
 
     Args:
         every: steps. keep: how many.
-        waive: WAIVABLE, with which another number of processes may go on.
+        any_processes: another number of processes may go on, with the data and random numbers begun anew.
     """
 
     every: int = number(250, "[1, inf)")
     keep: int = number(2, "[1, inf)")
-    waive: tuple[str, ...] = choice((), *WAIVABLE)
+    any_processes: bool = False
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ from tqdm import tqdm
 from vmonarch.configs import InputError
 from vmonarch.finetune import checkpoints
 from vmonarch.finetune.checkpoints import CheckpointError
-from vmonarch.finetune.config import WAIVABLE, FinetuneConfig, OptimizerConfig, require
+from vmonarch.finetune.config import FinetuneConfig, OptimizerConfig, require
 from vmonarch.finetune.data.loader import Batch, LatentLoader
 from vmonarch.finetune.data.parquet import DataError, ParquetFolder
 from vmonarch.finetune.models import (
@@ -189,10 +189,10 @@ class Trainer:
         if self.spread == (path / checkpoints.WEIGHTS).exists():
             raise CheckpointError(f"{path} was saved with{'out' * self.spread} FSDP; go on with it as it began")
         anew = run["world_size"] != self.world
-        if anew and set(self.config.checkpoints.waive) != set(WAIVABLE):
+        if anew and not self.config.checkpoints.any_processes:
             raise CheckpointError(
                 f"{path} was saved by {run['world_size']} processes, there are {self.world};"
-                f" checkpoints.waive=[{','.join(WAIVABLE)}] lets data and random numbers begin anew"
+                " checkpoints.any_processes=true lets data and random numbers begin anew"
             )
         if run["model"] != self.about["model"]:
             raise CheckpointError(f"{path} was trained from another model than {self.folder.name}")

@@ -11,7 +11,6 @@ BAD = (
     ({"data": {"path": ""}}, "data.path is missing"),
     ({"data": {"bad_fraction": 0.1}}, "data.bad_fraction"),
     ({"ema": 1.0}, r"ema must be in \[0, 1\), got 1.0"),
-    ({"checkpoints": {"waive": ["model"]}}, "checkpoints.waive must be one of loader, random, got"),
     ({"attention": {"coarse": 0}}, "attention.coarse must be"),
     ({"attention": "near-lossless"}, "attention.refresh must be null, as residuals have no gradient"),
     ({"lora": {"rank": 4, "targets": []}}, "lora.targets must name at least one layer"),
