@@ -8,12 +8,12 @@ not on threads, or any global random state. A row that cannot be used ends the r
 
 from __future__ import annotations
 
-import itertools
 from collections import deque
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import KW_ONLY, dataclass
-from typing import Any
+from itertools import count, islice
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -21,8 +21,21 @@ import torch.nn.functional as F
 
 from vmonarch.finetune.data.parquet import EMPTY_CAPTION, DataError, ParquetFolder, Sample
 
-# Threads that read and decode, and how many batches ahead.
-THREADS, AHEAD = 2, 4
+# That read and decode rows.
+THREADS = 2
+Item = TypeVar("Item")
+Made = TypeVar("Made")
+
+
+def ahead(make: Callable[[Item], Made], items: Iterable[Item], threads: int) -> Iterator[tuple[Item, Future[Made]]]:
+    """What `make` makes of each item, in order, by so many threads and before it is asked for."""
+    left, waiting = iter(items), deque[tuple[Item, Future[Made]]]()
+    with ThreadPoolExecutor(threads, thread_name_prefix="clips") as pool:
+        while True:
+            waiting.extend((item, pool.submit(make, item)) for item in islice(left, 1 + threads - len(waiting)))
+            if not waiting:
+                return
+            yield waiting.popleft()
 
 
 @dataclass(frozen=True)
@@ -101,11 +114,19 @@ class LatentLoader:
         uniform = (_random_bits(slots, self.seed, epoch, 2) >> np.uint64(11)) * 2.0**-53
         return order, uniform < self.caption_dropout
 
-    def _batch(self, place: int, order: np.ndarray, dropped: np.ndarray) -> Batch:
-        """The batch at a place of an epoch with this `schedule`."""
-        start = place * self._unit + self.rank * self.batch_size
-        slots = range(start, start + self.batch_size)
-        samples = [self._sample(int(order[slot % len(order)]), bool(dropped[slot])) for slot in slots]
+    def _rows(self) -> Iterator[list[tuple[int, bool]]]:
+        """Of each batch from the position on, the rows and whether their captions are dropped."""
+        current = -1
+        for number in count(self._next):
+            epoch, place = divmod(number, self.batches_per_epoch)
+            if epoch != current:
+                (order, dropped), current = self.schedule(epoch), epoch
+            start = place * self._unit + self.rank * self.batch_size
+            yield [(int(order[s % len(order)]), bool(dropped[s])) for s in range(start, start + self.batch_size)]
+
+    def _batch(self, rows: list[tuple[int, bool]]) -> Batch:
+        """The clips of rows, and whether each goes without its caption."""
+        samples = [self._sample(index, dropped) for index, dropped in rows]
         named = [{"vae_latent": sample.latents, **sample.extras} for sample in samples]
         shapes = [", ".join(f"{name} {list(x.shape)}" for name, x in tensors.items()) for tensors in named]
         if len(set(shapes)) > 1:
@@ -152,17 +173,10 @@ class LatentLoader:
         self._next = int(state["batches"])
 
     def __iter__(self) -> Generator[Batch]:
-        ahead, current = deque[Future[Batch]](), -1
-        with ThreadPoolExecutor(THREADS, thread_name_prefix="clips") as pool:
-            for number in itertools.count(self._next):
-                epoch, place = divmod(number, self.batches_per_epoch)
-                if epoch != current:
-                    (order, dropped), current = self.schedule(epoch), epoch
-                ahead.append(pool.submit(self._batch, place, order, dropped))
-                if len(ahead) > AHEAD:
-                    batch = ahead.popleft().result()
-                    self._next += 1
-                    yield batch
+        for _, future in ahead(self._batch, self._rows(), THREADS):
+            batch = future.result()
+            self._next += 1
+            yield batch
 
 
 def _random_bits(count: int, seed: int, epoch: int, purpose: int) -> np.ndarray:

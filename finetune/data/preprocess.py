@@ -19,12 +19,9 @@ import dataclasses
 import hashlib
 import json
 import random
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +37,7 @@ from vmonarch.finetune.checkpoints import hold
 from vmonarch.finetune.config import require
 from vmonarch.finetune.data.captions import read_captions
 from vmonarch.finetune.data.decode import BadVideo, Clip, ClipShape, decode_clip
+from vmonarch.finetune.data.loader import ahead
 from vmonarch.finetune.data.parquet import EMPTY_CAPTION, TEXT_LENGTH, DataError, Sample, write_shard
 from vmonarch.pipelines.environment import DTYPES, choose_device, choose_dtype
 from vmonarch.pipelines.model_folder import ModelFolder, find_wan_model
@@ -49,8 +47,6 @@ from vmonarch.pipelines.sampling import deterministic_convolutions
 FORMAT = "vmonarch-preprocess-1"
 # What says where and how patiently, not what the rows are.
 _FREE = tuple(f"config.{name}" for name in ("captions", "output", "model", "revision", "workers", "timeout"))
-# Caption and clip of a video.
-Made = tuple[str, Clip]
 
 
 @dataclass(frozen=True)
@@ -214,17 +210,6 @@ def procedural_clip(seed: int, number: int) -> tuple[str, Clip]:
     return text, Clip(render(scenes)[0], float(EMBEDDED_SETTINGS.fps))
 
 
-def _ahead(files: Iterable[str], make: Callable[[str], Made], workers: int) -> Iterator[tuple[str, Future[Made]]]:
-    """What `make` makes of each file, in order, by so many threads and before it is asked for."""
-    left, waiting = iter(files), deque[tuple[str, Future[Made]]]()
-    with ThreadPoolExecutor(workers, thread_name_prefix="decode") as pool:
-        while True:
-            waiting.extend((file, pool.submit(make, file)) for file in islice(left, 1 + workers - len(waiting)))
-            if not waiting:
-                return
-            yield waiting.popleft()
-
-
 class _Output:
     """The output folder: what is in it, and what is added.
 
@@ -345,7 +330,7 @@ def _fill(
         with AtomicFiles() as files:
             save_file({"text_embedding": encoders.text("")}, files.stage(empty))
     rows: list[Sample] = []
-    for name, future in _ahead(todo, partial(_clip, config, captions), config.workers):
+    for name, future in ahead(partial(_clip, config, captions), todo, config.workers):
         try:
             caption, clip = future.result()
             rows.append(_row(name, caption, clip, encoders))
@@ -362,7 +347,7 @@ def _fill(
         output.write_shard(rows)
 
 
-def _clip(config: PreprocessConfig, captions: Mapping[str, str], name: str) -> Made:
+def _clip(config: PreprocessConfig, captions: Mapping[str, str], name: str) -> tuple[str, Clip]:
     """Caption and clip of a video.
 
     Raises:
