@@ -107,7 +107,7 @@ class CheckpointConfig(Settings):
 
     Args:
         every: steps. keep: how many.
-        any_processes: another number of processes may go on, with the data and random numbers begun anew.
+        any_processes: another number of processes may go on, with the data from the start.
     """
 
     every: int = number(250, "[1, inf)")

@@ -192,22 +192,19 @@ class Trainer:
         if anew and not self.config.checkpoints.any_processes:
             raise CheckpointError(
                 f"{path} was saved by {run['world_size']} processes, there are {self.world};"
-                " checkpoints.any_processes=true lets data and random numbers begin anew"
+                " checkpoints.any_processes=true lets the data begin anew"
             )
         if run["model"] != self.about["model"]:
             raise CheckpointError(f"{path} was trained from another model than {self.folder.name}")
         free = (*FREE, "steps") if self.config.optimizer.schedule == "constant" else FREE
         if changed := "; ".join(changes(run["config"], self.about["config"], free)):
             raise CheckpointError(f"{path} cannot be resumed with other settings: {changed}; give another output_dir")
-        random = torch.get_rng_state()
         try:
             self.accelerator.load_state(str(path))
         except Exception as error:
             problem = f"{path} cannot be loaded; without it, the run goes on from the one before"
             raise CheckpointError(f"{problem}: {error}") from error
-        if anew:
-            torch.set_rng_state(random)
-        else:
+        if not anew:
             self.loader.load_state_dict(run["loader"])
         self.step = run["step"]
         if not self.spread:

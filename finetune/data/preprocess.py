@@ -31,7 +31,7 @@ import torch
 from safetensors.torch import save_file
 from tqdm import tqdm
 
-from vmonarch.configs import InputError, Settings, choice, number
+from vmonarch.configs import InputError, Settings, number
 from vmonarch.files import AtomicFiles, write_json
 from vmonarch.finetune.checkpoints import hold
 from vmonarch.finetune.config import require
@@ -39,7 +39,7 @@ from vmonarch.finetune.data.captions import read_captions
 from vmonarch.finetune.data.decode import BadVideo, Clip, ClipShape, decode_clip
 from vmonarch.finetune.data.loader import ahead
 from vmonarch.finetune.data.parquet import EMPTY_CAPTION, TEXT_LENGTH, DataError, Sample, write_shard
-from vmonarch.pipelines.environment import DTYPES, choose_device, choose_dtype
+from vmonarch.pipelines.environment import choose_device, choose_dtype
 from vmonarch.pipelines.model_folder import ModelFolder, find_wan_model
 from vmonarch.pipelines.outputs import changes, prepare_output_dir
 from vmonarch.pipelines.sampling import deterministic_convolutions
@@ -63,8 +63,7 @@ class PreprocessConfig(Settings):
         height, width: pixels, multiples of 16 (of 32 for some models).
         num_frames: of a clip, 4·k + 1.
         fps: frames per second of the clips; None leaves those of each file.
-        dtype: auto, float32, bfloat16 or float16, of the text and image encoders; the VAE runs in float32.
-        device: auto, cpu, cuda or cuda:N.
+        device: auto, cpu, cuda or cuda:N. The VAE runs in float32, on a GPU the other encoders in bfloat16.
         rows_per_shard: clips of a file, which are in memory until it is written.
         workers: videos decoded at a time, ahead of the encoders, each by one thread.
         seed: of the procedural clips.
@@ -84,7 +83,6 @@ class PreprocessConfig(Settings):
     width: int | None = number(None, "[1, 8192]")
     num_frames: int | None = number(None, "[1, inf)")
     fps: float | None = number(None, "[0.001, 1000]")
-    dtype: str = choice("auto", *DTYPES)
     device: str = "auto"
     rows_per_shard: int = number(32, "[1, inf)")
     workers: int = number(4, "[1, inf)")
@@ -182,7 +180,7 @@ def load_encoders(config: PreprocessConfig, folder: ModelFolder) -> PipelineEnco
     """Load tokenizer, text encoder and VAE for a completed config, and the image encoder if the model has one.
 
     Raises:
-        InputError: the device or dtype is not to be had.
+        InputError: the device is not to be had.
         ModelError: a component cannot be loaded.
     """
     import diffusers
@@ -191,7 +189,7 @@ def load_encoders(config: PreprocessConfig, folder: ModelFolder) -> PipelineEnco
 
     device = choose_device(config.device)
     left_out = dict.fromkeys(("transformer", "transformer_2", "scheduler"))
-    pipe = read_pipeline(getattr(diffusers, folder.pipeline), folder, choose_dtype(config.dtype, device), **left_out)
+    pipe = read_pipeline(getattr(diffusers, folder.pipeline), folder, choose_dtype("auto", device), **left_out)
     return PipelineEncoders(pipe.to(device), device, folder.image_conditioned)
 
 
@@ -292,7 +290,7 @@ def preprocess(
         captions = read_captions(videos, config.captions)
     folder = find_wan_model(config.model, config.revision)
     config = complete(config, folder)
-    choose_dtype(config.dtype, choose_device(config.device))
+    choose_device(config.device)
     about = {
         "format": FORMAT,
         "config": config.to_dict(),
