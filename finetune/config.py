@@ -90,7 +90,7 @@ class ValidationConfig(Settings):
 
     Args:
         every: steps; 0 for never. clips, levels: of the loss: so many clips at so many noise levels.
-        prompts: of videos that are sampled every `videos_every` steps, with so many sampling steps (null: the model's).
+        prompts: of videos that are sampled every `videos_every` steps.
     """
 
     every: int = number(100, "[0, inf)")
@@ -98,7 +98,6 @@ class ValidationConfig(Settings):
     levels: int = number(8, "[1, inf)")
     prompts: tuple[str, ...] = ()
     videos_every: int = number(0, "[0, inf)")
-    steps: int | None = number(None, "[1, inf)")
 
 
 @dataclass(frozen=True)

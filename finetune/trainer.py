@@ -381,8 +381,7 @@ class Trainer:
             from vmonarch.pipelines.video_io import encode_video, to_uint8
 
             config, device = self.config, self.accelerator.device
-            validation = config.validation
-            wanted = SamplingConfig(validation.prompts, model=config.model, revision=config.revision)
+            wanted = SamplingConfig(config.validation.prompts, model=config.model, revision=config.revision)
             settings = complete(wanted, self.folder)
             # What is not trained is read for it and then dropped.
             kind, parts = getattr(diffusers, self.folder.pipeline), dict(self.experts.parts.items())
@@ -392,7 +391,7 @@ class Trainer:
             videos.mkdir(parents=True, exist_ok=True)
             for number, prompt in enumerate(settings.prompts):
                 with self._exported_weights(), self.accelerator.autocast():
-                    frames = to_uint8(sample(model, settings, [prompt], [0], steps=validation.steps).frames[0])
+                    frames = to_uint8(sample(model, settings, [prompt], [0]).frames[0])
                 # In place of that of a run which ended before its next checkpoint.
                 encode_video(videos / f"step-{self.step:08d}-{number:02d}.mp4", frames, settings.fps or 16.0)
         self.accelerator.wait_for_everyone()

@@ -80,6 +80,39 @@ def equal(a, b):
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
+# Settings
+
+
+DATA = {"data": {"path": "clips"}}
+BAD = (
+    ({"data": {"path": ""}}, "data.path is missing"),
+    ({"data": {"bad_fraction": 0.1}}, "data.bad_fraction"),
+    ({"ema": 1.0}, r"ema must be in \[0, 1\), got 1.0"),
+    ({"attention": {"coarse": 0}}, "attention.coarse must be"),
+    ({"attention": "near-lossless"}, "attention.refresh must be null, as residuals have no gradient"),
+    ({"lora": {"rank": 4, "targets": []}}, "lora.targets must name at least one layer"),
+    ({"sequence_parallel_size": 2, "validation": {"videos_every": 5}}, "videos_every must be 0 with"),
+    ({"validation": {"videos_every": 5}}, "validation.prompts must hold a prompt"),
+)
+
+
+def test_bad_settings_are_named():
+    for values, message in BAD:
+        with pytest.raises(InputError, match=message):
+            build_config(FinetuneConfig, DATA, values)
+
+
+def test_the_learning_rate_warms_up_and_decays():
+    for schedule, later in (("constant", [2.0, 2.0, 2.0]), ("cosine", [2.0, 1.0, 0.0])):
+        options = {"learning_rate": 2.0, "schedule": schedule, "warmup": 4}
+        config = build_config(FinetuneConfig, DATA, {"steps": 104, "optimizer": options})
+        assert [config.learning_rate(step) for step in range(4)] == [0.5, 1.0, 1.5, 2.0]
+        assert [config.learning_rate(step) for step in (4, 54, 104)] == pytest.approx(later)
+
+
+# Runs
+
+
 @pytest.mark.parametrize("kind", ["t2v", "t2v-2.2", "t2v-5b", "i2v-2.1"])
 def test_a_resumed_run_is_the_same_run(place, tmp_path, kind):
     """Bit for bit, from the middle of an epoch, with the optimizer, the average, dropped captions and two experts."""
@@ -399,7 +432,7 @@ def test_lora_layers_become_files_that_stock_diffusers_loads(place, tmp_path, ki
 def test_validation_videos(tmp_path, monkeypatch):
     """One step of the embedded model, which can be watched while it trains, and goes on if it is killed after one."""
     shape, whole = (16, 2, 4, 4), config.complete
-    small = {"height": 32, "width": 32, "num_frames": 5}
+    small = {"height": 32, "width": 32, "num_frames": 5, "steps": 1}
     monkeypatch.setattr(config, "complete", lambda *given: dataclasses.replace(whole(*given), **small))
     generator = torch.Generator().manual_seed(0)
     rows = (Sample(f"{n}", torch.randn(shape, generator=generator), torch.randn(4, 128), caption="x") for n in range(2))
@@ -411,7 +444,7 @@ def test_validation_videos(tmp_path, monkeypatch):
         "precision": "fp32",
         "trackers": ["tensorboard"],
         "data": {"path": str(tmp_path / "clips")},
-        "validation": {"every": 0, "videos_every": 1, "prompts": ["a red circle moving right"], "steps": 1},
+        "validation": {"every": 0, "videos_every": 1, "prompts": ["a red circle moving right"]},
     }
 
     def killed(trainer):
