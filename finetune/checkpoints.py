@@ -1,9 +1,8 @@
 """Training checkpoints that are complete or not there.
 
-A checkpoint is a folder `step-00000100` with what `accelerator.save_state` writes, and `run.json`: what is run, and the
-size and SHA-256 of every file. It is filled under a hidden name, forced to disk and renamed; only then is the oldest
-removed. Reading one never runs code that it brings: all of it is safetensors, JSON, or read by
-`torch.load` with `weights_only`.
+A checkpoint is a folder `step-00000100` with what `accelerator.save_state` writes, and `run.json`: what is run. It is
+filled under a hidden name, forced to disk and renamed; only then is the oldest removed. Reading one never runs code
+that it brings: all of it is safetensors, JSON, or read by `torch.load` with `weights_only`.
 """
 
 from __future__ import annotations
@@ -11,8 +10,6 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import time
-import warnings
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -20,14 +17,13 @@ from typing import Any
 
 import torch
 from accelerate import PartialState
-from accelerate.utils import broadcast_object_list
 from filelock import FileLock, Timeout
 from safetensors.torch import load_file
 
-from vmonarch.configs import InputError, file_sha256
+from vmonarch.configs import InputError
 from vmonarch.files import flush
 
-FORMAT = 3
+FORMAT = 4
 RUN = "run.json"
 # By name: the trained weights (of FSDP in a folder of its own), and their average.
 WEIGHTS, AVERAGE = "model.safetensors", "ema.safetensors"
@@ -43,7 +39,7 @@ def path_of(folder: Path, step: int) -> Path:
 
 
 def steps_in(folder: Path) -> list[int]:
-    """Steps of the checkpoints in a folder, oldest first; also of damaged ones."""
+    """Steps of the checkpoints in a folder, oldest first."""
     names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
     return sorted(int(match[1]) for name in names if (match := re.fullmatch(r"step-(\d{8,})", name)))
 
@@ -79,12 +75,7 @@ def save(folder: Path, step: int, write: Callable[[Path], object], run: Mapping[
         _flush_all(partial)
         state.wait_for_everyone()
         if state.is_main_process:
-            entries = {
-                path.relative_to(partial).as_posix(): {"bytes": path.stat().st_size, "sha256": file_sha256(path)}
-                for path in sorted(partial.rglob("*"))
-                if path.is_file()
-            }
-            body = {"format": FORMAT, "step": step, "world_size": state.num_processes, "files": entries, **run}
+            body = {"format": FORMAT, "step": step, "world_size": state.num_processes, **run}
             (partial / RUN).write_bytes(json.dumps(body, indent=1).encode())
             _flush_all(partial)
             partial.rename(target)
@@ -102,68 +93,23 @@ def save(folder: Path, step: int, write: Callable[[Path], object], run: Mapping[
 
 
 def newest(folder: Path) -> Path | None:
-    """The newest checkpoint all of whose files are what was saved; None if there are none.
-
-    A newer one that is damaged is passed over with a warning.
-
-    Raises:
-        CheckpointError: there are some, and all are damaged.
-    """
-    problem = None
-    for path in (path_of(folder, step) for step in reversed(steps_in(folder))):
-        try:
-            check(path)
-        except CheckpointError as error:
-            problem = error
-            warnings.warn(f"{path} is passed over: {error}", stacklevel=2)
-        else:
-            return path
-    if problem:
-        raise CheckpointError(f"{problem}; there is no other checkpoint") from problem
-    return None
-
-
-def resume_from(folder: Path) -> Path | None:
-    """`newest` for all processes; damaged newer ones are moved aside, for their steps come again.
-
-    Raises:
-        CheckpointError: as `newest`.
-    """
-    found: list[Path | None] = [None]
-    if PartialState().is_main_process:
-        found[0] = newest(folder)
-        for damaged in reversed([path_of(folder, step) for step in steps_in(folder)]):
-            if found[0] in (None, damaged):
-                break
-            damaged.rename(folder / f"{damaged.name}.damaged-{time.time_ns()}")
-    return broadcast_object_list(found)[0]
+    """The newest checkpoint; None if there are none."""
+    steps = steps_in(folder)
+    return path_of(folder, steps[-1]) if steps else None
 
 
 def read(folder: Path) -> dict[str, Any]:
-    """What `run.json` of a checkpoint says."""
-    run: dict[str, Any] = json.loads((folder / RUN).read_text(encoding="utf-8"))
-    return run
-
-
-def check(folder: Path) -> dict[str, Any]:
-    """`read` of a checkpoint whose every file has the SHA-256 that it had when it was saved.
+    """What `run.json` of a checkpoint says.
 
     Raises:
-        CheckpointError: it is not complete, or a file is damaged; the message names it.
+        CheckpointError: there is none that this version can read.
     """
     path = folder / RUN
     try:
-        run = read(folder)
+        run: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         if run["format"] != FORMAT:
             raise CheckpointError(f"{path} has format {run['format']}; this version reads {FORMAT}")
-        if folder.name != path_of(folder, run["step"]).name:
-            raise CheckpointError(f"{path} is of step {run['step']}, not of {folder.name}")
-        for name, entry in run["files"].items():
-            if (found := file_sha256(folder / name)) != entry["sha256"]:
-                raise CheckpointError(f"{folder / name} is damaged: its SHA-256 is {found}, not {entry['sha256']}")
-    except OSError as error:
-        raise CheckpointError(f"{error.filename or path}: {error.strerror or error}") from error
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+    except (OSError, ValueError, TypeError, KeyError) as error:
         raise CheckpointError(f"{path} is no record of a run: {error!r}") from error
     return run
 

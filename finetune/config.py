@@ -9,9 +9,6 @@ from typing import Any
 from vmonarch.configs import InputError, Settings, choice, number
 from vmonarch.configs.methods import resolve_method
 
-# What of a checkpoint another number of processes starts anew.
-WAIVABLE = ("loader", "random")
-
 
 def require(fits: object, argument: str, problem: str) -> None:
     """Raise `InputError(argument, problem)` unless something fits."""
@@ -25,16 +22,12 @@ class DataConfig(Settings):
 
     Args:
         path: their folder. validation: the same, of clips that are never trained on; null for no validation loss.
-        workers: processes of each rank that read ahead.
         caption_dropout: share of the clips that are trained on without their caption, in [0, 1].
-        bad_fraction: share of rows that may be unusable; above it the run ends with an error.
     """
 
     path: str = ""
     validation: str | None = None
-    workers: int = number(2, "[0, inf)")
     caption_dropout: float = number(0.1, "[0, 1]")
-    bad_fraction: float = number(0.01, "[0, 1]")
 
 
 @dataclass(frozen=True)
@@ -62,7 +55,7 @@ class OptimizerConfig(Settings):
     """AdamW and its learning rate.
 
     Args:
-        learning_rate: after the warm-up of so many steps; `schedule` leads it down to `final` times that.
+        learning_rate: after the warm-up of so many steps; with the schedule `cosine` it falls to 0 at the last step.
         transfer_learning_rate: of the steps of `transfer`.
         clip: largest norm of all gradients together.
     """
@@ -74,9 +67,8 @@ class OptimizerConfig(Settings):
     eps: float = number(1e-8, "(0, inf)")
     weight_decay: float = number(0.01, "[0, inf)")
     clip: float = number(1.0, "(0, inf)")
-    schedule: str = choice("constant", "constant", "cosine", "linear")
+    schedule: str = choice("constant", "constant", "cosine")
     warmup: int = number(0, "[0, inf)")
-    final: float = number(0.0, "[0, 1]")
 
 
 @dataclass(frozen=True)
@@ -98,7 +90,7 @@ class ValidationConfig(Settings):
 
     Args:
         every: steps; 0 for never. clips, levels: of the loss: so many clips at so many noise levels.
-        prompts: of videos that are sampled every `videos_every` steps, with so many sampling steps (null: the model's).
+        prompts: of videos that are sampled every `videos_every` steps.
     """
 
     every: int = number(100, "[0, inf)")
@@ -106,7 +98,6 @@ class ValidationConfig(Settings):
     levels: int = number(8, "[1, inf)")
     prompts: tuple[str, ...] = ()
     videos_every: int = number(0, "[0, inf)")
-    steps: int | None = number(None, "[1, inf)")
 
 
 @dataclass(frozen=True)
@@ -115,12 +106,12 @@ class CheckpointConfig(Settings):
 
     Args:
         every: steps. keep: how many.
-        waive: WAIVABLE, with which another number of processes may go on.
+        any_processes: another number of processes may go on, with the data from the start.
     """
 
     every: int = number(250, "[1, inf)")
     keep: int = number(2, "[1, inf)")
-    waive: tuple[str, ...] = choice((), *WAIVABLE)
+    any_processes: bool = False
 
 
 @dataclass(frozen=True)
@@ -136,7 +127,6 @@ class FinetuneConfig(Settings):
             clip, at a time; they have one size.
         transfer: first steps, in which every layer of an attention that learns is fitted by itself to what full
             attention gives for the same input; nothing else learns then.
-        anneal: steps over which the layers go from full attention to `attention`, the last ones first.
         ema: decay of an average of the weights that is exported in their place; 0 for none.
         precision: of the products; weights, gradients and optimizer are float32.
         gradient_checkpointing: compute activations twice to store few.
@@ -156,7 +146,6 @@ class FinetuneConfig(Settings):
     batch_size: int = number(8, "[1, inf)")
     micro_batch: int = number(1, "[1, inf)")
     seed: int = number(0, "[0, 9223372036854775808)")
-    anneal: int = number(0, "[0, inf)")
     transfer: int = number(0, "[0, inf)")
     ema: float = number(0.0, "[0, 1)")
     precision: str = choice("bf16", "bf16", "fp32")
@@ -198,5 +187,4 @@ class FinetuneConfig(Settings):
         if options.schedule == "constant":
             return options.learning_rate
         progress = min(1.0, (step - options.warmup) / max(1, self.steps - self.transfer - options.warmup))
-        down = (1 + math.cos(math.pi * progress)) / 2 if options.schedule == "cosine" else 1 - progress
-        return options.learning_rate * (options.final + (1 - options.final) * down)
+        return options.learning_rate * (1 + math.cos(math.pi * progress)) / 2

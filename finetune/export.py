@@ -111,15 +111,13 @@ def export(
 
 
 def _find_checkpoint(run: Path, step: int | None) -> Path:
-    """The run's checkpoint of a step, or its newest, whose files are what was saved."""
+    """The run's checkpoint of a step, or its newest."""
     saved = run / "checkpoints"
     require(saved.is_dir(), "run", f"must be the output folder of a run; there is no folder {str(saved)!r}")
     path = checkpoints.newest(saved) if step is None else checkpoints.path_of(saved, step)
     if path is None or not path.exists():
         listed = ", ".join(map(str, checkpoints.steps_in(saved))) or "none"
         raise CheckpointError(f"{run} has no checkpoint{'' if step is None else f' of step {step}'}; it has: {listed}")
-    if step is not None:
-        checkpoints.check(path)
     return path
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -185,7 +185,7 @@ def share_clips(experts: Experts, size: int, device: torch.device, at_times_full
     Each process then has the gradients of its own tokens: those of a clip are the sum over its processes.
 
     Args:
-        at_times_full: layers also have full attention, by `anneal` or `BeforeLora`.
+        at_times_full: layers also have full attention, by `BeforeLora`.
 
     Raises:
         InputError: the transformers do not support it, or the processes cannot share their heads.
@@ -299,18 +299,3 @@ class BeforeLora:
             finally:
                 for layer in self._lora[expert]:
                     layer.set_scale("default", 1.0)
-
-
-def anneal(models: Iterable[Sequence[tuple[Any, Bound, Any]]], share: float) -> int:
-    """Give a share of each model's `layers_of`, the last ones, the attention that is applied, and the others full.
-
-    Returns:
-        how many have full attention.
-    """
-    dense = 0
-    for layers in models:
-        first = len(layers) - int(share * len(layers))
-        for number, (attn, ours, full) in enumerate(layers):
-            attn.set_processor(full if number < first else ours)
-        dense += first
-    return dense

@@ -29,16 +29,14 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from tqdm import tqdm
 
 from vmonarch.configs import InputError
-from vmonarch.files import AtomicFiles
 from vmonarch.finetune import checkpoints
 from vmonarch.finetune.checkpoints import CheckpointError
-from vmonarch.finetune.config import WAIVABLE, FinetuneConfig, OptimizerConfig, require
+from vmonarch.finetune.config import FinetuneConfig, OptimizerConfig, require
 from vmonarch.finetune.data.loader import Batch, LatentLoader
 from vmonarch.finetune.data.parquet import DataError, ParquetFolder
 from vmonarch.finetune.models import (
     BeforeLora,
     Experts,
-    anneal,
     compile_blocks,
     layers_of,
     load_experts,
@@ -53,8 +51,8 @@ from vmonarch.pipelines.outputs import changes, prepare_output_dir
 
 # What may change between a run and the one that resumes it; all else would make it another run. Model and data may have
 # moved: what they are is compared instead. The number of steps may change where the learning rate does not follow it.
-FREE = ("output_dir", "trackers", "log_every", "validation", "checkpoints", "data.workers", "data.validation",
-        "data.path", "model", "revision", "attention.label")  # fmt: skip
+FREE = ("output_dir", "trackers", "log_every", "validation", "checkpoints", "data.validation", "data.path",
+         "model", "revision", "attention.label")  # fmt: skip
 # That a process waits for the others, of which a launcher ends all when one dies.
 WAITING = timedelta(hours=6)
 
@@ -108,8 +106,8 @@ class Trainer:
             "model": self.folder.fingerprint(),
             "environment": environment(self.accelerator.device),
         }
-        how = {"workers": data.workers, "caption_dropout": data.caption_dropout}
-        self.loader = self._loader(self.clips, batch_size=config.micro_batch, seed=config.seed, **how)
+        how = {"seed": config.seed, "caption_dropout": data.caption_dropout}
+        self.loader = self._loader(self.clips, batch_size=config.micro_batch, **how)
         self.step, self.saved = 0, self.output / "checkpoints"
         self._shown: dict[str, str] = {}
         prepare_output_dir(config.output_dir)
@@ -131,7 +129,6 @@ class Trainer:
             mean=torch.tensor(vae["latents_mean"]),
             std=torch.tensor(vae["latents_std"]),
             text_dim=self.folder.configs["transformer"].get("text_dim", 4096),
-            bad_fraction=self.config.data.bad_fraction,
             **options,
         )
 
@@ -145,12 +142,9 @@ class Trainer:
         loaded = [experts] if teacher is None else [experts, teacher]
         if self.group > 1:
             for shared in loaded:
-                share_clips(shared, self.group, accelerator.device, distils_lora or config.anneal > 0)
-        self.layers = [layers_of(model) for model in experts.parts.values()]
-        learns = any(ours.spec.LEARNS for layers in self.layers for _, ours, _ in layers)
+                share_clips(shared, self.group, accelerator.device, distils_lora)
+        learns = any(ours.spec.LEARNS for model in experts.parts.values() for _, ours, _ in layers_of(model))
         require(learns or not config.transfer, "transfer", "must be 0 with an attention that has no parameters")
-        problem = f"must be 0 with an attention that has parameters, got {config.anneal}"
-        require(not (learns and config.anneal), "anneal", problem)
         trained = [parameter for parameter in experts.parameters() if parameter.requires_grad]
         optimizer = make_optimizer(trained, config.optimizer, accelerator.device)
         # The parts are reached through this; training goes through what accelerate makes of it.
@@ -188,28 +182,29 @@ class Trainer:
 
     def _resume(self) -> None:
         """Restore the newest checkpoint, if there is one and it is of this run."""
-        path = checkpoints.resume_from(self.saved)
+        path = checkpoints.newest(self.saved)
         if path is None:
             return
         run = checkpoints.read(path)
-        if self.spread == (checkpoints.WEIGHTS in run["files"]):
+        if self.spread == (path / checkpoints.WEIGHTS).exists():
             raise CheckpointError(f"{path} was saved with{'out' * self.spread} FSDP; go on with it as it began")
         anew = run["world_size"] != self.world
-        if anew and set(self.config.checkpoints.waive) != set(WAIVABLE):
+        if anew and not self.config.checkpoints.any_processes:
             raise CheckpointError(
                 f"{path} was saved by {run['world_size']} processes, there are {self.world};"
-                f" checkpoints.waive=[{','.join(WAIVABLE)}] lets data and random numbers begin anew"
+                " checkpoints.any_processes=true lets the data begin anew"
             )
         if run["model"] != self.about["model"]:
             raise CheckpointError(f"{path} was trained from another model than {self.folder.name}")
         free = (*FREE, "steps") if self.config.optimizer.schedule == "constant" else FREE
         if changed := "; ".join(changes(run["config"], self.about["config"], free)):
             raise CheckpointError(f"{path} cannot be resumed with other settings: {changed}; give another output_dir")
-        random = torch.get_rng_state()
-        self.accelerator.load_state(str(path))
-        if anew:
-            torch.set_rng_state(random)
-        else:
+        try:
+            self.accelerator.load_state(str(path))
+        except Exception as error:
+            problem = f"{path} cannot be loaded; without it, the run goes on from the one before"
+            raise CheckpointError(f"{problem}: {error}") from error
+        if not anew:
             self.loader.load_state_dict(run["loader"])
         self.step = run["step"]
         if not self.spread:
@@ -268,7 +263,6 @@ class Trainer:
         rate, transfer = config.learning_rate(self.step), self.step < config.transfer
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        dense = anneal(self.layers, min(1.0, self.step / config.anneal) if config.anneal else 1.0)
         losses: list[torch.Tensor] = []
         seen: list[Batch] = []
         norm = torch.zeros(())
@@ -296,7 +290,7 @@ class Trainer:
         if self.average is not None:
             self.average.step(self.trained.values())
         mean = accelerator.reduce(torch.cat(losses).mean(), "mean").item()
-        return {"loss": mean, "gradient_norm": float(norm), "learning_rate": rate, "dense_layers": dense}
+        return {"loss": mean, "gradient_norm": float(norm), "learning_rate": rate}
 
     def _losses(
         self, draw: Draw, batch: Batch, latents: torch.Tensor, *, transfer: bool = False, plain: bool = False
@@ -377,10 +371,7 @@ class Trainer:
             self.model.train()
 
     def sample(self) -> None:
-        """Make a video of each validation prompt on the first rank (seed 0); the others wait.
-
-        Those of this step that a run has left which ended before its next checkpoint are replaced.
-        """
+        """Make a video of each validation prompt on the first rank (seed 0); the others wait."""
         if self.rank == 0:
             import diffusers
 
@@ -392,8 +383,6 @@ class Trainer:
             config, device = self.config, self.accelerator.device
             wanted = SamplingConfig(config.validation.prompts, model=config.model, revision=config.revision)
             settings = complete(wanted, self.folder)
-            if config.validation.steps is not None:
-                settings = dataclasses.replace(settings, steps=config.validation.steps)
             # What is not trained is read for it and then dropped.
             kind, parts = getattr(diffusers, self.folder.pipeline), dict(self.experts.parts.items())
             pipe = read_pipeline(kind, self.folder, torch.float32, **parts).to(device)
@@ -403,9 +392,8 @@ class Trainer:
             for number, prompt in enumerate(settings.prompts):
                 with self._exported_weights(), self.accelerator.autocast():
                     frames = to_uint8(sample(model, settings, [prompt], [0]).frames[0])
-                path = videos / f"step-{self.step:08d}-{number:02d}.mp4"
-                with AtomicFiles(overwrite=True) as files:
-                    encode_video(files.stage(path), frames, settings.fps or 16.0)
+                # In place of that of a run which ended before its next checkpoint.
+                encode_video(videos / f"step-{self.step:08d}-{number:02d}.mp4", frames, settings.fps or 16.0)
         self.accelerator.wait_for_everyone()
 
     def _log(self, values: dict[str, float], bar: Any) -> None:

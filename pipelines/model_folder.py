@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from vmonarch.grid import LatentGrid
 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
-# In the folder of a proxy (`vmonarch.finetune.embedded`): how it was trained, and what it is best run with.
+# In the folder of a proxy (`vmonarch.finetune.proxy`): how it was trained, and what it is best run with.
 PROXY_RECORD = "proxy.json"
 # Components that are models and so must come with weights; the others are tokenizers, schedulers and processors.
 MODELS = ("transformer", "transformer_2", "vae", "text_encoder", "text_encoder_2", "image_encoder")

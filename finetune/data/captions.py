@@ -10,24 +10,18 @@ from pathlib import Path, PurePosixPath
 from vmonarch.configs import InputError
 from vmonarch.finetune.config import require
 
-# The first of these that a row has is taken.
-FILE_KEYS = ("file_name", "video", "path")
-TEXT_KEYS = ("caption", "text", "prompt")
 # What is taken for a video where no file of captions says so.
 VIDEOS = (".mp4", ".mov", ".mkv", ".webm", ".avi", ".m4v", ".gif")
-_FORM = (
-    f"must be UTF-8 JSON lines with text as {' or '.join(FILE_KEYS)} (a path within the folder of videos) and as"
-    f" {' or '.join(TEXT_KEYS)}"
-)
+_FORM = "must be UTF-8 JSON lines with text as file_name (a path within the folder of videos) and as caption"
 
 
 def read_captions(videos: Path, path: str | None) -> dict[str, str]:
     """The captions of a folder's videos by their files, in the order of the file of captions, or by name.
 
-    JSON lines are objects; the file's name is `file_name`, `video` or `path`, the caption `caption`, `text` or
-    `prompt`. Other keys and empty lines are passed over. Without such a file, `sub/a.txt` holds the caption of
-    `sub/a.mp4`, and all videos must have one. Names are the same that look so: of one name macOS writes another form of
-    Unicode than other systems. Those returned are relative, with `/`, as they are on the disk.
+    JSON lines are objects with `file_name` and `caption`. Other keys and empty lines are passed over. Without such a
+    file, `sub/a.txt` holds the caption of `sub/a.mp4`, and all videos must have one. Names are the same that look so:
+    of one name macOS writes another form of Unicode than other systems. Those returned are relative, with `/`, as they
+    are on the disk.
 
     Raises:
         InputError: there is no such file, it is not UTF-8 or JSON lines, a row lacks one of the two, a video's
@@ -62,13 +56,11 @@ def _in_file(path: str) -> Iterator[tuple[str, str]]:
         text = Path(path).read_bytes().decode("utf-8-sig")
         # Not splitlines: JSON may hold separators that it takes for ends of lines.
         for row in map(json.loads, filter(str.strip, text.split("\n"))):
-            pair = [[row[key] for key in keys if row.get(key) is not None][:1] for keys in (FILE_KEYS, TEXT_KEYS)]
             # Half a pair of UTF-16 cannot be stored.
-            texts = [text.encode().decode() for one in pair for text in one if isinstance(text, str)]
-            file = PurePosixPath(texts[0] if len(texts) == 2 else "/")
+            file, caption = PurePosixPath(row["file_name"]), row["caption"].encode().decode()
             if file.is_absolute() or ".." in file.parts:
                 raise ValueError(f"it has {row!r}")
-            yield str(file), texts[1]
+            yield str(file), caption
             done += 1
-    except (OSError, ValueError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise InputError("captions", f"{_FORM}; {path!r} is not, in row {done + 1}: {error}") from error

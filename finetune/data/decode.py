@@ -37,20 +37,18 @@ class BadVideo(ValueError):
 
 @dataclass(frozen=True)
 class ClipShape:
-    """What to cut out of a video.
+    """What to cut out of the middle of a video.
 
     Args:
         height, width: pixels.
         num_frames: of the clip.
         fps: frames per second of the clip; None for those of the file.
-        start: `begin`, or `middle` for a clip around the middle of the file.
     """
 
     height: int
     width: int
     num_frames: int
     fps: float | None = None
-    start: str = "begin"
 
 
 @dataclass(frozen=True)
@@ -127,12 +125,10 @@ class Stream:
         return ",".join(filters)
 
 
-def decode_clip(path: Path, shapes: Sequence[ClipShape], *, timeout: float) -> Clip:
+def decode_clip(path: Path, shape: ClipShape, *, timeout: float) -> Clip:
     """The clip of a video file.
 
     Args:
-        shapes: of those for which the video is long enough, the one is taken of which most of the picture is kept; of
-            several, the longest, and then the largest.
         timeout: seconds for each of the two times.
 
     Raises:
@@ -141,16 +137,11 @@ def decode_clip(path: Path, shapes: Sequence[ClipShape], *, timeout: float) -> C
             over.
         OSError: ffmpeg cannot be started.
     """
-    stream = read_stream(path, timeout, shapes[0].fps)
-    fitting = [shape for shape in shapes if stream.frames >= shape.num_frames]
-    if not fitting:
-        rate = "" if shapes[0].fps is None else f" at {shapes[0].fps:g} frames per second"
-        fewest = min(shape.num_frames for shape in shapes)
-        raise BadVideo(f"is too short: it has {stream.frames} frames{rate}, {fewest} are needed")
-    shape = max(fitting, key=lambda shape: (stream.kept(shape), shape.num_frames, shape.height * shape.width))
-    count = shape.num_frames
-    first = 0 if shape.start == "begin" else (stream.frames - count) // 2
-    output = ["-vf", stream.filters(shape, first), "-frames:v", str(count), "-f", "rawvideo"]
+    stream, count = read_stream(path, timeout, shape.fps), shape.num_frames
+    if stream.frames < count:
+        rate = "" if shape.fps is None else f" at {shape.fps:g} frames per second"
+        raise BadVideo(f"is too short: it has {stream.frames} frames{rate}, {count} are needed")
+    output = ["-vf", stream.filters(shape, (stream.frames - count) // 2), "-frames:v", str(count), "-f", "rawvideo"]
     pixels, _ = _decode(path, output, timeout)
     if len(pixels) < 3 * count * shape.height * shape.width:
         raise BadVideo("cannot be decoded: the decoder ended early")
@@ -166,8 +157,7 @@ def _decode(path: Path, output: Sequence[str], timeout: float) -> tuple[bytearra
         *("-threads", "1"),
         # A playlist that passes for a video shall not reach the network.
         *("-protocol_whitelist", "file", "-max_pixels", str(MAX_PIXELS), "-i", f"file:{path.absolute()}"),
-        # Not of the pictures attached to it, of which V knows nothing.
-        *("-map", "0:V:0", "-fps_mode", "passthrough", *output, "pipe:1"),
+        *("-map", "0:v:0", "-fps_mode", "passthrough", *output, "pipe:1"),
     ]
     try:
         done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=timeout)

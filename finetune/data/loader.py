@@ -1,31 +1,41 @@
 """Batches of clips for training, in an order that a run which was stopped takes up exactly.
 
-A position is a number of batches. The order of an epoch follows from seed, epoch and the number of rows alone.
-
-The clips of a batch have one shape. Rows of one shape are a bucket, which keeps their order; a bucket's slot p is row
-`order[p mod rows]`, and the slots of a batch, over all ranks, are the next `batch_size * world_size` of one bucket.
-Batches of different buckets follow each other as their first rows do, and the last one of a bucket repeats its first
-rows, so every rank has the same number of batches. What a slot holds depends on nothing else: not on workers, or any
-global random state. A row that cannot be used is replaced by the next row of its bucket that can.
+A position is a number of batches. The order of an epoch follows from seed, epoch and the number of rows alone. Its slot
+p is row `order[p mod rows]`, and the slots of a batch, over all ranks, are the next `batch_size * world_size`. The last
+batch repeats the first rows, so every rank has the same number of batches. What a slot holds depends on nothing else:
+not on threads, or any global random state. A row that cannot be used ends the run.
 """
 
 from __future__ import annotations
 
-import itertools
-import warnings
-from collections.abc import Generator, Mapping
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import KW_ONLY, dataclass
-from typing import Any
+from itertools import count, islice
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch.utils.data import DataLoader, Dataset
 
-from vmonarch.finetune.data.parquet import EMPTY_CAPTION, BadRow, DataError, ParquetFolder, Sample
+from vmonarch.finetune.data.parquet import EMPTY_CAPTION, DataError, ParquetFolder, Sample
 
-# Where each bad row is and why it is one, by its number.
-BadRows = dict[int, str]
+# That read and decode rows.
+THREADS = 2
+Item = TypeVar("Item")
+Made = TypeVar("Made")
+
+
+def ahead(make: Callable[[Item], Made], items: Iterable[Item], threads: int) -> Iterator[tuple[Item, Future[Made]]]:
+    """What `make` makes of each item, in order, by so many threads and before it is asked for."""
+    left, waiting = iter(items), deque[tuple[Item, Future[Made]]]()
+    with ThreadPoolExecutor(threads, thread_name_prefix="clips") as pool:
+        while True:
+            waiting.extend((item, pool.submit(make, item)) for item in islice(left, 1 + threads - len(waiting)))
+            if not waiting:
+                return
+            yield waiting.popleft()
 
 
 @dataclass(frozen=True)
@@ -48,28 +58,23 @@ class Batch:
 
 
 @dataclass(eq=False)
-class LatentLoader(Dataset[tuple[Batch, BadRows]]):
+class LatentLoader:
     """Batches of one rank, endless over epochs, from a position that is saved and restored exactly.
-
-    As a data set, whose copies worker processes get, it holds the batches by their number from the run's first.
-    A row that cannot be used is told once, in a warning.
 
     Args:
         folder: the rows.
-        batch_size: clips of a batch on one rank, all of one shape.
+        batch_size: clips of a batch on one rank, which must have one shape.
         seed: of the order and of dropped captions.
         rank, world_size: this process and how many there are.
-        workers: processes that read and decode; 0 does it in this one. Batches are the same.
         mean, std: [C], the VAE's; latents become (raw - mean) / std.
         text_length: text is padded with zeros to it, and cut where longer (FastVideo pads to 512).
         text_dim: of the text encoder.
         caption_dropout: share of slots whose caption is dropped; their text is the folder's encoding of "", or zeros.
         shuffle: False keeps the folder's order.
-        bad_fraction: of the folder's rows, the largest share that a rank may find unusable.
 
     Raises:
-        DataError: the folder's empty caption has another dimension than `text_dim`; (from iteration) too many rows are
-            bad or all of one shape, a row's text has another dimension than `text_dim`.
+        DataError: the folder's empty caption has another dimension than `text_dim`; (from iteration) a row cannot be
+            decoded, is of another VAE or text encoder, or has another shape than others of its batch.
 
     Attributes:
         batches_per_epoch: the same on all ranks.
@@ -81,101 +86,76 @@ class LatentLoader(Dataset[tuple[Batch, BadRows]]):
     seed: int
     rank: int = 0
     world_size: int = 1
-    workers: int = 0
     mean: torch.Tensor
     std: torch.Tensor
     text_length: int = 512
     text_dim: int
     caption_dropout: float = 0.0
     shuffle: bool = True
-    bad_fraction: float = 0.05
 
     def __post_init__(self) -> None:
         if self.folder.empty_caption is not None:
             self._check_text(self.folder.empty_caption, f"{self.folder.path / EMPTY_CAPTION}")
-        numbers = {shape: number for number, shape in enumerate(dict.fromkeys(self.folder.shapes))}
-        self._buckets = np.array([numbers[shape] for shape in self.folder.shapes])
         self._unit = self.batch_size * self.world_size
-        self.batches_per_epoch = int(sum(-(-count // self._unit) for count in np.bincount(self._buckets)))
+        self.batches_per_epoch = -(-len(self.folder) // self._unit)
         self._fingerprint = self.folder.fingerprint()
-        self._next, self._epoch = 0, -1
-        self._bad: BadRows = {}
+        self._next = 0
 
     def _check_text(self, text: torch.Tensor, place: str) -> None:
         if text.shape[1] != self.text_dim:
             problem = f"{place} has text of {text.shape[1]}: another text encoder made it"
             raise DataError(f"text_dim is {self.text_dim}, but {problem}")
 
-    def schedule(self, epoch: int) -> tuple[list[tuple[int, int]], list[np.ndarray], list[np.ndarray]]:
-        """What all ranks do in an epoch.
-
-        Returns:
-            (bucket, first slot over all ranks) of each batch; rows of each bucket; for each bucket and slot, whether
-            its caption is dropped.
-        """
-        rows = len(self.folder)
+    def schedule(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
+        """(the order of the rows in an epoch, for each slot over all ranks whether its caption is dropped)."""
+        rows, slots = len(self.folder), self.batches_per_epoch * self._unit
         order = np.argsort(_random_bits(rows, self.seed, epoch, 0)) if self.shuffle else np.arange(rows)
-        place = np.argsort(order)
-        orders = [order[self._buckets[order] == number] for number in range(self._buckets.max() + 1)]
-        padded = [-(-len(rows) // self._unit) * self._unit for rows in orders]
         # The upper 53 bits are a number of [0, 1) exactly.
-        uniform = (_random_bits(sum(padded), self.seed, epoch, 2) >> np.uint64(11)) * 2.0**-53
-        dropped = np.split(uniform < self.caption_dropout, np.cumsum(padded)[:-1])
-        batches = [(n, first) for n, slots in enumerate(padded) for first in range(0, slots, self._unit)]
-        batches.sort(key=lambda batch: place[orders[batch[0]][batch[1]]])
-        return batches, orders, dropped
+        uniform = (_random_bits(slots, self.seed, epoch, 2) >> np.uint64(11)) * 2.0**-53
+        return order, uniform < self.caption_dropout
 
-    def __getitem__(self, number: int) -> tuple[Batch, BadRows]:
-        """Batch `number`, counted from the run's first, and the rows that could not be used for it."""
-        epoch, place = divmod(number, self.batches_per_epoch)
-        if epoch != self._epoch:
-            (self._batches, self._orders, self._dropped), self._epoch = self.schedule(epoch), epoch
-        bucket, first = self._batches[place]
-        start = first + self.rank * self.batch_size
-        bad: BadRows = {}
-        samples = [self._sample(bucket, slot, bad) for slot in range(start, start + self.batch_size)]
-        batch = Batch(
+    def _rows(self) -> Iterator[list[tuple[int, bool]]]:
+        """Of each batch from the position on, the rows and whether their captions are dropped."""
+        current = -1
+        for number in count(self._next):
+            epoch, place = divmod(number, self.batches_per_epoch)
+            if epoch != current:
+                (order, dropped), current = self.schedule(epoch), epoch
+            start = place * self._unit + self.rank * self.batch_size
+            yield [(int(order[s % len(order)]), bool(dropped[s])) for s in range(start, start + self.batch_size)]
+
+    def _batch(self, rows: list[tuple[int, bool]]) -> Batch:
+        """The clips of rows, and whether each goes without its caption."""
+        samples = [self._sample(index, dropped) for index, dropped in rows]
+        named = [{"vae_latent": sample.latents, **sample.extras} for sample in samples]
+        shapes = [", ".join(f"{name} {list(x.shape)}" for name, x in tensors.items()) for tensors in named]
+        if len(set(shapes)) > 1:
+            clips = "; ".join(f"{sample.id}: {shape}" for sample, shape in zip(samples, shapes, strict=True))
+            raise DataError(f"the clips of a micro-batch must have tensors of one shape, got {clips}")
+        return Batch(
             latents=torch.stack([sample.latents for sample in samples]),
             text=torch.stack([F.pad(s.text, (0, 0, 0, self.text_length - len(s.text))) for s in samples]),
             ids=tuple(sample.id for sample in samples),
             captions=tuple(sample.caption for sample in samples),
             extras={name: torch.stack([s.extras[name] for s in samples]) for name in samples[0].extras},
         )
-        return batch, bad
 
-    def _sample(self, bucket: int, slot: int, bad: BadRows) -> Sample:
-        """The clip of a slot: latents normalised, text cut and not padded; notes in `bad` what was tried."""
-        order = self._orders[bucket]
-        for step in range(len(order)):
-            index = int(order[(slot + step) % len(order)])
-            try:
-                sample = self.folder.read(index)
-                if len(sample.latents) != len(self.mean):
-                    shape, channels = list(sample.latents.shape), len(self.mean)
-                    raise BadRow(f"has latents of {shape}, the model's have {channels} channels")
-            except BadRow as error:
-                bad[index] = f"{self.folder.place(index)}: {error}"
-                self._stop_if_too_bad(bad)
-                continue
-            text, empty = sample.text, self.folder.empty_caption
-            if len(text):
-                self._check_text(text, self.folder.place(index))
-            # Extra tensors are stored as the transformer gets them.
-            mean, std = (x.view(-1, 1, 1, 1) for x in (self.mean, self.std))
-            latents, text = (sample.latents - mean) / std, text[: self.text_length].view(-1, self.text_dim)
-            if not self._dropped[bucket][slot]:
-                return Sample(sample.id, latents, text, sample.caption, extras=sample.extras)
-            text = text[:0] if empty is None else empty[: self.text_length]
-            return Sample(sample.id, latents, text, "", extras=sample.extras)
-        raise DataError(f"no row of one shape in {self.folder.path} can be used: {bad[index]}; take them out")
-
-    def _stop_if_too_bad(self, bad: BadRows) -> None:
-        rows = len(self.folder)
-        # Divided, not multiplied: 29 of 100 are a share of 0.29, but 0.29 * 100 is less than 29.
-        if len(bad) / rows > self.bad_fraction:
-            problem = f"{len(bad)} of {rows} rows in {self.folder.path} or more cannot be used, at most"
-            reasons = "; ".join(list(bad.values())[:3])
-            raise DataError(f"{problem} {self.bad_fraction:.1%} may (bad_fraction): {reasons}")
+    def _sample(self, index: int, dropped: bool) -> Sample:
+        """The clip of a row, with its caption or without: latents normalised, text cut and not padded."""
+        sample, place = self.folder.read(index), self.folder.place(index)
+        if len(sample.latents) != len(self.mean):
+            problem = f"{place} has latents of {list(sample.latents.shape)}: another VAE made them"
+            raise DataError(f"the model's latents have {len(self.mean)} channels, but {problem}")
+        text, empty = sample.text, self.folder.empty_caption
+        if len(text):
+            self._check_text(text, place)
+        # Extra tensors are stored as the transformer gets them.
+        mean, std = (x.view(-1, 1, 1, 1) for x in (self.mean, self.std))
+        latents, text = (sample.latents - mean) / std, text[: self.text_length].view(-1, self.text_dim)
+        if not dropped:
+            return Sample(sample.id, latents, text, sample.caption, extras=sample.extras)
+        text = text[:0] if empty is None else empty[: self.text_length]
+        return Sample(sample.id, latents, text, "", extras=sample.extras)
 
     def state_dict(self) -> dict[str, Any]:
         """The batches handed out so far, and which data they are of, as plain values; the same on all ranks."""
@@ -193,19 +173,8 @@ class LatentLoader(Dataset[tuple[Batch, BadRows]]):
         self._next = int(state["batches"])
 
     def __iter__(self) -> Generator[Batch]:
-        loader: DataLoader[tuple[Batch, BadRows]] = DataLoader(
-            self,
-            batch_size=None,
-            sampler=itertools.count(self._next),
-            num_workers=self.workers,
-            # Its seed for workers, which use none, would be drawn from the global state.
-            generator=torch.Generator().manual_seed(0),
-        )
-        for batch, bad in loader:
-            for index in bad.keys() - self._bad.keys():
-                warnings.warn(f"a clip cannot be used and is replaced: {bad[index]}", stacklevel=2)
-            self._bad |= bad
-            self._stop_if_too_bad(self._bad)
+        for _, future in ahead(self._batch, self._rows(), THREADS):
+            batch = future.result()
             self._next += 1
             yield batch
 

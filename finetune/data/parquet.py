@@ -5,7 +5,7 @@ A tensor is three columns: `NAME_bytes`, `NAME_shape`, `NAME_dtype`. Latents are
 [L, D] without padding. Read are the columns that training needs: those of TENSORS, and where they are, EXTRA_TENSORS.
 
 A row group is the least that can be read, so each row that is written here has its own. Files are opened for each read
-and closed again: nothing that a worker process could share with its parent stays open.
+and closed again.
 
 Source: https://github.com/hao-ai-lab/FastVideo (`pyarrow_schema_t2v`, `pyarrow_schema_i2v`).
 """
@@ -47,11 +47,7 @@ _UNREADABLE = (pa.ArrowException, OSError, ValueError)
 
 
 class DataError(ValueError):
-    """Training data that cannot be used; the message names the file or folder."""
-
-
-class BadRow(Exception):
-    """A row that cannot be trained on; the message says why."""
+    """Training data that cannot be used; the message names the file or folder, and the row if one is to blame."""
 
 
 @dataclass(frozen=True)
@@ -107,7 +103,7 @@ def decode_row(row: Mapping[str, Any]) -> Sample:
     """The clip in a row.
 
     Raises:
-        BadRow: a tensor is missing, of another number of dimensions, or has values that are not finite.
+        DataError: a tensor is missing, of another number of dimensions, or has values that are not finite.
     """
     tensors = {}
     for name, dims in (TENSORS | EXTRA_TENSORS).items():
@@ -119,10 +115,10 @@ def decode_row(row: Mapping[str, Any]) -> Sample:
         try:
             array = np.frombuffer(data, str(dtype).removeprefix("torch.")).reshape([*shape])
         except (TypeError, ValueError) as error:
-            raise BadRow(f"{name} is no tensor of dtype {dtype} and shape {shape}: {error}") from error
+            raise DataError(f"{name} is no tensor of dtype {dtype} and shape {shape}: {error}") from error
         tensors[name] = torch.from_numpy(array.astype(np.float32))
         if array.ndim != dims or not tensors[name].isfinite().all():
-            raise BadRow(f"{name} must have {dims} dimensions and finite values, got the shape {list(shape)}")
+            raise DataError(f"{name} must have {dims} dimensions and finite values, got the shape {list(shape)}")
     latents, text = tensors.pop("vae_latent"), tensors.pop("text_embedding")
     return Sample(row["id"], latents, text, row["caption"], extras=tensors)
 
@@ -158,10 +154,9 @@ class ParquetFolder:
 
     Raises:
         DataError: no parquet file or no row at `path`; a file that cannot be read or has lost its end;
-            missing columns; files with other extra tensors than the first; an EMPTY_CAPTION that is damaged.
+            missing columns; an EMPTY_CAPTION that is damaged.
 
     Attributes:
-        shapes: by row, the shapes of its tensors other than text, as they are written; rows of one batch share them.
         empty_caption: [L, D] float32, the encoding of ""; None where the folder has none.
     """
 
@@ -171,8 +166,6 @@ class ParquetFolder:
         self.files = sorted(f.relative_to(self.path).as_posix() for f in found if f.is_file() and f.name[0] != ".")
         if not self.files:
             raise DataError(f"no *.parquet file in {self.path}")
-        self.extras: tuple[str, ...] | None = None
-        self.shapes: list[tuple[tuple[int, ...], ...]] = []
         self._sizes = [(self.path / name).stat().st_size for name in self.files]
         # Of each row its file, its row group there and its number in that.
         self._places: list[tuple[str, int, int]] = []
@@ -188,27 +181,16 @@ class ParquetFolder:
                 raise DataError(f"{empty} cannot be read: {error}") from error
 
     def _read_footer(self, name: str) -> None:
-        """Note the rows of a file and their shapes."""
+        """Note the rows of a file."""
         path = self.path / name
         try:
-            with pq.ParquetFile(path, pre_buffer=False) as file:
+            with pq.ParquetFile(path) as file:
                 columns = file.schema_arrow.names
-                extras = tuple(extra for extra in EXTRA_TENSORS if f"{extra}_bytes" in columns)
-                wanted = ("id", "caption", *_columns((*TENSORS, *extras)))
-                missing = [column for column in wanted if column not in columns]
                 groups = [file.metadata.row_group(group).num_rows for group in range(file.metadata.num_row_groups)]
-                kept = [f"{tensor}_shape" for tensor in ("vae_latent", *extras) if not missing]
-                table = file.read(columns=kept, use_threads=False).to_pydict()
         except _UNREADABLE as error:
             raise DataError(f"{path} is not a parquet file, or its end is missing: {error}") from error
-        if missing:
+        if missing := [column for column in ("id", "caption", *_columns(TENSORS)) if column not in columns]:
             raise DataError(f"{path} lacks the column(s) {', '.join(missing)}")
-        shapes = [tuple(tuple(shape or ()) for shape in row) for row in zip(*table.values(), strict=True)]
-        if shapes and self.extras not in (None, extras):
-            others = ", ".join(self.extras or ())
-            raise DataError(f"{path} has the extra tensors [{', '.join(extras)}], but files before it have [{others}]")
-        self.extras = extras if shapes else self.extras
-        self.shapes += shapes
         self._places += [(name, group, row) for group, rows in enumerate(groups) for row in range(rows)]
 
     def __len__(self) -> int:
@@ -230,23 +212,18 @@ class ParquetFolder:
         """The clip in row `index`.
 
         Raises:
-            BadRow: the row, or the row group that it is in, cannot be decoded.
+            DataError: the row, or the row group that it is in, cannot be decoded.
             OSError: the file is gone or cannot be opened; the message names it.
         """
         name, group, row = self._places[index]
         path = self.path / name
-        wanted = ["id", "caption", *_columns((*TENSORS, *(self.extras or ())))]
+        wanted = ["id", "caption", *_columns(TENSORS | EXTRA_TENSORS)]
         try:
-            # No threads of Arrow: worker processes are forked.
-            with pq.ParquetFile(path, pre_buffer=False, page_checksum_verification=True) as file:
-                table = file.read_row_group(group, columns=wanted, use_threads=False)
+            with pq.ParquetFile(path, page_checksum_verification=True) as file:
+                table = file.read_row_group(group, columns=wanted)
+            return decode_row({name: table[name][row].as_py() for name in table.column_names})
         except _UNREADABLE as error:
-            # Arrow's errors have no number. What the system refuses ends the run.
+            # Arrow's errors have no number. Those of the system name the file.
             if getattr(error, "errno", None) is not None:
                 raise
-            raise BadRow(f"the row group cannot be read: {error}") from error
-        try:
-            columns = {name: table[name][row].as_py() for name in wanted}
-        except ValueError as error:
-            raise BadRow(f"a column has a value of the wrong kind: {error}") from error
-        return decode_row(columns)
+            raise DataError(f"{self.place(index)} cannot be used: {error}") from error

@@ -19,13 +19,9 @@ import dataclasses
 import hashlib
 import json
 import random
-import re
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -35,27 +31,22 @@ import torch
 from safetensors.torch import save_file
 from tqdm import tqdm
 
-from vmonarch.configs import InputError, Settings, choice, file_sha256, number
+from vmonarch.configs import InputError, Settings, number
 from vmonarch.files import AtomicFiles, write_json
 from vmonarch.finetune.checkpoints import hold
 from vmonarch.finetune.config import require
 from vmonarch.finetune.data.captions import read_captions
 from vmonarch.finetune.data.decode import BadVideo, Clip, ClipShape, decode_clip
+from vmonarch.finetune.data.loader import ahead
 from vmonarch.finetune.data.parquet import EMPTY_CAPTION, TEXT_LENGTH, DataError, Sample, write_shard
-from vmonarch.pipelines.environment import DTYPES, choose_device, choose_dtype, environment, package_versions
+from vmonarch.pipelines.environment import choose_device, choose_dtype
 from vmonarch.pipelines.model_folder import ModelFolder, find_wan_model
 from vmonarch.pipelines.outputs import changes, prepare_output_dir
 from vmonarch.pipelines.sampling import deterministic_convolutions
-from vmonarch.pipelines.traits import IMAGE_TO_VIDEO
 
 FORMAT = "vmonarch-preprocess-1"
 # What says where and how patiently, not what the rows are.
-_FREE = (
-    *("config.captions", "config.output", "config.model", "config.revision", "config.workers", "config.timeout"),
-    *("model.name", "model.revision"),
-)
-# Caption and clip of a video.
-Made = tuple[str, Clip]
+_FREE = tuple(f"config.{name}" for name in ("captions", "output", "model", "revision", "workers", "timeout"))
 
 
 @dataclass(frozen=True)
@@ -71,14 +62,8 @@ class PreprocessConfig(Settings):
         output: folder of the shards, created when missing (default: outputs/preprocess).
         height, width: pixels, multiples of 16 (of 32 for some models).
         num_frames: of a clip, 4·k + 1.
-        buckets: sizes and lengths in place of the three, each as `480x832x81` (height, width, frames). A video becomes
-            clips of the one that keeps most of its picture and is not longer than it is.
         fps: frames per second of the clips; None leaves those of each file.
-        start: where clips begin: `begin` or `middle`.
-        image_to_video: also store the first frame's latents, and its image features if the model has an image encoder;
-            None stores them for models that need them.
-        dtype: auto, float32, bfloat16 or float16, of the text and image encoders; the VAE runs in float32.
-        device: auto, cpu, cuda or cuda:N.
+        device: auto, cpu, cuda or cuda:N. The VAE runs in float32, on a GPU the other encoders in bfloat16.
         rows_per_shard: clips of a file, which are in memory until it is written.
         workers: videos decoded at a time, ahead of the encoders, each by one thread.
         seed: of the procedural clips.
@@ -97,11 +82,7 @@ class PreprocessConfig(Settings):
     height: int | None = number(None, "[1, 8192]")
     width: int | None = number(None, "[1, 8192]")
     num_frames: int | None = number(None, "[1, inf)")
-    buckets: tuple[str, ...] = ()
     fps: float | None = number(None, "[0.001, 1000]")
-    start: str = choice("begin", "begin", "middle")
-    image_to_video: bool | None = None
-    dtype: str = choice("auto", *DTYPES)
     device: str = "auto"
     rows_per_shard: int = number(32, "[1, inf)")
     workers: int = number(4, "[1, inf)")
@@ -113,18 +94,12 @@ class PreprocessConfig(Settings):
         source = "must be given, or procedural=N for clips without videos; not both"
         require((self.procedural is None) != (self.videos is None), "videos", source)
         require(self.videos or self.captions is None, "captions", "must be given with videos only")
-        sizes = self.procedural or self.height or self.width or self.num_frames
-        require(not (self.buckets and sizes), "buckets", "is for videos, and in place of height, width and num_frames")
-        for bucket in self.buckets:
-            form = f"must be written as 480x832x81 (height, width, frames), got {bucket!r}"
-            require(re.fullmatch(r"[1-9]\d{0,3}(x[1-9]\d{0,3}){2}", bucket), "buckets", form)
 
     @property
-    def shapes(self) -> list[ClipShape]:
-        """Of each bucket, or the one of all clips, whose sizes may be None."""
-        sizes: list[Any] = [tuple(map(int, bucket.split("x"))) for bucket in self.buckets]
-        sizes = sizes or [(self.height, self.width, self.num_frames)]
-        return [ClipShape(h, w, f, self.fps, self.start) for h, w, f in sizes]
+    def shape(self) -> ClipShape:
+        """Of all clips, of a completed config."""
+        assert self.height and self.width and self.num_frames
+        return ClipShape(self.height, self.width, self.num_frames, self.fps)
 
 
 def complete(config: PreprocessConfig, model: ModelFolder) -> PreprocessConfig:
@@ -136,16 +111,14 @@ def complete(config: PreprocessConfig, model: ModelFolder) -> PreprocessConfig:
     from vmonarch.finetune.scenes import HEIGHT, NUM_FRAMES, WIDTH
     from vmonarch.pipelines.config import check_sizes, recommended_settings
 
-    recommended = recommended_settings(model) | {"image_to_video": model.image_conditioned}
-    names = ["image_to_video", *(() if config.buckets else ("height", "width", "num_frames"))]
-    changes = {name: recommended[name] for name in names if getattr(config, name) is None}
+    recommended = recommended_settings(model)
+    changes = {name: recommended[name] for name in ("height", "width", "num_frames") if getattr(config, name) is None}
     if config.videos is not None:
         changes["videos"] = str(Path(config.videos).expanduser().resolve())
     config = dataclasses.replace(config, **changes)
-    for shape in config.shapes:
-        check_sizes(shape, model.multiples, model.temporal, " for this model")
+    check_sizes(config.shape, model.multiples, model.temporal, " for this model")
     if config.procedural is not None:
-        own = dict(height=HEIGHT, width=WIDTH, num_frames=NUM_FRAMES, fps=None, start="begin")
+        own = dict(height=HEIGHT, width=WIDTH, num_frames=NUM_FRAMES, fps=None)
         for name, only in own.items():
             problem = f"must be {only} for procedural clips, got {getattr(config, name)}"
             require(getattr(config, name) == only, name, problem)
@@ -153,10 +126,14 @@ def complete(config: PreprocessConfig, model: ModelFolder) -> PreprocessConfig:
 
 
 class PipelineEncoders:
-    """Text encoder, VAE and image encoder of a stock diffusers pipeline, called as its own code calls them."""
+    """Text encoder, VAE and image encoder of a stock diffusers pipeline, called as its own code calls them.
 
-    def __init__(self, pipe: Any, device: torch.device) -> None:
-        self.pipe, self._device = pipe, device
+    Args:
+        takes_image: its transformer cannot do without a first frame.
+    """
+
+    def __init__(self, pipe: Any, device: torch.device, takes_image: bool) -> None:
+        self.pipe, self._device, self._takes_image = pipe, device, takes_image
 
     @torch.no_grad()
     def text(self, caption: str) -> torch.Tensor:
@@ -181,9 +158,10 @@ class PipelineEncoders:
         """`first_frame_latent` [C, T, y, x], and `clip_feature` [tokens, D] if the pipeline has an image encoder.
 
         The latents are those that the pipeline gives the transformer beside its mask: of the first frame with zeros
-        after it (alone where the model has a timestep for each token, T = 1), normalised by the VAE's statistics.
-        FastVideo stores the same.
+        after it, normalised by the VAE's statistics. FastVideo stores the same. Models that take no image get nothing.
         """
+        if not self._takes_image:
+            return {}
         size = dict(zip(("num_frames", "height", "width"), video.shape[1:], strict=True))
         given = {"dtype": torch.float32, "device": self._device, "latents": torch.empty(0)}
         _, condition, *_ = self.pipe.prepare_latents(video[None, :, 0].to(self._device), 1, **size, **given)
@@ -199,10 +177,10 @@ class PipelineEncoders:
 
 
 def load_encoders(config: PreprocessConfig, folder: ModelFolder) -> PipelineEncoders:
-    """Load tokenizer, text encoder and VAE for a completed config, and the image encoder if it asks for one.
+    """Load tokenizer, text encoder and VAE for a completed config, and the image encoder if the model has one.
 
     Raises:
-        InputError: the device or dtype is not to be had.
+        InputError: the device is not to be had.
         ModelError: a component cannot be loaded.
     """
     import diffusers
@@ -210,13 +188,9 @@ def load_encoders(config: PreprocessConfig, folder: ModelFolder) -> PipelineEnco
     from vmonarch.pipelines.loading import read_pipeline
 
     device = choose_device(config.device)
-    cls = getattr(diffusers, IMAGE_TO_VIDEO if config.image_to_video else folder.pipeline)
-    left_out = ["transformer", "transformer_2", "scheduler"]
-    if not config.image_to_video and folder.pipeline == IMAGE_TO_VIDEO:
-        left_out += ["image_encoder", "image_processor"]
-    pipe = read_pipeline(cls, folder, choose_dtype(config.dtype, device), **dict.fromkeys(left_out))
-    pipe.to(device)
-    return PipelineEncoders(pipe, device)
+    left_out = dict.fromkeys(("transformer", "transformer_2", "scheduler"))
+    pipe = read_pipeline(getattr(diffusers, folder.pipeline), folder, choose_dtype("auto", device), **left_out)
+    return PipelineEncoders(pipe.to(device), device, folder.image_conditioned)
 
 
 def procedural_clip(seed: int, number: int) -> tuple[str, Clip]:
@@ -234,17 +208,6 @@ def procedural_clip(seed: int, number: int) -> tuple[str, Clip]:
     return text, Clip(render(scenes)[0], float(EMBEDDED_SETTINGS.fps))
 
 
-def _ahead(files: Iterable[str], make: Callable[[str], Made], workers: int) -> Iterator[tuple[str, Future[Made]]]:
-    """What `make` makes of each file, in order, by so many threads and before it is asked for."""
-    left, waiting = iter(files), deque[tuple[str, Future[Made]]]()
-    with ThreadPoolExecutor(workers, thread_name_prefix="decode") as pool:
-        while True:
-            waiting.extend((file, pool.submit(make, file)) for file in islice(left, 1 + workers - len(waiting)))
-            if not waiting:
-                return
-            yield waiting.popleft()
-
-
 class _Output:
     """The output folder: what is in it, and what is added.
 
@@ -255,13 +218,11 @@ class _Output:
         InputError: it holds the work of other settings, or what cannot be read.
 
     Attributes:
-        manifest: what its file holds, or will hold when it is written next.
         videos: that of each row in its shards. bad: reasons by video.
     """
 
     def __init__(self, folder: Path, about: Mapping[str, Any]) -> None:
         self.folder, self.videos, self.bad = folder, list[str](), dict[str, str]()
-        self.manifest = dict(about)
         # Of a run that was killed.
         for path in folder.glob(".*.partial.*"):
             path.unlink()
@@ -269,10 +230,11 @@ class _Output:
         try:
             if self.shards or path.exists() or listed.exists():
                 before = json.loads(path.read_text(encoding="utf-8"))
-                changed = "; ".join(changes({key: before[key] for key in about}, self.manifest, _FREE))
+                changed = "; ".join(changes({key: before[key] for key in about}, about, _FREE))
                 problem = f"{str(folder)!r} holds other work: {changed}; choose another folder"
                 require(not changed, "output", problem)
-                self.manifest |= {key: before[key] for key in ("counts", "environment")}
+            else:
+                write_json(path, dict(about))
             for path in self.shards:
                 self.videos += pq.read_table(path, columns=["file_name"])["file_name"].to_pylist()
             if (path := listed).exists():
@@ -302,13 +264,6 @@ class _Output:
         write_shard(self.folder / f"shard-{last + 1:05d}.parquet", samples)
         self.videos += [sample.file_name for sample in samples]
 
-    def write_manifest(self, **facts: Any) -> None:
-        """Write what is in the folder and what it was made from."""
-        self.manifest |= facts
-        counts = {"clips": len(self.videos), "shards": len(self.shards), "quarantined": len(self.bad)}
-        self.manifest["counts"] |= counts
-        write_json(self.folder / "manifest.json", self.manifest)
-
 
 def preprocess(
     config: PreprocessConfig, *, progress: bool = False, encoders: PipelineEncoders | None = None
@@ -320,7 +275,7 @@ def preprocess(
         encoders: instead of those of the model.
 
     Returns:
-        The counts that the manifest then has: videos, clips, shards, quarantined.
+        how many `clips` and `shards` are in the folder, and how many videos are `quarantined`.
 
     Raises:
         InputError: an argument that cannot be used, found before any work; or the output folder holds the work of
@@ -335,13 +290,12 @@ def preprocess(
         captions = read_captions(videos, config.captions)
     folder = find_wan_model(config.model, config.revision)
     config = complete(config, folder)
-    choose_dtype(config.dtype, choose_device(config.device))
-    pairs = hashlib.sha256(json.dumps(list(captions.items())).encode()).hexdigest() if captions else None
+    choose_device(config.device)
     about = {
         "format": FORMAT,
         "config": config.to_dict(),
-        "captions_sha256": file_sha256(config.captions) if config.captions else pairs,
-        "model": {"name": folder.name, "revision": folder.revision, **folder.fingerprint()},
+        "captions_sha256": hashlib.sha256(json.dumps(list(captions.items())).encode()).hexdigest(),
+        "model": folder.fingerprint(),
     }
     path = prepare_output_dir(config.output, "output")
     names = list(captions) or [f"procedural-{config.seed}-{k}" for k in range(config.procedural or 0)]
@@ -353,13 +307,11 @@ def preprocess(
             bar = tqdm(total=len(names), initial=len(names) - len(todo), disable=not progress, unit="video")
             with bar, deterministic_convolutions():
                 _fill(output, config, captions, todo, encoders or load_encoders(config, folder), bar)
-        output.write_manifest()
     if not output.videos:
         file, reason = next(iter(output.bad.items()))
         why = f"{path / 'quarantine.jsonl'} says why, and first: {file} {reason}"
         raise DataError(f"no clip could be made of {len(names)} videos; {why}")
-    counts: dict[str, int] = output.manifest["counts"]
-    return counts
+    return {"clips": len(output.videos), "shards": len(output.shards), "quarantined": len(output.bad)}
 
 
 def _fill(
@@ -371,17 +323,15 @@ def _fill(
     bar: Any,
 ) -> None:
     """Write the shards of the videos in `todo`, in order; bad ones go to quarantine on the way."""
-    versions = environment(choose_device(config.device)) | {"decoder": package_versions(("imageio-ffmpeg", "pyarrow"))}
     cropped = 0
-    output.write_manifest(environment=versions, counts={"videos": bar.total})
     if not (empty := output.folder / EMPTY_CAPTION).exists():
         with AtomicFiles() as files:
             save_file({"text_embedding": encoders.text("")}, files.stage(empty))
     rows: list[Sample] = []
-    for name, future in _ahead(todo, partial(_clip, config, captions), config.workers):
+    for name, future in ahead(partial(_clip, config, captions), todo, config.workers):
         try:
             caption, clip = future.result()
-            rows.append(_row(name, caption, clip, encoders, config))
+            rows.append(_row(name, caption, clip, encoders))
             # Sizes are whole pixels: no more than that is lost of a picture that has the shape of the clips.
             cropped += clip.kept < 0.98
         except BadVideo as error:
@@ -395,7 +345,7 @@ def _fill(
         output.write_shard(rows)
 
 
-def _clip(config: PreprocessConfig, captions: Mapping[str, str], name: str) -> Made:
+def _clip(config: PreprocessConfig, captions: Mapping[str, str], name: str) -> tuple[str, Clip]:
     """Caption and clip of a video.
 
     Raises:
@@ -405,7 +355,7 @@ def _clip(config: PreprocessConfig, captions: Mapping[str, str], name: str) -> M
         return procedural_clip(config.seed, int(name.rpartition("-")[2]))
     try:
         path = Path(str(config.videos), name)
-        return captions[name], decode_clip(path, config.shapes, timeout=config.timeout)
+        return captions[name], decode_clip(path, config.shape, timeout=config.timeout)
     except OSError:
         # The video is not to blame when ffmpeg cannot be started.
         raise
@@ -413,12 +363,12 @@ def _clip(config: PreprocessConfig, captions: Mapping[str, str], name: str) -> M
         raise BadVideo(str(error) or repr(error)) from error
 
 
-def _row(name: str, caption: str, clip: Clip, encoders: PipelineEncoders, config: PreprocessConfig) -> Sample:
+def _row(name: str, caption: str, clip: Clip, encoders: PipelineEncoders) -> Sample:
     """The clip of a video, encoded."""
     text = encoders.text(caption)
     video = clip.frames if clip.frames.is_floating_point() else clip.frames.float() / 127.5 - 1
     frames, height, width = video.shape[1:]
-    tensors = {"latents": encoders.latents(video), **(encoders.image(video) if config.image_to_video else {})}
+    tensors = {"latents": encoders.latents(video), **encoders.image(video)}
     if not all(x.isfinite().all() for x in (text, *tensors.values())):
         raise BadVideo("has encodings that are not finite")
     return Sample(

@@ -1,7 +1,7 @@
 """The model shipped inside the package: a tiny Wan text-to-video model of coloured shapes that move.
 
 Any diffusers can load it: `diffusers.WanPipeline.from_pretrained(embedded_model_path())`. Data, training and scores are
-in `vmonarch/finetune/embedded/README.md`.
+in `docs/embedded-model.md`.
 """
 
 from __future__ import annotations

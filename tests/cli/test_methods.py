@@ -133,7 +133,6 @@ def test_the_preset_trains_an_adapter_that_videos_are_made_with_until_it_changes
         "batch_size=1",
         "micro_batch=1",
         "precision=fp32",
-        "data.workers=0",
         "data.validation=null",
         "trackers=[]",
     ]

@@ -13,14 +13,12 @@ from safetensors.torch import save_file
 
 from vmonarch.finetune.data import parquet as parquet_module
 from vmonarch.finetune.data.loader import LatentLoader
-from vmonarch.finetune.data.parquet import BadRow, DataError, ParquetFolder, Sample, decode_row, encode_row, row_schema
+from vmonarch.finetune.data.parquet import DataError, ParquetFolder, Sample, decode_row, encode_row, row_schema
 from vmonarch.finetune.data.parquet import write_shard as write
 
-pytestmark = pytest.mark.filterwarnings("ignore:a clip cannot be used")
 C, T, H, W, DIM = 3, 2, 2, 4, 5
 MEAN, STD = torch.tensor([0.5, -1.0, 2.0]), torch.tensor([2.0, 0.25, 1.5])
 CUT = {"vae_latent_bytes": b"cut"}
-WORKERS = pytest.mark.parametrize("workers", [0, 2])
 
 
 def sample(number, **changes):
@@ -42,11 +40,9 @@ def fill(folder, rows, files=2):
     return ParquetFolder(folder)
 
 
-def write_broken(path, rows, broken, changes=CUT, rows_per_group=10):
-    """A file as `pyarrow` alone makes it, the columns `changes` put in the rows `broken`."""
-    columns = [{**encode_row(sample(n)), **(changes if n in broken else {})} for n in range(rows)]
-    path.parent.mkdir(parents=True, exist_ok=True)
-    pq.write_table(pa.Table.from_pylist(columns, schema=row_schema()), path, row_group_size=rows_per_group)
+def write_plain(path, *rows):
+    """A file as `pyarrow` alone makes it."""
+    pq.write_table(pa.Table.from_pylist(list(rows), schema=row_schema()), path)
     return ParquetFolder(path.parent)
 
 
@@ -78,7 +74,7 @@ BROKEN = {
 
 def test_a_broken_row_says_why():
     for changes, message in BROKEN.values():
-        with pytest.raises(BadRow, match=message):
+        with pytest.raises(DataError, match=message):
             decode_row({**encode_row(sample(0)), **changes})
 
 
@@ -90,7 +86,7 @@ def test_data_that_cannot_be_used_is_named(tmp_path):
     write(path, [])
     with refused("no rows in .* 1 parquet"):
         ParquetFolder(tmp_path)
-    write_broken(path, 3, ())
+    write_plain(path, encode_row(sample(0)))
     whole = path.read_bytes()
     path.write_bytes(whole[:-20])
     with refused("0.parquet is not a parquet file, or its end is missing"):
@@ -99,59 +95,61 @@ def test_data_that_cannot_be_used_is_named(tmp_path):
     pq.write_table(pq.read_table(path).drop_columns(["vae_latent_shape", "caption"]), path)
     with refused(r"0.parquet lacks the column\(s\) caption, vae_latent_shape"):
         ParquetFolder(tmp_path)
-    path.write_bytes(whole)
-    write(tmp_path / "1.parquet", [sample(1, extras={"clip_feature": torch.ones(2, 3)})])
-    with refused(r"1.parquet has the extra tensors \[clip_feature\], but files before it have \[\]"):
-        ParquetFolder(tmp_path)
+    # Clips that no batch can hold together.
+    for changes in ({"latents": torch.zeros(C, T, W, H)}, {"extras": {"clip_feature": torch.ones(2, 3)}}):
+        path.unlink()
+        write(path, [sample(0)]), write(tmp_path / "1.parquet", [sample(1, **changes)])
+        with refused("must have tensors of one shape, got .*clip-0: vae_latent .3, 2, 2, 4.(;|$)"):
+            epoch_ids(make(ParquetFolder(tmp_path)))
+        (tmp_path / "1.parquet").unlink()
 
 
-@pytest.mark.parametrize("workers", [0, 1])
-def test_what_ends_a_run_is_named_by_any_worker(tmp_path, workers):
+def test_what_ends_a_run_is_named(tmp_path):
     folder = fill(tmp_path, 6)
     (tmp_path / "1.parquet").rename(tmp_path / "kept")
     with pytest.raises(FileNotFoundError, match="1.parquet"):
-        epoch_ids(make(folder, workers=workers))
+        epoch_ids(make(folder))
     write(tmp_path / "1.parquet", [sample(3, text=torch.ones(2, DIM + 1))])
     with pytest.raises(DataError, match="text_dim is 5, but row 0 of row group 0 of .*1.parquet has text of 6"):
-        epoch_ids(make(ParquetFolder(tmp_path), workers=workers))
+        epoch_ids(make(ParquetFolder(tmp_path)))
+    (tmp_path / "1.parquet").unlink()
+    write(tmp_path / "1.parquet", [sample(3, latents=torch.ones(C + 1, T, H, W))])
+    with pytest.raises(DataError, match="have 3 channels, but row 0 of row group 0 of .*1.parquet has latents of"):
+        epoch_ids(make(ParquetFolder(tmp_path)))
+    folder = write_plain(tmp_path / "1.parquet", encode_row(sample(3)), {**encode_row(sample(4)), **CUT})
+    with pytest.raises(DataError, match="row 1 of row group 0 of .*1.parquet cannot be used: vae_latent is no tensor"):
+        epoch_ids(make(folder))
 
 
-def chunk(path, group, column):
-    """Start and end of a column's bytes in a row group."""
-    row_group = pq.read_metadata(path).row_group(group)
-    columns = [row_group.column(number) for number in range(row_group.num_columns)]
-    found = next(entry for entry in columns if entry.path_in_schema.split(".")[0] == column)
-    return found.data_page_offset, found.data_page_offset + found.total_compressed_size
-
-
-# Without our checksums a changed number in a page is a number. Others may put several rows in a group.
-@pytest.mark.parametrize("where, written_by, size", [("page", "ours", 1), ("header", "others", 3)])
-def test_flipped_bytes_make_the_rows_of_their_group_bad(tmp_path, where, written_by, size):
-    path = tmp_path / "0.parquet"
-    folder = fill(tmp_path, 9, files=1) if written_by == "ours" else write_broken(path, 9, (), rows_per_group=3)
-    start, end = chunk(path, 3 // size, "vae_latent_bytes")
+def test_a_flipped_byte_makes_its_row_unusable(tmp_path):
+    """Without our checksums a changed number in a page is a number."""
+    folder, path = fill(tmp_path, 9, files=1), tmp_path / "0.parquet"
+    group = pq.read_metadata(path).row_group(3)
+    columns = [group.column(number) for number in range(group.num_columns)]
+    latents = next(column for column in columns if column.path_in_schema == "vae_latent_bytes")
     content = bytearray(path.read_bytes())
-    for offset in range(start, start + 8) if where == "header" else [(start + end) // 2]:
-        content[offset] ^= 255
+    content[latents.data_page_offset + latents.total_compressed_size // 2] ^= 255
     path.write_bytes(content)
-    bad = range(3, 3 + size)
-    for index in range(9):
-        if index in bad:
-            with pytest.raises(BadRow, match="the row group cannot be read"):
-                folder.read(index)
-            assert folder.place(index) == f"row {index - 3} of row group {3 // size} of {path}"
-        else:
-            assert folder.read(index).id == f"clip-{index}"
-    with pytest.warns(
-        UserWarning, match=f"a clip cannot be used and is replaced: row . of row group {3 // size}"
-    ) as told:
-        batches = list(islice(make(folder, bad_fraction=0.4), 10))
-    assert {name for batch in batches for name in batch.ids} == {f"clip-{n}" for n in range(9) if n not in bad}
-    # Each once, whatever the epoch.
-    assert len(told) == size
+    with pytest.raises(DataError, match=f"^row 0 of row group 3 of {path} cannot be used: "):
+        folder.read(3)
+    assert [folder.read(index).id for index in (2, 4)] == ["clip-2", "clip-4"]
 
 
 # Batches
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_every_row_comes_once_in_an_epoch_and_epochs_differ(tmp_path, world):
+    folder = fill(tmp_path, 13)
+    ranks = [make(folder, rank=rank, world_size=world) for rank in range(world)]
+    epochs = []
+    for _ in range(2):
+        batches = zip(*(islice(rank, rank.batches_per_epoch) for rank in ranks), strict=True)
+        epochs.append([name for side_by_side in batches for batch in side_by_side for name in batch.ids])
+        # The last batch repeats the first rows.
+        assert sorted(epochs[-1][:13]) == sorted(f"clip-{n}" for n in range(13))
+        assert epochs[-1][13:] == epochs[-1][: {1: 1, 2: 3}[world]]
+    assert epochs[0] != epochs[1]
 
 
 def test_caption_dropout_has_its_share_and_follows_the_slot_alone(tmp_path):
@@ -167,7 +165,7 @@ def test_caption_dropout_has_its_share_and_follows_the_slot_alone(tmp_path):
     torch.manual_seed(1), random.seed(1), np.random.seed(1)
     state = lambda: (torch.get_rng_state().tolist(), random.getstate(), np.random.get_state()[1].tolist())
     before = state()
-    ranks = [make(folder, rank=rank, world_size=2, caption_dropout=0.2, workers=rank) for rank in range(2)]
+    ranks = [make(folder, rank=rank, world_size=2, caption_dropout=0.2) for rank in range(2)]
     for wanted, first, second in zip(whole, *ranks, strict=False):
         assert wanted.captions == first.captions + second.captions
     assert state() == before
@@ -175,14 +173,13 @@ def test_caption_dropout_has_its_share_and_follows_the_slot_alone(tmp_path):
     assert not any(flags(islice(make(folder), 20))) and all(flags(islice(make(folder, caption_dropout=1.0), 20)))
 
 
-@WORKERS
-def test_a_dropped_caption_is_the_encoding_that_the_folder_brings(tmp_path, workers):
+def test_a_dropped_caption_is_the_encoding_that_the_folder_brings(tmp_path):
     without = fill(tmp_path, 12)
     empty = torch.randn(9, DIM).half()
     save_file({"text_embedding": empty}, tmp_path / parquet_module.EMPTY_CAPTION)
     folder = ParquetFolder(tmp_path)
     assert torch.equal(folder.empty_caption, empty.float())
-    batches = list(islice(make(folder, caption_dropout=0.5, workers=workers), 6))
+    batches = list(islice(make(folder, caption_dropout=0.5), 6))
     assert {caption == "" for batch in batches for caption in batch.captions} == {True, False}
     for found, plain in zip(batches, make(without), strict=False):
         for row, caption in enumerate(found.captions):
@@ -197,11 +194,8 @@ def test_a_dropped_caption_is_the_encoding_that_the_folder_brings(tmp_path, work
 # Resuming
 
 
-@WORKERS
-def test_a_stopped_run_goes_on_bit_for_bit_from_every_position(tmp_path, workers):
-    # Of 13 rows two are bad, and captions are dropped: a bit of all.
-    folder = write_broken(tmp_path / "0.parquet", 13, (3, 9), rows_per_group=4)
-    settings = dict(caption_dropout=0.3, bad_fraction=0.2)
+def test_a_stopped_run_goes_on_bit_for_bit_from_every_position(tmp_path):
+    folder, settings = fill(tmp_path, 13), dict(caption_dropout=0.3)
     straight = make(folder, **settings)
     states, wanted = [straight.state_dict()], []
     for batch in islice(straight, 18):
@@ -209,63 +203,10 @@ def test_a_stopped_run_goes_on_bit_for_bit_from_every_position(tmp_path, workers
         states.append(straight.state_dict())
     assert straight.batches_per_epoch == 7
     for done in range(8):
-        other = make(folder, workers=workers, **settings)
+        other = make(folder, **settings)
         other.load_state_dict(json.loads(json.dumps(states[done])))
         found = list(islice(other, 9))
         assert all(equal(a, b) for a, b in zip(found, wanted[done : done + 9], strict=True))
         assert other.state_dict() == states[done + 9]
-        # What workers made ahead is not lost.
+        # What was made ahead is not lost.
         assert equal(next(iter(other)), wanted[done + 9])
-
-
-# Bad rows
-
-
-def test_more_bad_rows_than_allowed_are_an_error_that_counts_them(tmp_path):
-    """29 / 100 is 0.29, while 0.29 * 100 is less than 29; slots that repeat rows count none twice."""
-    folder = write_broken(tmp_path / "0.parquet", 100, range(29))
-    settings = dict(batch_size=16)
-    assert len(list(islice(make(folder, **settings, bad_fraction=0.29), 28))) == 28
-    message = (
-        r"^29 of 100 rows in .* or more cannot be used, at most 28.0% may \(bad_fraction\): row \d+ .*: vae_latent"
-    )
-    with pytest.raises(DataError, match=message):
-        list(islice(make(folder, **settings, bad_fraction=0.28), 7))
-
-
-def test_a_shape_of_which_no_row_can_be_used_ends_the_run(tmp_path):
-    """As one whose channels are not the model's."""
-    clips = [sample(n, latents=torch.zeros(C + (n == 1), T, H, W)) for n in range(5)]
-    write(tmp_path / "0.parquet", clips)
-    loader = make(ParquetFolder(tmp_path), bad_fraction=0.4)
-    with pytest.raises(DataError, match="no row of one shape in .*row group 1 .*latents of .4, 2, 2, 4., the"):
-        epoch_ids(loader)
-
-
-# Buckets
-
-SIZES = {0: (2, 2, 4), 1: (2, 4, 2), 2: (1, 2, 4)}
-
-
-@pytest.mark.parametrize("world", [1, 2])
-def test_clips_of_several_sizes_and_lengths_come_in_batches_of_one_size(tmp_path, world):
-    """Every row once in an epoch, ranks side by side with the same size, sizes mixed, resumed at every position."""
-    clips = [sample(n, latents=torch.randn(C, *SIZES[min(n % 5, 2)])) for n in range(37)]
-    write(tmp_path / "0.parquet", clips)
-    folder = ParquetFolder(tmp_path)
-    ranks = [make(folder, rank=rank, world_size=world, caption_dropout=0.3) for rank in range(world)]
-    assert ranks[0].batches_per_epoch == sum(-(-count // (2 * world)) for count in (8, 8, 21))
-    epochs = []
-    for _ in range(2):
-        rows = [list(batches) for batches in zip(*(islice(r, r.batches_per_epoch) for r in ranks), strict=True)]
-        shapes = [{tuple(batch.latents.shape[1:]) for batch in batches} for batches in rows]
-        assert all(len(found) == 1 for found in shapes)
-        ids = [name for batches in rows for b in batches for name in b.ids]
-        # The last batch of a size repeats its first rows.
-        assert set(ids) == {f"clip-{n}" for n in range(37)} and len(ids) == 2 * world * ranks[0].batches_per_epoch
-        assert sum(a != b for a, b in zip(shapes, shapes[1:], strict=False)) > 3
-        epochs.append(rows)
-    assert [b.ids for b in epochs[0][0]] != [b.ids for b in epochs[1][0]]
-    again = make(folder, world_size=world, caption_dropout=0.3)
-    again.load_state_dict({**again.state_dict(), "batches": 5})
-    assert all(equal(a, b[0]) for a, b in zip(islice(again, 5), epochs[0][5:], strict=False))

@@ -19,7 +19,7 @@ from vmonarch.finetune.data.parquet import write_shard
 from vmonarch.finetune.trainer import Trainer
 
 AS_WITH_GPUS = str(Path(__file__).parents[1] / "support" / "as_with_gpus.py")
-SETTINGS = ["batch_size=4", "micro_batch=1", "precision=fp32", "trackers=[]", "log_every=1", "data.workers=0",
+SETTINGS = ["batch_size=4", "micro_batch=1", "precision=fp32", "trackers=[]", "log_every=1",
             "gradient_checkpointing=false", "optimizer.learning_rate=1e-3", "checkpoints.every=4"]  # fmt: skip
 
 

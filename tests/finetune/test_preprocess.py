@@ -6,9 +6,6 @@ import importlib.metadata
 import json
 import re
 import shutil
-import signal
-import subprocess
-import sys
 import unicodedata
 from pathlib import Path
 
@@ -55,7 +52,7 @@ class Fake:
         return torch.nn.functional.avg_pool3d(video, (1, 8, 8))[:, ::4].contiguous()
 
     def image(self, video):
-        return {"first_frame_latent": self.latents(video[:, :1])}
+        return {}
 
 
 def write_captions(folder: Path, rows: dict[str, str]) -> Path:
@@ -120,7 +117,7 @@ def quarantine(output: Path) -> dict[str, str]:
 @pytest.fixture(scope="session")
 def embedded() -> PipelineEncoders:
     folder = find_model("embedded")
-    return load_encoders(module.complete(PreprocessConfig(procedural=1, image_to_video=True), folder), folder)
+    return load_encoders(module.complete(PreprocessConfig(procedural=1), folder), folder)
 
 
 def test_real_clips_through_the_command_line(tmp_path, capsys, embedded):
@@ -141,7 +138,7 @@ def test_real_clips_through_the_command_line(tmp_path, capsys, embedded):
     assert [row["id"] for row in rows] == [clip.name for clip in clips]
     for row, clip in zip(rows, clips, strict=True):
         sample, fps = decode_row(row), next(imageio_ffmpeg.read_frames(str(clip)))["fps"]
-        decoded = decode_clip(clip, [ClipShape(32, 48, 5)], timeout=60)
+        decoded = decode_clip(clip, ClipShape(32, 48, 5), timeout=60)
         means = embedded.latents(decoded.frames.float() / 127.5 - 1)
         assert sample.latents.shape == (16, 2, 4, 6) and sample.latents.dtype == torch.float32
         torch.testing.assert_close(sample.latents, means, rtol=1e-4, atol=1e-4)
@@ -152,8 +149,6 @@ def test_real_clips_through_the_command_line(tmp_path, capsys, embedded):
     assert main([*words, "--quiet"]) == 0
     assert capsys.readouterr() == (f"{tmp_path / 'out' / 'manifest.json'}\n", "")
     assert contents(tmp_path / "out") == before
-    manifest = before["manifest"]
-    assert manifest["counts"]["clips"] == 4 and manifest["environment"]["packages"]["torch"]
 
 
 def test_text_and_latents_are_what_the_pipeline_makes(embedded):
@@ -173,15 +168,14 @@ def test_text_and_latents_are_what_the_pipeline_makes(embedded):
 # Right rows
 
 
-@pytest.mark.parametrize("expand", [False, True], ids=["mask", "timesteps"])
-def test_image_to_video_stores_what_diffusers_gives_the_transformer(expand, embedded):
+def test_image_to_video_stores_what_diffusers_gives_the_transformer(embedded):
     torch.manual_seed(0)
     sizes = dict(hidden_size=8, intermediate_size=8, num_hidden_layers=3, num_attention_heads=1)
     vision = CLIPVisionModel(CLIPVisionConfig(**sizes, image_size=8, patch_size=4)).eval()
     processor = CLIPImageProcessorPil(size={"shortest_edge": 8}, crop_size={"height": 8, "width": 8})
     parts = {name: getattr(embedded.pipe, name) for name in ("vae", "text_encoder", "tokenizer")}
     parts |= dict(scheduler=None, transformer=None, image_encoder=vision, image_processor=processor)
-    pipe = WanImageToVideoPipeline(**parts, expand_timesteps=expand)
+    pipe = WanImageToVideoPipeline(**parts)
     pictures = torch.randint(0, 256, (3, 5, 32, 48), dtype=torch.uint8)
     video = pictures.float() / 127.5 - 1
     picture = Image.fromarray(pictures[:, 0].permute(1, 2, 0).numpy())
@@ -191,10 +185,9 @@ def test_image_to_video_stores_what_diffusers_gives_the_transformer(expand, embe
             1, 16, 32, 48, 5, torch.float32, torch.device("cpu"), torch.Generator().manual_seed(0),
         )  # fmt: skip
         feature = pipe.encode_image(picture, torch.device("cpu"))[0]
-    extras = PipelineEncoders(pipe, torch.device("cpu")).image(video)
-    expected = prepared[1][0] if expand else prepared[1][0, 4:]
-    assert extras["first_frame_latent"].shape == (16, 1 if expand else 2, 4, 6)
-    torch.testing.assert_close(extras["first_frame_latent"], expected, rtol=1e-5, atol=1e-5)
+    extras = PipelineEncoders(pipe, torch.device("cpu"), takes_image=True).image(video)
+    assert extras["first_frame_latent"].shape == (16, 2, 4, 6)
+    torch.testing.assert_close(extras["first_frame_latent"], prepared[1][0, 4:], rtol=1e-5, atol=1e-5)
     assert torch.equal(extras["clip_feature"], feature) and feature.shape == (5, 8)
 
 
@@ -216,8 +209,8 @@ def test_procedural_rows_are_a_function_of_seed_and_number(tmp_path, embedded):
 
 def test_captions_are_json_lines_or_beside_the_videos(tmp_path):
     file = tmp_path / "captions.jsonl"
-    first = '\ufeff{"path": "./b.mp4", "text": "two\u2028lines", "file_name": null}\n\n'
-    file.write_text(first + '{"video": "sub/a.mp4", "text": ""}', encoding="utf-8")
+    first = '\ufeff{"file_name": "./b.mp4", "caption": "two\u2028lines", "size": null}\n\n'
+    file.write_text(first + '{"file_name": "sub/a.mp4", "caption": ""}', encoding="utf-8")
     assert list(read_captions(tmp_path, str(file)).items()) == [("b.mp4", "two\u2028lines"), ("sub/a.mp4", "")]
     composed, split = (unicodedata.normalize(form, "é") for form in ("NFC", "NFD"))
     for video, beside in ((composed, split), (split, composed)):
@@ -261,8 +254,6 @@ BAD_WORDS = {
     "no captions": (["videos"], "must be given, or lie in a UTF-8 text file beside each video; that of 'a.mp4'"),
     "no folder": (["nowhere", "--captions", "captions.jsonl"], "videos must be a folder; there is none at 'nowhere'"),
     "frames": ([*VIDEOS, "num_frames=60"], "num_frames must be 4·k + 1 for this model, got 60; nearest: 57 or 61"),
-    "bucket's form": ([*VIDEOS, "buckets=[32x48]"], "buckets must be written as 480x832x81 (height, width, frames)"),
-    "bucket and size": ([*VIDEOS, "buckets=[32x48x5]", "height=32"], "buckets is for videos, and in place of height"),
     "procedural size": (["--procedural", "2", "height=48"], "height must be 96 for procedural clips, got 48"),
     "device": (["--procedural", "2", "device=tpu"], "device must be auto, cpu, cuda or cuda:N, got 'tpu'"),
     "model": (["--procedural", "2", "--model", "nowhere"], "--model must be 'embedded', a folder"),
@@ -313,7 +304,7 @@ def test_bad_ones_are_counted_and_tried_again_when_their_lines_are_taken_out(fol
     path.write_text("".join(line for line in path.read_text().splitlines(True) if "clip-7" in line))
     shutil.copy(one_video, folder / "videos" / "clip-3.mp4")
     again = Fake()
-    counts = {"videos": 14, "clips": 13, "shards": 5, "quarantined": 1}
+    counts = {"clips": 13, "shards": 5, "quarantined": 1}
     assert preprocess(config_of(folder), encoders=again) == counts
     assert again.seen == ["caption 1", "caption 3"] and quarantine(folder / "out").keys() == {"clip-7.mp4"}
     assert capsys.readouterr().err == ""
@@ -322,39 +313,17 @@ def test_bad_ones_are_counted_and_tried_again_when_their_lines_are_taken_out(fol
 # Resuming
 
 
-KILLED = """
-import os, sys, importlib.util
-from pyarrow.parquet import ParquetWriter
-spec = importlib.util.spec_from_file_location("tests_of_preprocess", sys.argv[1])
-module = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(module)
-write, shards = ParquetWriter.write_table, []
-def write_or_die(writer, table, **options):
-    shards.append(table)
-    if len(shards) == 8:
-        os.kill(os.getpid(), 9)
-    write(writer, table, **options)
-ParquetWriter.write_table = write_or_die
-module.preprocess(module.config_of(module.Path(sys.argv[2])), encoders=module.Fake())
-"""
-
-
-def test_a_killed_run_goes_on(folder):
+def test_a_run_that_was_broken_off_goes_on(folder):
     preprocess(config_of(folder, "whole"), encoders=Fake())
     output = folder / "out"
-    run = subprocess.run([sys.executable, "-c", KILLED, __file__, str(folder)], capture_output=True)
-    assert run.returncode == -signal.SIGKILL, run.stderr.decode()
+    with pytest.raises(KeyboardInterrupt):
+        preprocess(config_of(folder), encoders=Fake(8))
+    # As one leaves that is killed while it writes.
+    (output / ".shard-00002.1.partial.parquet").touch()
     assert len(rows_of(output)) == 6 == len(ParquetFolder(output))
-    # The shard that was being written.
-    assert len(list(output.glob(".*.partial.*"))) == 1
     resumed = Fake()
     preprocess(config_of(folder), encoders=resumed)
     assert len(resumed.seen) == 6 and contents(output) == contents(folder / "whole")
-    # Or between shard and manifest.
-    manifest = json.loads((output / "manifest.json").read_text())
-    (output / "manifest.json").write_text(json.dumps(manifest | {"counts": {"videos": 14}}))
-    preprocess(config_of(folder), encoders=(idle := Fake()))
-    assert idle.seen == [] and contents(output) == contents(folder / "whole")
 
 
 def test_a_folder_of_other_work_or_not_free_is_refused_and_stays(folder, tmp_path):

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import shutil
 from itertools import islice
 
 import diffusers
@@ -18,9 +19,8 @@ from vmonarch.finetune.checkpoints import CheckpointError, newest, read, steps_i
 from vmonarch.finetune.config import FinetuneConfig
 from vmonarch.finetune.data.parquet import Sample, write_shard
 from vmonarch.finetune.export import comfyui_name, export
-from vmonarch.finetune.models import anneal, compile_blocks, lora_layers
+from vmonarch.finetune.models import compile_blocks, lora_layers
 from vmonarch.finetune.trainer import Trainer, TrainingError
-from vmonarch.own import ours_of
 from vmonarch.pipelines import config
 from vmonarch.pipelines.config import build_config, recommended_settings
 from vmonarch.pipelines.model_folder import find_model
@@ -55,7 +55,7 @@ def settings(place, output, kind="t2v", clips="clips", **changes):
         "trackers": [],
         "log_every": 1,
         "gradient_checkpointing": False,
-        "data": {"path": str(place / clips), "workers": 0},
+        "data": {"path": str(place / clips)},
         "optimizer": {"learning_rate": 1e-3},
         "validation": {"every": 0},
         "checkpoints": {"every": 100},
@@ -80,10 +80,43 @@ def equal(a, b):
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
-@pytest.mark.parametrize("kind,workers", [("t2v", 0), ("t2v-2.2", 2), ("t2v-5b", 0), ("i2v-2.1", 0)])
-def test_a_resumed_run_is_the_same_run(place, tmp_path, kind, workers):
+# Settings
+
+
+DATA = {"data": {"path": "clips"}}
+BAD = (
+    ({"data": {"path": ""}}, "data.path is missing"),
+    ({"data": {"bad_fraction": 0.1}}, "data.bad_fraction"),
+    ({"ema": 1.0}, r"ema must be in \[0, 1\), got 1.0"),
+    ({"attention": {"coarse": 0}}, "attention.coarse must be"),
+    ({"attention": "near-lossless"}, "attention.refresh must be null, as residuals have no gradient"),
+    ({"lora": {"rank": 4, "targets": []}}, "lora.targets must name at least one layer"),
+    ({"sequence_parallel_size": 2, "validation": {"videos_every": 5}}, "videos_every must be 0 with"),
+    ({"validation": {"videos_every": 5}}, "validation.prompts must hold a prompt"),
+)
+
+
+def test_bad_settings_are_named():
+    for values, message in BAD:
+        with pytest.raises(InputError, match=message):
+            build_config(FinetuneConfig, DATA, values)
+
+
+def test_the_learning_rate_warms_up_and_decays():
+    for schedule, later in (("constant", [2.0, 2.0, 2.0]), ("cosine", [2.0, 1.0, 0.0])):
+        options = {"learning_rate": 2.0, "schedule": schedule, "warmup": 4}
+        config = build_config(FinetuneConfig, DATA, {"steps": 104, "optimizer": options})
+        assert [config.learning_rate(step) for step in range(4)] == [0.5, 1.0, 1.5, 2.0]
+        assert [config.learning_rate(step) for step in (4, 54, 104)] == pytest.approx(later)
+
+
+# Runs
+
+
+@pytest.mark.parametrize("kind", ["t2v", "t2v-2.2", "t2v-5b", "i2v-2.1"])
+def test_a_resumed_run_is_the_same_run(place, tmp_path, kind):
     """Bit for bit, from the middle of an epoch, with the optimizer, the average, dropped captions and two experts."""
-    options = {"steps": 12, "ema": 0.9, "attention": "vmonarch", "data": {"workers": workers, "caption_dropout": 0.3}}
+    options = {"steps": 12, "ema": 0.9, "attention": "vmonarch", "data": {"caption_dropout": 0.3}}
     # Both experts of the second are as likely with this shift.
     options |= {"objective": {"image_share": 0.5} if kind == "t2v-5b" else {"flow_shift": 9.0}}
     clips = "images" if kind == "i2v-2.1" else "clips"
@@ -141,16 +174,6 @@ def test_the_average_follows_faster_at_the_start(place, tmp_path):
         for name, tensor in average(trainer).items():
             wanted = decay * before[name] + (1 - decay) * trainer.trained[name]
             torch.testing.assert_close(tensor, wanted.detach(), atol=1e-7, rtol=1e-5)
-
-
-def test_layers_move_from_full_attention_one_after_the_other(place, tmp_path):
-    trainer = Trainer(settings(place, tmp_path, steps=5, anneal=4))
-    trainer.run()
-    lines = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
-    assert [line["dense_layers"] for line in lines if "loss" in line] == [2, 2, 1, 1, 0]
-    anneal(trainer.layers, 0.5)
-    found = [ours_of(block.attn1) for block in trainer.experts.parts["transformer"].blocks]
-    assert found[0] is None and isinstance(found[1].spec, vmonarch.VMonarchProcessor)
 
 
 @pytest.mark.parametrize("attention", ["vmonarch", "based:adapter=null,feature_dim=4"])
@@ -287,12 +310,23 @@ def test_another_run_is_not_resumed(place, tmp_path):
         with pytest.raises(CheckpointError, match=message):
             Trainer(settings(place, tmp_path, **changes))
     # What may change.
-    free = {"log_every": 5, "data": {"workers": 1}, "checkpoints": {"keep": 3}, "validation": {"clips": 2}, "steps": 9}
+    free = {"log_every": 5, "checkpoints": {"keep": 3}, "validation": {"clips": 2}, "steps": 9}
     assert Trainer(settings(place, tmp_path, **free)).step == 2
 
 
+def test_a_checkpoint_that_has_been_damaged_is_named_and_the_one_before_serves(place, tmp_path):
+    options = {"steps": 2, "checkpoints": {"every": 1}}
+    Trainer(settings(place, tmp_path, **options)).run()
+    path = newest(tmp_path / "checkpoints")
+    (path / "optimizer.bin").write_bytes(b"cut")
+    with pytest.raises(CheckpointError, match="step-00000002 cannot be loaded; without it, the run goes on from the"):
+        Trainer(settings(place, tmp_path, **options))
+    shutil.rmtree(path)
+    assert Trainer(settings(place, tmp_path, **options)).step == 1
+
+
 def test_a_second_run_in_a_folder_is_refused_until_the_first_has_ended(place, tmp_path):
-    first = Trainer(settings(place, tmp_path, steps=2, data={"workers": 1}))
+    first = Trainer(settings(place, tmp_path, steps=2))
     with pytest.raises(InputError, match="output_dir '.*' is in use by another run"):
         Trainer(settings(place, tmp_path, steps=2))
     first.run()
@@ -325,13 +359,13 @@ def test_a_run_is_found_from_any_folder(place, tmp_path, monkeypatch):
     assert Trainer(settings(place, tmp_path / "run", attention="vmonarch:plan=p.json", steps=2)).step == 1
 
 
-def test_another_number_of_processes_goes_on_if_that_is_waived(place, tmp_path):
+def test_another_number_of_processes_goes_on_if_it_may(place, tmp_path):
     Trainer(settings(place, tmp_path, steps=2)).run()
     path = newest(tmp_path / "checkpoints") / "run.json"
     path.write_text(path.read_text().replace('"world_size": 1', '"world_size": 3'))
-    with pytest.raises(CheckpointError, match="was saved by 3 processes, there are 1; .*waive=.loader,random. lets"):
+    with pytest.raises(CheckpointError, match="was saved by 3 processes, there are 1; .*any_processes=true lets"):
         Trainer(settings(place, tmp_path))
-    trainer = Trainer(settings(place, tmp_path, checkpoints={"waive": ["loader", "random"]}))
+    trainer = Trainer(settings(place, tmp_path, checkpoints={"any_processes": True}))
     assert trainer.step == 2 and trainer.loader.state_dict()["batches"] == 0
 
 
@@ -398,7 +432,7 @@ def test_lora_layers_become_files_that_stock_diffusers_loads(place, tmp_path, ki
 def test_validation_videos(tmp_path, monkeypatch):
     """One step of the embedded model, which can be watched while it trains, and goes on if it is killed after one."""
     shape, whole = (16, 2, 4, 4), config.complete
-    small = {"height": 32, "width": 32, "num_frames": 5}
+    small = {"height": 32, "width": 32, "num_frames": 5, "steps": 1}
     monkeypatch.setattr(config, "complete", lambda *given: dataclasses.replace(whole(*given), **small))
     generator = torch.Generator().manual_seed(0)
     rows = (Sample(f"{n}", torch.randn(shape, generator=generator), torch.randn(4, 128), caption="x") for n in range(2))
@@ -409,8 +443,8 @@ def test_validation_videos(tmp_path, monkeypatch):
         "batch_size": 1,
         "precision": "fp32",
         "trackers": ["tensorboard"],
-        "data": {"path": str(tmp_path / "clips"), "workers": 0},
-        "validation": {"every": 0, "videos_every": 1, "prompts": ["a red circle moving right"], "steps": 1},
+        "data": {"path": str(tmp_path / "clips")},
+        "validation": {"every": 0, "videos_every": 1, "prompts": ["a red circle moving right"]},
     }
 
     def killed(trainer):

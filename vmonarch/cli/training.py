@@ -32,7 +32,7 @@ def run_preprocess(arguments: argparse.Namespace) -> None:
 
     Captions are JSON lines ({"file_name": "a.mp4", "caption": "…"}). Without --captions there is a text file beside
     each video, a.txt of a.mp4. The same command goes on where it was broken off. Bad videos are listed in
-    quarantine.jsonl; to try one again, take out its line. buckets=[480x832x81,832x480x81] makes clips of several sizes.
+    quarantine.jsonl; to try one again, take out its line.
     """
     from vmonarch.finetune.data.preprocess import PreprocessConfig, preprocess
 
