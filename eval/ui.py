@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import html
+import ipaddress
 import json
 import re
 import shutil
@@ -307,7 +308,7 @@ class Guard:
             headers = {name: value.decode("latin-1") for name, value in scope["headers"]}
             host, origin = headers.get(b"host", ""), headers.get(b"origin")
             # Another site's name that is made to point here would make its pages ours.
-            if self.hosts is not None and re.sub(r":\d+$", "", host) not in self.hosts:
+            if self.hosts is not None and re.sub(r":\d+$", "", host).strip("[]") not in self.hosts:
                 answer = PlainTextResponse("Invalid host header", 400)
             # Files and sandboxed frames have the origin "null".
             elif not _NEEDED.fullmatch(scope["path"]) or origin not in (None, f"http://{host}", f"https://{host}"):
@@ -317,28 +318,30 @@ class Guard:
 
 def is_local(host: str) -> bool:
     """Whether only this machine can reach what listens on an address."""
-    return host == "localhost" or host.startswith("127.")
+    with contextlib.suppress(ValueError):
+        return ipaddress.ip_address(host).is_loopback
+    return host == "localhost"
 
 
 def launch(studio: Studio, host: str = "127.0.0.1", port: int = 7860) -> tuple[gr.Blocks, str]:
     """The page, served in threads of its own until it is closed, and its address.
 
     Args:
-        host: address of IPv4 to listen on; other machines reach none but their own by the default.
+        host: address to listen on; other machines reach none but their own by the default.
         port: to listen on; 0 for a free one.
 
     Raises:
         InputError: the address cannot be listened on.
     """
     try:
-        with socket.create_server((host, port)) as free:
+        with socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET) as free:
             port = free.getsockname()[1]
     except (OSError, OverflowError) as error:
         raise InputError("port", f"{port} of {host} cannot be had: {error}") from error
-    hosts = {"localhost", "127.0.0.1", host} if is_local(host) else None
+    hosts = {"localhost", "127.0.0.1", "::1", host} if is_local(host) else None
     page = build_page(studio)
     _, address, _ = page.launch(
-        server_name=host,
+        server_name=f"[{host}]" if ":" in host else host,
         server_port=port,
         allowed_paths=[str(studio.output)],
         app_kwargs={"middleware": [Middleware(Guard, hosts=hosts)]},

@@ -166,17 +166,18 @@ def test_no_file_but_the_outputs_is_served(studio, visitor, tiny_model, path):
 def test_nothing_can_be_asked_for_by_other_sites(visitor):
     port = visitor.address[1]
     assert visitor.ask("GET", "/")[0] == 200
-    for host in ("example.com", "127.0.0.1.example.com"):
+    for host in ("example.com", "[::2]"):
         assert visitor.ask("GET", "/", Host=host)[0] == 400
     for origin in ("http://example.com", "null", "file://"):
         assert visitor.ask("GET", "/", Origin=origin)[0] == 404
-    for host in (f"127.0.0.1:{port}", f"localhost:{port}"):
+    # The address of this machine may be one of IPv6.
+    for host in (f"127.0.0.1:{port}", f"[::1]:{port}"):
         assert visitor.ask("GET", "/", Host=host, Origin=f"http://{host}")[0] == 200
 
 
 def test_the_page_listens_on_this_machine_alone_and_needs_nothing_from_elsewhere(page, visitor):
     assert page.local_url.startswith("http://127.0.0.1:")
-    assert ui.is_local("127.0.0.1") and ui.is_local("localhost") and not ui.is_local("0.0.0.0")
+    assert ui.is_local("127.0.0.1") and ui.is_local("::1") and not ui.is_local("0.0.0.0")
     loaded = re.findall(rb'<(?:script|link|img)[^>]*?(?:src|href)="(https?:[^"]*)"', visitor.ask("GET", "/")[1])
     assert not loaded
     config = json.loads(visitor.ask("GET", "/config")[1])
@@ -198,6 +199,8 @@ def test_what_cannot_run_here_is_not_offered(monkeypatch):
         (["--output-dir", "."], "--output-dir must not hold"),
         (["--port", "70000"], "--port 70000 of 127.0.0.1 cannot be had"),
         (["--host", "192.0.2.1"], "cannot be had"),
+        # An address of IPv6, whose only fault is the port.
+        (["--host", "::1", "--port", "70000"], "port must be 0-65535"),
         (["--device", "gpu"], "--device must be auto, cpu, cuda or cuda:N"),
     ],
 )
