@@ -56,9 +56,9 @@ class Control(Options):
         """[B, S, H, E] in the dtype of the query."""
         raise NotImplementedError
 
-    def flops(self, grid: LatentGrid, head_dim: int) -> float:
-        """FLOPs of one head, as those of `vmonarch.flops`."""
-        raise NotImplementedError
+    def flops(self, grid: LatentGrid, head_dim: int) -> float | None:
+        """FLOPs of one head, as those of `vmonarch.flops`; None where they are not known."""
+        return None
 
 
 def _exact(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:

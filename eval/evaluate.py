@@ -57,7 +57,7 @@ if TYPE_CHECKING:
     import torch
     from numpy.typing import NDArray
 
-EVALUATION_FORMAT = "vmonarch-eval-1"
+EVALUATION_FORMAT = "vmonarch-eval-2"
 # Settings that change no number of an item.
 _FREE = (
     *("output_dir", "device", "offload", "prompt_set", "num_prompts", "baseline"),
@@ -374,6 +374,8 @@ def _finish(config: EvalConfig, folder: ModelFolder, output: Path, items: Sequen
         place = output / "items" / item.name
         try:
             found = json.loads((place / "item.json").read_text(encoding="utf-8"))
+            if found["format"] != EVALUATION_FORMAT:
+                raise ValueError(f"its format is {found['format']}, this version reads {EVALUATION_FORMAT}")
             for row in found["results"]:
                 if file_sha256(place / row["video"]) != row["video_sha256"]:
                     raise ValueError(f"{place / row['video']} is not the video that was measured")

@@ -7,6 +7,7 @@ model stays in memory.
 from __future__ import annotations
 
 import contextlib
+import errno
 import gc
 import html
 import ipaddress
@@ -337,6 +338,8 @@ def launch(studio: Studio, host: str = "127.0.0.1", port: int = 7860) -> tuple[g
         with socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET) as free:
             port = free.getsockname()[1]
     except (OSError, OverflowError) as error:
+        if getattr(error, "errno", None) in (socket.EAI_NONAME, errno.EADDRNOTAVAIL):
+            raise InputError("host", f"must be an address of this machine, got {host!r}") from error
         raise InputError("port", f"{port} of {host} cannot be had: {error}") from error
     hosts = {"localhost", "127.0.0.1", "::1", host} if is_local(host) else None
     page = build_page(studio)

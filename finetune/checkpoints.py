@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from accelerate import PartialState
 from filelock import FileLock, Timeout
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from vmonarch.configs import InputError
@@ -118,9 +119,12 @@ def load_weights(path: Path, weights: Mapping[str, torch.Tensor]) -> None:
     """Fill tensors with those that a file has under their names.
 
     Raises:
-        CheckpointError: the file lacks one, or has others.
+        CheckpointError: the file cannot be read, lacks one, or has others.
     """
-    found = load_file(path)
+    try:
+        found = load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
     if different := sorted(weights.keys() ^ found.keys()):
         raise CheckpointError(f"{path} does not fit: missing or unexpected are {', '.join(different[:3])}, …")
     with torch.no_grad():

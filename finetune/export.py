@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint
 from safetensors import safe_open
+from torch.distributed.checkpoint import CheckpointException
 
 from vmonarch import restore, save_adapter
 from vmonarch.configs import InputError
@@ -93,7 +94,7 @@ def export(
         raise CheckpointError(f"{path} was trained from another model than {folder.path}")
     require(config.lora.rank > 0 or names == "diffusers", "names", f"cannot be {names}: the run has no LoRA layers")
     experts, _ = load_experts(folder, objective_of(folder, config).experts, config)
-    _fill(experts.eval(), path, checkpoints.AVERAGE if config.ema else checkpoints.WEIGHTS)
+    _fill(experts.eval(), path, checkpoints.AVERAGE if config.ema else checkpoints.WEIGHTS, record["spread"])
     dtypes = {name: dtype or _stored_dtype(folder.path / name) for name in experts.parts}
     learns = any(".processor." in name for name, _ in experts.named_parameters())
     form = "end with .safetensors" if learns or (config.lora.rank and len(dtypes) == 1) else "be a folder"
@@ -128,15 +129,19 @@ def _stored_dtype(folder: Path) -> torch.dtype:
     return dtype
 
 
-def _fill(experts: Experts, path: Path, file: str) -> None:
+def _fill(experts: Experts, path: Path, file: str, spread: bool) -> None:
     """Put the weights in a file of a checkpoint in the place of those that are trained."""
     trained = {name: p.detach() for name, p in experts.named_parameters() if p.requires_grad}
-    if (path / file).exists():
+    if not spread:
         checkpoints.load_weights(path / file, trained)
-    else:
-        # FSDP's, each process its part.
+        return
+    # FSDP's, each process its part.
+    parts = path / SPREAD_WEIGHTS
+    try:
         with warnings.catch_warnings(action="ignore"):
-            torch.distributed.checkpoint.load({"model": trained}, checkpoint_id=path / SPREAD_WEIGHTS, no_dist=True)
+            torch.distributed.checkpoint.load({"model": trained}, checkpoint_id=parts, no_dist=True)
+    except CheckpointException as error:
+        raise CheckpointError(f"{parts} cannot be read: {error}") from error
 
 
 @contextlib.contextmanager

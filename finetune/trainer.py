@@ -168,7 +168,7 @@ class Trainer:
 
     def save(self) -> Path:
         """Commit a checkpoint of this step."""
-        run = {"loader": self.loader.state_dict(), **self.about}
+        run = {"loader": self.loader.state_dict(), "spread": self.spread, **self.about}
         write = lambda folder: self.accelerator.save_state(str(folder))
         return checkpoints.save(self.saved, self.step, write, run, keep=self.config.checkpoints.keep)
 
@@ -186,7 +186,7 @@ class Trainer:
         if path is None:
             return
         run = checkpoints.read(path)
-        if self.spread == (path / checkpoints.WEIGHTS).exists():
+        if self.spread != run["spread"]:
             raise CheckpointError(f"{path} was saved with{'out' * self.spread} FSDP; go on with it as it began")
         anew = run["world_size"] != self.world
         if anew and not self.config.checkpoints.any_processes:
@@ -201,18 +201,18 @@ class Trainer:
             raise CheckpointError(f"{path} cannot be resumed with other settings: {changed}; give another output_dir")
         try:
             self.accelerator.load_state(str(path))
+            if not self.spread:
+                checkpoints.load_weights(path / checkpoints.WEIGHTS, self.trained)
+            if self.average is not None:
+                shadow = dict(zip(self.trained, self.average.shadow_params, strict=True))
+                checkpoints.load_weights(path / checkpoints.AVERAGE, shadow)
+                self.average.optimization_step = run["step"]
         except Exception as error:
             problem = f"{path} cannot be loaded; without it, the run goes on from the one before"
             raise CheckpointError(f"{problem}: {error}") from error
         if not anew:
             self.loader.load_state_dict(run["loader"])
         self.step = run["step"]
-        if not self.spread:
-            checkpoints.load_weights(path / checkpoints.WEIGHTS, self.trained)
-        if self.average is not None:
-            shadow = dict(zip(self.trained, self.average.shadow_params, strict=True))
-            checkpoints.load_weights(path / checkpoints.AVERAGE, shadow)
-            self.average.optimization_step = self.step
 
     # Training
 

@@ -137,7 +137,8 @@ def _share(element: Any, grid: LatentGrid | None, head_dim: int) -> float | None
     if isinstance(element, (Exact, Biased)):
         return 1.0
     flops = partial(method_flops, element.options) if isinstance(element, Op) else getattr(element, "flops", None)
-    return None if flops is None or grid is None else flops(grid, head_dim) / method_flops(None, grid, head_dim)
+    work = None if flops is None or grid is None else flops(grid, head_dim)
+    return None if grid is None or work is None else work / method_flops(None, grid, head_dim)
 
 
 def _ranges(numbers: Collection[int]) -> str:

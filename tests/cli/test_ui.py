@@ -198,7 +198,7 @@ def test_what_cannot_run_here_is_not_offered(monkeypatch):
         (["--model", "no/such/model/folder"], "--model must be 'embedded', a folder of a pipeline or a hub id"),
         (["--output-dir", "."], "--output-dir must not hold"),
         (["--port", "70000"], "--port 70000 of 127.0.0.1 cannot be had"),
-        (["--host", "192.0.2.1"], "cannot be had"),
+        (["--host", "192.0.2.1"], "--host must be an address of this machine, got '192.0.2.1'"),
         # An address of IPv6, whose only fault is the port.
         (["--host", "::1", "--port", "70000"], "port must be 0-65535"),
         (["--device", "gpu"], "--device must be auto, cpu, cuda or cuda:N"),

@@ -230,6 +230,7 @@ def test_a_method_runs_its_control_in_every_layer_and_goes_away(transformer, con
     again = ControlProcessor(**processors[0].config)
     assert again.config == processors[0].config == method.processor().config
     changed = forward(transformer)
+    assert (vmonarch.report(transformer).work is None) == (control in ("vsa", "sla"))
     least, most = (0, 1e-4) if control == "exact" else (1e-3, math.inf)
     assert torch.isfinite(changed).all() and least < (changed - before).abs().max() < most
     resolve_method("full").install(transformer)

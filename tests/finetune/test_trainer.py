@@ -318,9 +318,18 @@ def test_a_checkpoint_that_has_been_damaged_is_named_and_the_one_before_serves(p
     options = {"steps": 2, "checkpoints": {"every": 1}}
     Trainer(settings(place, tmp_path, **options)).run()
     path = newest(tmp_path / "checkpoints")
-    (path / "optimizer.bin").write_bytes(b"cut")
-    with pytest.raises(CheckpointError, match="step-00000002 cannot be loaded; without it, the run goes on from the"):
-        Trainer(settings(place, tmp_path, **options))
+    for name in ("optimizer.bin", "model.safetensors"):
+        whole = (path / name).read_bytes()
+        (path / name).write_bytes(b"cut")
+        with pytest.raises(
+            CheckpointError, match="step-00000002 cannot be loaded; without it, the run goes on from the"
+        ):
+            Trainer(settings(place, tmp_path, **options))
+        (path / name).write_bytes(whole)
+    (path / "model.safetensors").unlink()
+    for use in (lambda: Trainer(settings(place, tmp_path, **options)), lambda: export(tmp_path, tmp_path / "exported")):
+        with pytest.raises(CheckpointError, match="model.safetensors.*cannot be read"):
+            use()
     shutil.rmtree(path)
     assert Trainer(settings(place, tmp_path, **options)).step == 1
 
