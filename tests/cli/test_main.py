@@ -26,7 +26,7 @@ def test_help_takes_less_than_a_second_and_loads_nothing_heavy() -> None:
     assert "usage: vmonarch" in run.stdout
     # The parser has all commands with their arguments, so this holds for the help of each.
     assert "'vmonarch.cli.generate'" in loaded
-    heavy = ("torch", "numpy", "diffusers", "transformers", "accelerate", "omegaconf", "yaml", "imageio", "shtab",
+    heavy = ("torch", "numpy", "diffusers", "transformers", "accelerate", "omegaconf", "yaml", "imageio",
              "matplotlib", "jinja2")  # fmt: skip
     assert not [name for name in heavy if f"'{name}'" in loaded]
 
@@ -71,16 +71,6 @@ def test_modules_are_commands(module: str, command: str) -> None:
     words = [sys.executable, "-m", *module.split(), "--help"]
     run = subprocess.run(words, capture_output=True, text=True, check=True)
     assert run.stdout.startswith(f"usage: {command} ") and not run.stderr
-
-
-def test_shells_complete(capsys: pytest.CaptureFixture[str]) -> None:
-    for shell in ("zsh", "fish", "bash"):
-        assert main(["completion", shell]) == 0
-        script = capsys.readouterr().out
-        assert all(name in script for name in (*COMMANDS, "kernels", "num-frames"))
-    # What a shell does at its start.
-    run = subprocess.run(["bash", "-c", f"{script}\ncomplete -p vmonarch"], capture_output=True, text=True, check=True)
-    assert "-o default" in run.stdout and "-F " in run.stdout and not run.stderr
 
 
 def test_errors_are_one_line_with_a_traceback_for_debugging_or_where_none_explains_it(

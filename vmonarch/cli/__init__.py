@@ -37,7 +37,6 @@ COMMANDS = {
     "bench": "bench",
     "tune": "bench",
     "info": "info",
-    "completion": "info",
 }
 
 

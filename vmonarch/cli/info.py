@@ -1,4 +1,4 @@
-"""`vmonarch info` and `completion`."""
+"""What there is here: `vmonarch info`."""
 
 from __future__ import annotations
 
@@ -78,25 +78,3 @@ def _residuals(model_name: str, size: str) -> str:
     heads, head_dim, layers = (shape[name] for name in ("num_attention_heads", "attention_head_dim", "num_layers"))
     needed = 2 * layers * residual_bytes(1, tokens, heads, head_dim)
     return f"{needed / 2**30:.1f} GiB in int8, with guidance ({tokens} tokens, {layers} layers)"
-
-
-def add_completion(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("shell", choices=("bash", "zsh", "fish"), help="that the script is for")
-
-
-def run_completion(arguments: argparse.Namespace) -> None:
-    """a script that completes commands in a shell
-
-    examples:
-      source <(vmonarch completion bash)                                       in ~/.bashrc
-      vmonarch completion zsh > ~/.zfunc/_vmonarch                             a folder of $fpath
-      vmonarch completion fish > ~/.config/fish/completions/vmonarch.fish
-    """
-    import shtab
-
-    from vmonarch.cli import build_parser
-
-    print(shtab.complete(build_parser(), arguments.shell))
-    if arguments.shell == "bash":
-        # Names of files where there is nothing else to complete.
-        print("compopt -o default vmonarch")
