@@ -10,18 +10,18 @@ from pathlib import Path
 
 # By folder: the most lines that it may have now, and the aim.
 MOST_LINES = {
-    "vmonarch": (7_473, 6_500),
-    "vmonarch/cli": (1_039, 900),
+    "vmonarch": (7_451, 6_500),
+    "vmonarch/cli": (1_016, 900),
     "kernels": (14_206, 14_500),
     "pipelines": (3_147, 2_700),
-    "finetune": (3_254, 2_700),
-    "eval": (6_218, 6_300),
+    "finetune": (3_263, 2_700),
+    "eval": (6_226, 6_300),
     "configs": (603, 400),
     "examples": (138, 200),
-    "tests": (18_802, 19_000),
-    "": (53_907, 53_000),
+    "tests": (18_809, 19_000),
+    "": (53_909, 53_000),
 }
-MOST_CHARACTERS_A_LINE, MOST_FILES, MOST_WORDS = (47, 47), (488, 430), (34_937, 36_000)
+MOST_CHARACTERS_A_LINE, MOST_FILES, MOST_WORDS = (47, 47), (482, 430), (34_948, 36_000)
 ROOT = Path(__file__).resolve().parents[1]
 
 

@@ -120,7 +120,7 @@ def complete(config: PreprocessConfig, model: ModelFolder) -> PreprocessConfig:
     if config.procedural is not None:
         own = dict(height=HEIGHT, width=WIDTH, num_frames=NUM_FRAMES, fps=None)
         for name, only in own.items():
-            problem = f"must be {only} for procedural clips, got {getattr(config, name)}"
+            problem = f"must be {'null' if only is None else only} for procedural clips, got {getattr(config, name)}"
             require(getattr(config, name) == only, name, problem)
     return config
 
