@@ -18,8 +18,8 @@ MOST_LINES = {
     "eval": (6_226, 6_300),
     "configs": (603, 400),
     "examples": (138, 200),
-    "tests": (18_809, 19_000),
-    "": (53_909, 53_000),
+    "tests": (18_811, 19_000),
+    "": (53_911, 53_000),
 }
 MOST_CHARACTERS_A_LINE, MOST_FILES, MOST_WORDS = (47, 47), (482, 430), (34_948, 36_000)
 ROOT = Path(__file__).resolve().parents[1]

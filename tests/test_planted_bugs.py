@@ -31,9 +31,9 @@ def run_tests(start_forks):
         words = ("-x", "-q", "-m", "not deep and not gpu", "-p", "no:cacheprovider", "-c", ROOT / "pyproject.toml")
         # To show the source of all frames, pytest parses their files: half of the time of a bug.
         words += ("--tb", "native")
-        # Those that run programs do so in forks of what this one has imported.
+        # Programs run in forks of what this one has imported, which serve one file of tests.
         files = {ROOT / test.partition("::")[0] for test in tests}
-        fork = {"FORK_ITSELF": ""} if any("forks" in file.read_text() for file in files) else {}
+        fork = {"FORK_ITSELF": ""} if ["forks" in file.read_text() for file in files] == [True] else {}
         return run(package, "pytest", *words, *(ROOT / test for test in tests), **fork)
 
     return run_tests
