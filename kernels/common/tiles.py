@@ -63,6 +63,13 @@ def store_rows(ptr, stride, rows, valid, x, WIDTH: tl.constexpr, BLOCK_WIDTH: tl
 
 
 @triton.jit
+def nearest_int8(x):
+    """The nearest whole number, in int8; x is float32 and from -127 to 127. Halves go to even ones."""
+    # At 1.5 · 2²³ numbers lie 1 apart, and the lowest byte is the number's own.
+    return (x + 12582912.0).to(tl.int32, bitcast=True).to(tl.int8)
+
+
+@triton.jit
 def add_rows(ptr, stride, rows, valid, x, WIDTH: tl.constexpr, BLOCK_WIDTH: tl.constexpr):
     """Add x [rows, BLOCK_WIDTH] to a tensor [R, WIDTH] where a row is `valid`. No other program may touch them."""
     there = load_rows(ptr, stride, rows, valid, WIDTH, BLOCK_WIDTH, True).to(tl.float32)

@@ -16,6 +16,7 @@ from vmonarch.kernels.common.launch import block_dim, hopper_enabled, needs_oper
 from vmonarch.kernels.common.operators import new_results
 from vmonarch.kernels.common.replay import launcher, replayed
 from vmonarch.kernels.common.softmax import LOG2_E
+from vmonarch.kernels.common.tiles import nearest_int8
 from vmonarch.kernels.flash_entropy.forward import Bias, flash_forward
 from vmonarch.kernels.flash_entropy.reference import SCALE_BLOCK
 from vmonarch.kernels.flash_entropy.segments import all_pairs
@@ -148,13 +149,6 @@ def _finish_kernel(
         tl.store(largest_ptr + bh * BLOCK_D + dims, largest)
 
 
-@triton.jit
-def _int8(x):
-    """The nearest whole number, in int8; halves go to even ones."""
-    # At 1.5 · 2²³ numbers lie 1 apart, and the lowest byte is the number's own.
-    return (x + 12582912.0).to(tl.int32, bitcast=True).to(tl.int8)
-
-
 @triton.jit(do_not_specialize=["H", "Sq", "Sk", "padded"])
 def _quantise_kernel(
     q_ptr, k_ptr, v_ptr, counts_ptr, mean_ptr, largest_ptr, q8_ptr, q_scale_ptr, q_mean_ptr, k8_ptr, k_scale_ptr,
@@ -182,7 +176,7 @@ def _quantise_kernel(
             # A maximum leaves out NaN, which is to show.
             q_scale = tl.maximum(tl.max(tl.abs(q), 1), 1e-20) / 127.0 + 0.0 * q_mean
             tl.store(q_scale_ptr + rows, q_scale * log2_scale, mask=inside)
-            q8 = _int8(q * (1.0 / q_scale)[:, None])
+            q8 = nearest_int8(q * (1.0 / q_scale)[:, None])
             tl.store(q8_ptr + rows[:, None] * BLOCK_D + dims[None, :], q8, mask=inside[:, None])
     elif tile * N < padded:
         if what == 1:
@@ -198,7 +192,7 @@ def _quantise_kernel(
             for i in range(N // ROWS):
                 tokens = tile * N + i * ROWS + tl.arange(0, ROWS)
                 k = _rotated(_rows(k_ptr, k_strides, bh, H, tokens, dims, D, keys), turn, PRECISION) - mean[None, :]
-                k8 = tl.where((tokens < keys)[:, None], _int8(k * (1.0 / k_scale)), 0)
+                k8 = tl.where((tokens < keys)[:, None], nearest_int8(k * (1.0 / k_scale)), 0)
                 tl.store(k8_ptr + (bh * padded + tokens)[:, None] * BLOCK_D + dims[None, :], k8)
         elif v_ptr is not None:
             v_scale = tl.maximum(tl.load(largest_ptr + bh * BLOCK_D + dims), 1e-20) / 448.0
@@ -252,6 +246,7 @@ def quantise(
     )
     finish = {"BLOCK_D": BLOCK_D, "ROWS": min(256, 2**15 // BLOCK_D), "num_warps": 8}
     launcher(_finish_kernel, (B * H,))(part, counts, mean, largest, chunks, H, Sk, COLUMNS=2, ROTATED=ROTATED, **finish)
+    # Of wide heads, loads that are begun ahead take more room than they save time.
     launcher(_quantise_kernel, (B * H, max(blocks, triton.cdiv(Sq, N)), 2 + values))(
         query, key, v, counts, mean, largest, q8, q_scale, q_mean, k8, k_scale, v8, v_scale, rests, *strides,
         H, Sq, Sk, padded, scale * LOG2_E, N=N, ROWS=rows, ROTATED=ROTATED, PRECISION="tf32x3",

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 
 from vmonarch.kernels.common.replay import replayed
-from vmonarch.kernels.common.tiles import launch_on_tokens, load_rows, store_rows, tokens_of_a_head
+from vmonarch.kernels.common.tiles import launch_on_tokens, load_rows, nearest_int8, store_rows, tokens_of_a_head
 from vmonarch.kernels.residual.reference import Residual
 
 
@@ -48,9 +48,7 @@ def attention_residual_kernel(
     tl.store(scale_ptr + row, scale, mask=exists)
     counts = scale >= 1.1754943508222875e-38
     x = tl.where(counts[:, None], x * tl.div_rn(1.0, tl.where(counts, scale, 1.0))[:, None], 0.0)
-    # A sum with 1.5·2²³ has no fraction: it is rounded to the nearest integer, ties to even, in its low byte.
-    x = (x + 12582912.0).to(tl.int32, bitcast=True)
-    store_rows(values_ptr, E, row, exists, x, E, BLOCK_E)
+    store_rows(values_ptr, E, row, exists, nearest_int8(x), E, BLOCK_E)
 
 
 @triton.jit(do_not_specialize=["S", "H"])
