@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from vmonarch.configs import InputError
 from vmonarch.configs.methods import Additions, AttentionMethod, resolve_method
-from vmonarch.engines import fa3_backend
+from vmonarch.engines import CUDNN, fa3_backend
 
 if TYPE_CHECKING:
     import torch
@@ -191,7 +191,7 @@ def _put_on(transformer: Any, additions: Additions, device: torch.device, backen
         chosen = _linears(transformer, additions.linears)
         undo += [functools.partial(setattr, module, "weight", module.weight) for module in chosen]
         _quantise(transformer, additions.linears, chosen)
-    if exact := additions.backend or ("_native_cudnn" if additions.compile and device.type == "cuda" else None):
+    if exact := additions.backend or (CUDNN if additions.compile and device.type == "cuda" else None):
         from diffusers.models.attention_dispatch import _AttentionBackendRegistry as registry
 
         default, _ = registry.get_active_backend()

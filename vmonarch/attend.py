@@ -29,7 +29,7 @@ import torch
 from vmonarch.bias.video import BiasOption
 from vmonarch.call import Call
 from vmonarch.context_parallel import in_words
-from vmonarch.engines import FA3
+from vmonarch.engines import CUDNN, FA3
 from vmonarch.kernels.common.launch import auto_takes_kernels, carry_tangents, learns
 from vmonarch.kernels.flash_bias.api import flash_bias_attention
 from vmonarch.kernels.flash_entropy.api import flash_entropy_attention
@@ -96,6 +96,8 @@ class Exact:
             return out, lse
         if call.lse and getattr(call.backend, "value", call.backend) != FA3:
             return flash_entropy_attention(query, key, value, implementation=by)[:2]
+        if mask is None and not call.lse and getattr(call.backend, "value", call.backend) == CUDNN:
+            return _by_cudnn(query, key, value), None
         # Whoever attends has loaded it; options are checked without.
         from diffusers.models.attention_dispatch import dispatch_attention_fn
 
@@ -103,6 +105,15 @@ class Exact:
         more = {"return_lse": True} if call.lse else None
         found = dispatch_attention_fn(query, key, value, pairs, attention_kwargs=more, backend=call.backend)
         return found if call.lse else (found, None)
+
+
+def _by_cudnn(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """What diffusers computes, without its copies of tensors [B, S, H, D] that cuDNN takes as they lie."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2)
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,9 @@ from vmonarch.context_parallel import TokenSplit, check_ring
 from vmonarch.grid import LatentGrid
 from vmonarch.kernels.common.launch import HOPPER_DTYPES, learns, on_hopper
 
-# The name of FlashAttention-3 among diffusers' backends.
+# Names of FlashAttention-3 and cuDNN among diffusers' backends.
 FA3 = "fa3"
+CUDNN = "_native_cudnn"
 # xfuser's module of groups of processes.
 GROUPS = "xfuser.core.distributed"
 
@@ -86,7 +87,7 @@ def _flash_attention_3(
     if attn_mask is not None or learns(query, key, value) or query.dtype not in HOPPER_DTYPES:
         raise NotImplementedError(
             f"attention backend {FA3!r} supports bfloat16 and float16 without attn_mask and gradients, got"
-            f" {query.dtype}: use another backend, such as _native_cudnn"
+            f" {query.dtype}: use another backend, such as {CUDNN}"
         )
     out, lse = kernel(query, key, value, softmax_scale=scale, causal=is_causal, return_attn_probs=True)[:2]
     return (out, lse) if return_lse else out

@@ -97,6 +97,11 @@ class _Recorder(TorchDispatchMode):
         why_not: what was not understood, so that there is no record; None if all was.
     """
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """No, or torch would import all of torch.compile in the first call, for seconds."""
+        return False
+
     def __init__(self, tensors: list[torch.Tensor]) -> None:
         super().__init__()
         self.why_not: str | None = None

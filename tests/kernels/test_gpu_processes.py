@@ -20,7 +20,7 @@ SPECIALISED = {f"_hopper_{name}_kernel" for name in _NAMES.split()}
 # Bytes of instructions.
 DISPATCHED_BEFORE = 0x400
 # Seconds that the first call on a known chip may take, with an empty cache and in the next process.
-FIRST_CALL, SECOND_PROCESS = 20.0, 5.0
+FIRST_CALL, SECOND_PROCESS = 20.0, 3.0
 FIRST = """
 import time, torch
 from vmonarch import vmonarch_attention

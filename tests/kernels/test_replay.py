@@ -1,6 +1,9 @@
 """Calls are recorded once and replayed, bit by bit the same; what is like no call before, or not understood, is not."""
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -38,6 +41,19 @@ def recorded():
 
 def qkv_of(seed):
     return torch.randn(3, 1, 12, 1, 16, generator=torch.Generator().manual_seed(seed)).unbind(0)
+
+
+FIRST_CALL = """
+import sys, torch, vmonarch
+vmonarch.vmonarch_attention(*torch.randn(3, 1, 12, 1, 16), grid=(3, 2, 2), implementation="triton")
+print("torch._dynamo" in sys.modules)
+"""
+
+
+def test_the_first_call_waits_for_no_import_of_torch_compile():
+    run = [sys.executable, "-c", FIRST_CALL]
+    result = subprocess.run(run, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True)
+    assert result.stdout.strip() == "False", result.stderr
 
 
 @in_interpreter

@@ -7,12 +7,17 @@ import itertools
 
 import pytest
 import torch
+from diffusers.models.attention_dispatch import dispatch_attention_fn
 from peft import LoraConfig, get_peft_model_state_dict
 from tiny_families import FAMILIES, first
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
 
 import vmonarch
 from vmonarch import ExactBlocks, VMonarchProcessor
+from vmonarch.attend import Exact
+from vmonarch.call import Call
+from vmonarch.engines import CUDNN
+from vmonarch.grid import LatentGrid
 
 
 def test_weighted_lora_adapters_of_either_transformer(tiny, tmp_path):
@@ -145,6 +150,13 @@ def test_the_hook_and_the_steps_never_wait_for_the_gpu(tiny, options):
         tiny.generate(pipe)
     finally:
         waiting("default")
+
+
+@pytest.mark.gpu
+def test_exact_attention_by_cudnn_is_that_of_diffusers_bit_by_bit():
+    qkv = torch.randn(3, 2, 300, 4, 64, device="cuda", dtype=torch.bfloat16).unbind(0)
+    out, _ = Exact()(*qkv, Call(LatentGrid(3, 10, 10), backend=CUDNN))
+    assert torch.equal(out, dispatch_attention_fn(*qkv, backend=CUDNN))
 
 
 @pytest.mark.parametrize("whole", [False, True], ids=["repeated-blocks", "whole"])
