@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import difflib
+import functools
 import hashlib
 import inspect
 import json
@@ -115,23 +116,33 @@ def file_sha256(path: str | Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+@functools.cache
 def preset_names(group: str) -> list[str]:
-    """Names of the YAML files that ship in `configs/<group>/`."""
-    return sorted(path.stem for path in (FOLDER / group).glob("*.yaml"))
+    """Names of the entries of `configs/<group>.yaml`."""
+    # Reading them as YAML takes longer than all of a command's help.
+    return sorted(re.findall(r"^([\w.-]+):$", (FOLDER / f"{group}.yaml").read_text(encoding="utf-8"), re.M))
+
+
+@functools.cache
+def presets(group: str) -> dict[str, dict[str, Any]]:
+    """The entries of `configs/<group>.yaml`, by their names; not to be changed."""
+    import yaml
+
+    return yaml.safe_load((FOLDER / f"{group}.yaml").read_text(encoding="utf-8"))
 
 
 def read_yaml(name: str, group: str, argument: str = "config") -> dict[str, Any]:
-    """Contents of a YAML file: a path, or the name of one that ships in `configs/<group>/`.
+    """Contents of a YAML file at a path, or the entry of this name in `configs/<group>.yaml`.
 
     Raises:
         InputError: there is no such file, or it is not a YAML mapping in UTF-8.
     """
     import yaml
 
-    known = preset_names(group)
-    path = FOLDER / group / f"{name}.yaml" if name in known else Path(name)
+    if name in (known := preset_names(group)):
+        return dict(presets(group)[name])
     try:
-        contents = yaml.safe_load(path.read_text(encoding="utf-8"))
+        contents = yaml.safe_load(Path(name).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise InputError(
             argument, f"must be a YAML file or one of {', '.join(known)}, got {name!r}: {error}"

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import importlib
 import re
 from collections.abc import Iterator, Mapping
@@ -20,7 +19,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vmonarch.configs import (
-    FOLDER,
     InputError,
     Settings,
     as_json,
@@ -30,7 +28,8 @@ from vmonarch.configs import (
     deep_merge,
     file_sha256,
     parse_override,
-    read_yaml,
+    preset_names,
+    presets,
 )
 
 if TYPE_CHECKING:
@@ -172,27 +171,6 @@ class AttentionMethod:
         return about | {"attention": self.attention.to_dict()} | self.additions.to_dict()
 
 
-def method_names() -> list[str]:
-    """Names of the methods that ship in `configs/attention.yaml`."""
-    return list(_names("attention"))
-
-
-def recipe_names() -> list[str]:
-    """Names of the recipes that ship in `configs/recipes.yaml`."""
-    return list(_names("recipes"))
-
-
-@functools.cache
-def _names(group: str) -> tuple[str, ...]:
-    # Reading them as YAML takes longer than all of a command's help.
-    return tuple(sorted(re.findall(r"^([\w.-]+):$", (FOLDER / f"{group}.yaml").read_text(encoding="utf-8"), re.M)))
-
-
-@functools.cache
-def _shipped(group: str) -> dict[str, Any]:
-    return read_yaml(str(FOLDER / f"{group}.yaml"), group=group)
-
-
 def merge_attention(below: Any, above: Any) -> Any:
     """One attention entry over another, which it replaces unless it is a mapping without a name."""
     if not isinstance(above, Mapping) or "name" in above or not isinstance(below, str | Mapping):
@@ -235,10 +213,10 @@ def resolve_method(
         raise InputError(argument, f"must be a method's name or a mapping with one, got {spec!r}")
     values = _entry(spec)
     name, label = str(values.pop("name", None)), values.pop("label", "")
-    check_choice(argument, name, method_names() + recipe_names() * recipes)
-    if name in recipe_names():
+    check_choice(argument, name, preset_names("attention") + preset_names("recipes") * recipes)
+    if name in preset_names("recipes"):
         return _recipe(name, values, label, argument)
-    shipped = dict(_shipped("attention")[name])
+    shipped = dict(presets("attention")[name])
     processor = shipped.pop("processor")
     given = {key: value for key, value in values.items() if key != "processor"}
     with _naming_the_option(f"{argument}."):
@@ -251,7 +229,7 @@ def resolve_method(
 
 def _recipe(name: str, values: Mapping[str, Any], label: str, argument: str) -> AttentionMethod:
     """The recipe of this name, with `values` over what it says."""
-    shipped = _shipped("recipes")[name]
+    shipped = presets("recipes")[name]
     attention = shipped["attention"]
     if "attention" in values:
         attention = merge_attention(attention, values["attention"])

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from vmonarch.configs import InputError, Settings, build, choice, deep_merge, number, read_yaml
+from vmonarch.configs import InputError, Settings, build, choice, deep_merge, number, presets
 from vmonarch.configs.methods import Additions, AttentionMethod, merge_attention, resolve_method
 from vmonarch.pipelines.embedded import EMBEDDED_SETTINGS, embedded_model_path
 from vmonarch.pipelines.environment import DTYPES, choose_device, choose_dtype
@@ -240,7 +240,7 @@ def recommended_settings(model: ModelFolder) -> dict[str, Any]:
         ours = {"num_inference_steps": "steps", "guidance_scale": "guidance"}
         found: dict[str, Any] = {ours.get(name, name): value for name, value in settings.items()}
         return found | {"fps": float(found["fps"]), "max_sequence_length": 512, "negative_prompt": ""}
-    return read_yaml("defaults", group=".")[model.traits.defaults] | model.traits.recommended(model.configs)
+    return presets("defaults")[model.traits.defaults] | model.traits.recommended(model.configs)
 
 
 def complete(config: Config, model: ModelFolder) -> Config:

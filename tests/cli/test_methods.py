@@ -11,8 +11,8 @@ import tiny_wan
 from safetensors.torch import load_file, save_file
 
 from vmonarch import BasedProcessor, VMonarchProcessor
-from vmonarch.configs import FOLDER, InputError, read_yaml
-from vmonarch.configs.methods import merge_attention, method_names, resolve_method
+from vmonarch.configs import FOLDER, InputError, preset_names, presets
+from vmonarch.configs.methods import merge_attention, resolve_method
 from vmonarch.eval.calibrate.run import CalibrateConfig
 from vmonarch.eval.evaluate import EvalConfig
 from vmonarch.eval.settings import CompareConfig
@@ -27,7 +27,7 @@ def pipe(tiny_model: Path):
     return tiny_wan.load(tiny_model).pipe
 
 
-@pytest.mark.parametrize("name", method_names())
+@pytest.mark.parametrize("name", preset_names("attention"))
 def test_every_method_installs_what_it_says(name: str, pipe, shipped_adapter: Path) -> None:
     method = resolve_method(name)
     assert method.label == method.name == name and resolve_method(method.to_dict()) == method
@@ -65,7 +65,7 @@ def test_options_after_the_name_are_those_of_one_word(tiny_adapter: Path, monkey
     assert resolve_method(words).label == "vmonarch:coarse=4,exact={'rows': [0], 'band': 1}"
 
 
-# What the commands make of the presets in each folder of `configs/`. (Those in `plans/` are JSON: see test_plan.py.)
+# What the commands make of the presets in each file of `configs/`. (Plans are JSON: see test_plan.py.)
 PROMPT = {"prompts": ["a red circle"]}
 VIDEOS = {"videos": "clips", "captions": "captions.jsonl", "output": "data"}
 READERS: dict[str, tuple[Any, dict[str, Any]]] = {
@@ -75,22 +75,21 @@ READERS: dict[str, tuple[Any, dict[str, Any]]] = {
     "finetune": (FinetuneConfig, {}),
     "generate": (GenerateConfig, PROMPT),
     "preprocess": (PreprocessConfig, VIDEOS),
+    "defaults": (SamplingConfig, PROMPT),
 }
 
 
 def test_every_preset_is_read_names_a_model_that_there_is_and_says_what_it_is_for() -> None:
-    for path in FOLDER.glob("*/*.yaml"):
-        group, name = path.parent.name, path.stem
-        assert path.read_text(encoding="utf-8").startswith("# "), path
-        read = read_model_config(name) if group == "models" else None
-        if read is None:
-            schema, more = READERS[group]
-            read = build_config(schema, read_yaml(name, group=group), more)
-        model = getattr(read, "model", "embedded")
-        assert model == "embedded" or re.fullmatch(r"[\w.-]+/[\w.-]+", model), f"{group}/{name}: {model!r}"
-    for values in read_yaml("defaults", group=".").values():
-        build_config(SamplingConfig, values, PROMPT)
-    for group in ("attention", "recipes", "defaults"):
+    groups = {path.stem for path in FOLDER.glob("*.yaml")}
+    assert groups == {*READERS, "attention", "recipes", "models"}
+    for group, (schema, more) in READERS.items():
+        for name, values in presets(group).items():
+            model = getattr(build_config(schema, values, more), "model", "embedded")
+            assert model == "embedded" or re.fullmatch(r"[\w.-]+/[\w.-]+", model), f"{group}/{name}: {model!r}"
+    for name in preset_names("models"):
+        assert read_model_config(name).name == name
+    for group in groups:
+        assert preset_names(group) == sorted(presets(group))
         paragraphs = (FOLDER / f"{group}.yaml").read_text(encoding="utf-8").split("\n\n")
         assert all(paragraph.startswith("# ") and "\n  " in paragraph for paragraph in paragraphs[1:])
 

@@ -14,8 +14,8 @@ import tiny_wan
 import torch
 from diffusers import MagCacheConfig
 
-from vmonarch.configs import InputError
-from vmonarch.configs.methods import merge_attention, recipe_names, resolve_method
+from vmonarch.configs import InputError, preset_names
+from vmonarch.configs.methods import merge_attention, resolve_method
 from vmonarch.finetune.config import FinetuneConfig
 from vmonarch.pipelines import recipes, sampling
 from vmonarch.pipelines.loading import LoadedModel
@@ -42,7 +42,7 @@ def sample(loaded: LoadedModel) -> Callable[..., torch.Tensor]:
     return latents
 
 
-@pytest.mark.parametrize("name", recipe_names())
+@pytest.mark.parametrize("name", preset_names("recipes"))
 def test_every_recipe_is_written_and_read_back(name: str) -> None:
     recipe = resolve(name)
     assert recipe.name == recipe.label == name and recipe.additions

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from vmonarch.configs.methods import method_names, recipe_names
+from vmonarch.configs import preset_names
 from vmonarch.pipelines import recipes
 from vmonarch.pipelines.outputs import load_record
 
@@ -185,11 +185,12 @@ def test_the_page_listens_on_this_machine_alone_and_needs_nothing_from_elsewhere
 
 
 def test_what_cannot_run_here_is_not_offered(monkeypatch):
-    assert {name for pair in ui.PRESETS.values() for name in pair} <= {*method_names(), *recipe_names()}
+    known = {*preset_names("attention"), *preset_names("recipes")}
+    assert {name for pair in ui.PRESETS.values() for name in pair} <= known
     here = ui.offered_presets(torch.device("cpu"))
     assert list(here.values()) == ["near-lossless", "fast", "full"]
     monkeypatch.setattr(recipes, "check_linears", lambda linears, device: None)
-    assert set(ui.offered_presets(torch.device("cuda")).values()) <= set(recipe_names())
+    assert set(ui.offered_presets(torch.device("cuda")).values()) <= set(preset_names("recipes"))
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
 """The benchmarks of whole models: what they measure and extrapolate, what they record of failures, what they refuse.
 
-Models of `configs/models/` are what they are named after, and random weights stand as loaded ones would.
+Models of `configs/models.yaml` are what they are named after, and random weights stand as loaded ones would.
 """
 
 import collections

@@ -23,7 +23,6 @@ from vmonarch.configs import (
     read_yaml,
     suggest,
 )
-from vmonarch.configs.methods import method_names, recipe_names
 from vmonarch.pipelines.config import SamplingConfig, build_config, read_prompts
 
 # Arguments of several words, among which overrides may stand.
@@ -116,7 +115,7 @@ MACHINE = ("dtype", "device", "offload")
 
 
 def add_config(parser: argparse._ActionsContainer, group: str) -> None:
-    """Declare what names a YAML file, or one of those in this folder of `configs/`."""
+    """Declare what names a YAML file, or an entry of `configs/<group>.yaml`."""
     parser.add_argument("--config", metavar="FILE", help=f"YAML file, or one of {', '.join(preset_names(group))}")
 
 
@@ -124,7 +123,7 @@ def add_sampling_arguments(parser: argparse.ArgumentParser, *, group: str) -> No
     """Declare prompts, seeds, sizes, devices and outputs.
 
     Args:
-        group: the folder of YAML files that --config knows.
+        group: the file of `configs/` whose entries --config knows.
     """
     about = "what the video shows; key=value overrides may stand here too"
     parser.add_argument("prompts", nargs="*", metavar="prompt", help=about)
@@ -139,7 +138,8 @@ def add_sampling_arguments(parser: argparse.ArgumentParser, *, group: str) -> No
 
 def method_help() -> str:
     """What names a method on the command line."""
-    return f"{', '.join(method_names())}, a recipe ({', '.join(recipe_names())}), or METHOD:key=value,…"
+    recipes = ", ".join(preset_names("recipes"))
+    return f"{', '.join(preset_names('attention'))}, a recipe ({recipes}), or METHOD:key=value,…"
 
 
 def add_method_arguments(parser: argparse.ArgumentParser) -> None:

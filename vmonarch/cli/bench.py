@@ -40,7 +40,7 @@ _OPTIONS: dict[str, list[tuple[str, dict[str, Any]]]] = {
     "e2e": [
         ("--settings", {**_SEVERAL, "help": "such as 1.3b-61x448x832 (default: the paper's five); see --model"}),
         ("--model", {"metavar": "MODEL", "help": "in place of the settings' own, which then may be sizes such as"
-         " 61x448x832: of configs/models/ or a YAML file (random weights), a folder of a Wan pipeline, or a hub id"}),
+         " 61x448x832: of configs/models.yaml or a YAML file (random weights), a folder of Wan's, or a hub id"}),
         ("--modes", {**_SEVERAL, "help": "eager, compiled (default: both)"}),
         ("--methods --recipe", _METHODS),
         ("--steps", {"type": int, "metavar": "N", "help": "of a video (default 50)"}),
@@ -51,7 +51,7 @@ _OPTIONS: dict[str, list[tuple[str, dict[str, Any]]]] = {
         ("--compile-backend", {"metavar": "NAME", "help": "of torch.compile (default inductor)"}),
     ],
     "train": [
-        ("--model", {"metavar": "MODEL", "help": "of configs/models/, or a YAML file (default wan2.1-1.3b)"}),
+        ("--model", {"metavar": "MODEL", "help": "of configs/models.yaml, or a YAML file (default wan2.1-1.3b)"}),
         ("--frames", {"type": int, "nargs": "+", "metavar": "N", "help": "of a clip (default 61 141)"}),
         ("--size", {"type": int, "nargs": 2, "metavar": ("HEIGHT", "WIDTH"), "help": "of a clip (default 448 832)"}),
         ("--methods", _METHODS),

@@ -16,7 +16,7 @@ def add_info(parser: argparse.ArgumentParser) -> None:
 
 def run_info(arguments: argparse.Namespace) -> None:
     """versions, devices, the embedded model, installed extras"""
-    from vmonarch.configs.methods import method_names, recipe_names
+    from vmonarch.configs import preset_names
     from vmonarch.pipelines.environment import EXTRAS, environment, package_versions
     from vmonarch.requirements import unsupported_versions
 
@@ -25,7 +25,7 @@ def run_info(arguments: argparse.Namespace) -> None:
     rows |= {key: facts[key] for key in ("python", "platform")}
     rows |= {name: found or "not installed" for name, found in (facts["packages"] | unsupported_versions()).items()}
     rows |= {**_devices(), "embedded model": _embedded_model()}
-    rows |= {"attention methods": ", ".join(method_names()), "recipes": ", ".join(recipe_names())}
+    rows |= {"attention methods": ", ".join(preset_names("attention")), "recipes": ", ".join(preset_names("recipes"))}
     for extra, packages in EXTRAS.items():
         missing = [name for name, version in package_versions(packages).items() if version is None]
         rows[f"extra {extra}"] = f"missing {', '.join(missing)}" if missing else "installed"
