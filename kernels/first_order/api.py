@@ -1,4 +1,4 @@
-"""Front door of attention to the first order around mean queries."""
+"""Attention to the first order around mean queries, for heads that attend to nearly everything alike."""
 
 from __future__ import annotations
 

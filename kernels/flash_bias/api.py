@@ -1,4 +1,4 @@
-"""Front door of FlashBias."""
+"""FlashBias: softmax attention with a bias that is the product of two thin factors."""
 
 from __future__ import annotations
 

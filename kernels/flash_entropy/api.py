@@ -1,4 +1,4 @@
-"""Front door of Flash-Entropy-Attention."""
+"""Flash-Entropy-Attention: softmax attention that also yields the entropy of every row."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Front door of exact attention in eight bits."""
+"""Exact attention in eight bits: int8 scores, and on Hopper fp8 weights and values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Front door of the monoid that merges partial attentions (docs/attention.md, "Merging").
+"""The monoid that merges partial attentions (docs/attention.md, "Merging").
 
 An element is a pair (value, lse): a normalised value and its log-weight. Merging is associative and commutative, and
 (0, -inf) is the neutral element. Tiles of a kernel, split keys, exact and Monarch parts of one row, text and video

@@ -1,4 +1,4 @@
-"""Front doors of Monarch and VMonarch attention."""
+"""Monarch and VMonarch attention."""
 
 from __future__ import annotations
 

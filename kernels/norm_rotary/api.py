@@ -1,4 +1,4 @@
-"""Front door of RMS norm with rotary embedding."""
+"""RMS norm of all heads together and rotary embedding of queries or keys, in one pass."""
 
 from __future__ import annotations
 

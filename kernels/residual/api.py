@@ -1,4 +1,4 @@
-"""Front door of residual sharing."""
+"""What an approximation of attention leaves out, kept by one denoising step for later ones."""
 
 from __future__ import annotations
 

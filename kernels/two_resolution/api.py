@@ -1,4 +1,4 @@
-"""Front door of attention in two resolutions."""
+"""Attention in two resolutions: the best key tiles exactly, the mean of every other one, in one softmax."""
 
 from __future__ import annotations
 

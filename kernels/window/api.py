@@ -1,4 +1,4 @@
-"""Front door of attention in windows."""
+"""Exact attention in sliding windows of a sequence and in neighbourhoods of a video."""
 
 from __future__ import annotations
 

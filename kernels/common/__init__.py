@@ -1,1 +1,0 @@
-"""What all Triton kernels share: the online-softmax monoid, launch options, and where the kernels can run."""

@@ -1,1 +1,0 @@
-"""Attention to the first order around mean queries, for heads that attend to nearly everything alike."""

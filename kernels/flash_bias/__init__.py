@@ -1,1 +1,0 @@
-"""FlashBias: softmax attention with a bias that is the product of two thin factors."""

@@ -1,1 +1,0 @@
-"""The monoid that merges partial attentions."""

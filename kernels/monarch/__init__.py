@@ -1,1 +1,0 @@
-"""Monarch and VMonarch attention."""

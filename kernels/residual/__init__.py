@@ -1,1 +1,0 @@
-"""What an approximation of attention leaves out, kept by one denoising step for later ones."""
