@@ -24,7 +24,7 @@ from safetensors.torch import load_file
 from vmonarch.configs import InputError
 from vmonarch.files import flush
 
-FORMAT = 4
+FORMAT = 5
 RUN = "run.json"
 # By name: the trained weights (of FSDP in a folder of its own), and their average.
 WEIGHTS, AVERAGE = "model.safetensors", "ema.safetensors"

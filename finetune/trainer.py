@@ -104,6 +104,7 @@ class Trainer:
         self.about = {
             "config": config.to_dict(),
             "model": self.folder.fingerprint(),
+            "data": self.clips.fingerprint(),
             "environment": environment(self.accelerator.device),
         }
         how = {"seed": config.seed, "caption_dropout": data.caption_dropout}
@@ -168,7 +169,7 @@ class Trainer:
 
     def save(self) -> Path:
         """Commit a checkpoint of this step."""
-        run = {"loader": self.loader.state_dict(), "spread": self.spread, **self.about}
+        run = {"batches": self.loader.position, "spread": self.spread, **self.about}
         write = lambda folder: self.accelerator.save_state(str(folder))
         return checkpoints.save(self.saved, self.step, write, run, keep=self.config.checkpoints.keep)
 
@@ -194,8 +195,9 @@ class Trainer:
                 f"{path} was saved by {run['world_size']} processes, there are {self.world};"
                 " checkpoints.any_processes=true lets the data begin anew"
             )
-        if run["model"] != self.about["model"]:
-            raise CheckpointError(f"{path} was trained from another model than {self.folder.name}")
+        for what, other in (("model", f"another model than {self.folder.name}"), ("data", "other clips")):
+            if run[what] != self.about[what]:
+                raise CheckpointError(f"{path} was trained from {other}")
         free = (*FREE, "steps") if self.config.optimizer.schedule == "constant" else FREE
         if changed := "; ".join(changes(run["config"], self.about["config"], free)):
             raise CheckpointError(f"{path} cannot be resumed with other settings: {changed}; give another output_dir")
@@ -211,7 +213,7 @@ class Trainer:
             problem = f"{path} cannot be loaded; without it, the run goes on from the one before"
             raise CheckpointError(f"{problem}: {error}") from error
         if not anew:
-            self.loader.load_state_dict(run["loader"])
+            self.loader.position = run["batches"]
         self.step = run["step"]
 
     # Training

@@ -9,17 +9,17 @@ not on threads, or any global random state. A row that cannot be used ends the r
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import KW_ONLY, dataclass
 from itertools import count, islice
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 
-from vmonarch.finetune.data.parquet import EMPTY_CAPTION, DataError, ParquetFolder, Sample
+from vmonarch.finetune.data.parquet import EMPTY_CAPTION, TEXT_LENGTH, DataError, ParquetFolder, Sample
 
 # That read and decode rows.
 THREADS = 2
@@ -44,7 +44,7 @@ class Batch:
 
     Args:
         latents: [B, C, T, H, W] float32, normalised by the VAE's statistics.
-        text: [B, text_length, text_dim] float32; rows after a caption are zero.
+        text: [B, TEXT_LENGTH, text_dim] float32; rows after a caption are zero.
         ids: B ids.
         captions: B captions, "" where dropped.
         extras: [B, ...] float32 by the names of `parquet.EXTRA_TENSORS`.
@@ -67,7 +67,6 @@ class LatentLoader:
         seed: of the order and of dropped captions.
         rank, world_size: this process and how many there are.
         mean, std: [C], the VAE's; latents become (raw - mean) / std.
-        text_length: text is padded with zeros to it, and cut where longer (FastVideo pads to 512).
         text_dim: of the text encoder.
         caption_dropout: share of slots whose caption is dropped; their text is the folder's encoding of "", or zeros.
         shuffle: False keeps the folder's order.
@@ -78,6 +77,7 @@ class LatentLoader:
 
     Attributes:
         batches_per_epoch: the same on all ranks.
+        position: how many batches have been handed out; likewise. Setting it leaves iterators of before of no use.
     """
 
     folder: ParquetFolder
@@ -88,7 +88,6 @@ class LatentLoader:
     world_size: int = 1
     mean: torch.Tensor
     std: torch.Tensor
-    text_length: int = 512
     text_dim: int
     caption_dropout: float = 0.0
     shuffle: bool = True
@@ -98,8 +97,7 @@ class LatentLoader:
             self._check_text(self.folder.empty_caption, f"{self.folder.path / EMPTY_CAPTION}")
         self._unit = self.batch_size * self.world_size
         self.batches_per_epoch = -(-len(self.folder) // self._unit)
-        self._fingerprint = self.folder.fingerprint()
-        self._next = 0
+        self.position = 0
 
     def _check_text(self, text: torch.Tensor, place: str) -> None:
         if text.shape[1] != self.text_dim:
@@ -117,7 +115,7 @@ class LatentLoader:
     def _rows(self) -> Iterator[list[tuple[int, bool]]]:
         """Of each batch from the position on, the rows and whether their captions are dropped."""
         current = -1
-        for number in count(self._next):
+        for number in count(self.position):
             epoch, place = divmod(number, self.batches_per_epoch)
             if epoch != current:
                 (order, dropped), current = self.schedule(epoch), epoch
@@ -134,7 +132,7 @@ class LatentLoader:
             raise DataError(f"the clips of a micro-batch must have tensors of one shape, got {clips}")
         return Batch(
             latents=torch.stack([sample.latents for sample in samples]),
-            text=torch.stack([F.pad(s.text, (0, 0, 0, self.text_length - len(s.text))) for s in samples]),
+            text=torch.stack([F.pad(s.text, (0, 0, 0, TEXT_LENGTH - len(s.text))) for s in samples]),
             ids=tuple(sample.id for sample in samples),
             captions=tuple(sample.caption for sample in samples),
             extras={name: torch.stack([s.extras[name] for s in samples]) for name in samples[0].extras},
@@ -151,31 +149,16 @@ class LatentLoader:
             self._check_text(text, place)
         # Extra tensors are stored as the transformer gets them.
         mean, std = (x.view(-1, 1, 1, 1) for x in (self.mean, self.std))
-        latents, text = (sample.latents - mean) / std, text[: self.text_length].view(-1, self.text_dim)
+        latents, text = (sample.latents - mean) / std, text[:TEXT_LENGTH].view(-1, self.text_dim)
         if not dropped:
             return Sample(sample.id, latents, text, sample.caption, extras=sample.extras)
-        text = text[:0] if empty is None else empty[: self.text_length]
+        text = text[:0] if empty is None else empty[:TEXT_LENGTH]
         return Sample(sample.id, latents, text, "", extras=sample.extras)
-
-    def state_dict(self) -> dict[str, Any]:
-        """The batches handed out so far, and which data they are of, as plain values; the same on all ranks."""
-        return {"batches": self._next, "fingerprint": self._fingerprint}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go to a position that a loader with the same settings has saved; iterators of before are of no use then.
-
-        Raises:
-            DataError: the state is of other data.
-        """
-        if self._fingerprint != state["fingerprint"]:
-            was = f"its fingerprint is {self._fingerprint} but was {state['fingerprint']}"
-            raise DataError(f"cannot resume on {self.folder.path}: {was}")
-        self._next = int(state["batches"])
 
     def __iter__(self) -> Generator[Batch]:
         for _, future in ahead(self._batch, self._rows(), THREADS):
             batch = future.result()
-            self._next += 1
+            self.position += 1
             yield batch
 
 
