@@ -101,7 +101,7 @@ class Trainer:
         require(rest == 0, "batch_size", f"must be a multiple of {product}, got {config.batch_size}")
         self.accelerator.gradient_accumulation_steps = self.accumulation
         # Weights may be hashed and git asked for it: once, not at every checkpoint.
-        self.about = {
+        self.about: dict[str, Any] = {
             "config": config.to_dict(),
             "model": self.folder.fingerprint(),
             "data": self.clips.fingerprint(),
@@ -388,7 +388,7 @@ class Trainer:
             # What is not trained is read for it and then dropped.
             kind, parts = getattr(diffusers, self.folder.pipeline), dict(self.experts.parts.items())
             pipe = read_pipeline(kind, self.folder, torch.float32, **parts).to(device)
-            model = LoadedModel(pipe, self.folder, device, torch.float32, 0.0, settings)
+            model = LoadedModel(pipe, self.folder, device, torch.float32, settings)
             videos = self.output / "videos"
             videos.mkdir(parents=True, exist_ok=True)
             for number, prompt in enumerate(settings.prompts):

@@ -49,7 +49,7 @@ def test_the_oldest_are_removed_and_the_new_one_never(tmp_path):
 
 def test_a_record_that_this_version_cannot_read_is_named(tmp_path):
     record = save(tmp_path, 1) / "run.json"
-    for damage, message in ((('"format": 4', '"format": 5'), "has format 5; this"), (('"', "'"), "no record of a run")):
+    for damage, message in ((('"format": 5', '"format": 6'), "has format 6; this"), (('"', "'"), "no record of a run")):
         record.write_text(record.read_text().replace(*damage))
         with pytest.raises(CheckpointError, match=f"step-00000001/run.json .*{message}"):
             read(record.parent)
