@@ -83,7 +83,7 @@ def _generate(config: GenerateConfig, model: LoadedModel, shard: Shard, progress
         result = sample(model, config, *zip(*jobs, strict=True), progress=title)
         # Of the whole batch: its videos are sampled together.
         facts |= {
-            "seconds": {"load": model.seconds} | result.seconds,
+            "seconds": result.seconds,
             "transformer_calls": result.transformer_calls,
             "attention": None if result.report is None else {"text": str(result.report)} | result.report.to_dict(),
         }

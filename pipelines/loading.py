@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -34,7 +33,6 @@ class LoadedModel:
         pipe: a stock diffusers pipeline.
         folder: where it came from.
         device, dtype: what it computes on and in (the VAE in float32).
-        seconds: how long loading took.
         config: the completed settings it was loaded for.
     """
 
@@ -42,7 +40,6 @@ class LoadedModel:
     folder: ModelFolder
     device: torch.device
     dtype: torch.dtype
-    seconds: float
     config: SamplingConfig
 
 
@@ -97,7 +94,6 @@ def load_model(config: SamplingConfig, folder: ModelFolder, shard: Shard = ALONE
     dtype = choose_dtype(config.dtype, device)
     if config.offload != "none" and device.type == "cpu":
         raise InputError("offload", f"{config.offload} needs a CUDA device; supported on the CPU: none")
-    start = time.perf_counter()
     parts = {name: folder.read_component(name) for name in _TOKENIZERS if name in folder.components}
     check_prompt_lengths(config, folder.traits, parts)
     parts["scheduler"] = _scheduler(folder, config)
@@ -119,7 +115,7 @@ def load_model(config: SamplingConfig, folder: ModelFolder, shard: Shard = ALONE
         pipe.enable_group_offload(onload_device=device, offload_type="leaf_level", use_stream=True)
     else:
         pipe.to(device)
-    return LoadedModel(pipe, folder, device, dtype, time.perf_counter() - start, config)
+    return LoadedModel(pipe, folder, device, dtype, config)
 
 
 def read_pipeline(cls: Any, folder: ModelFolder, dtype: torch.dtype, **parts: Any) -> Any:

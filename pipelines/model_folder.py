@@ -7,7 +7,7 @@ import importlib
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,7 +28,7 @@ PROXY_RECORD = "proxy.json"
 MODELS = ("transformer", "transformer_2", "vae", "text_encoder", "text_encoder_2", "image_encoder")
 # Whose classes components may be.
 _LIBRARIES = ("diffusers", "transformers")
-# Up to here every weight is hashed for the record; above, their sizes must do: 60 GB would take minutes.
+# Up to here a model's weights are hashed for the record; above, their sizes must do: 60 GB would take minutes.
 _HASHED_BYTES = 256 * 2**20
 # Not the weights of other programs, which lie beside the components' folders.
 _HUB_FILES = ["*.json", "*/*.safetensors", "*.txt", "*.model", "*.jinja"]
@@ -125,26 +125,18 @@ class ModelFolder:
                 raise ModelError(f"{folder} cannot be used: its weights {what}: {listed(names)}")
         return model
 
-    def fingerprint(self) -> dict[str, Any]:
-        """Hash of all index and config files, and of the weights: their contents if small, else names and sizes."""
+    def fingerprint(self) -> dict[str, str]:
+        """Hashes of all index and config files, and of the weights: of their contents if small, else of their sizes."""
 
-        def files(pattern: str) -> dict[str, Path]:
+        def digest(pattern: str, told: Callable[[Path], bytes]) -> str:
             found = sorted(path for path in self.path.rglob(pattern) if path.is_file())
-            return {path.relative_to(self.path).as_posix(): path for path in found}
+            parts = (path.relative_to(self.path).as_posix().encode() + b"\0" + told(path) for path in found)
+            return hashlib.sha256(b"".join(parts)).hexdigest()
 
-        def digest(paths: Mapping[str, Path]) -> str:
-            hashes = (name.encode() + b"\0" + bytes.fromhex(file_sha256(path)) for name, path in paths.items())
-            return hashlib.sha256(b"".join(hashes)).hexdigest()
-
-        weights = files("*.safetensors")
-        sizes = [(name, path.stat().st_size) for name, path in weights.items()]
-        total = sum(size for _, size in sizes)
-        return {
-            "configs_sha256": digest(files("*.json")),
-            "weights_sha256": digest(weights) if total <= _HASHED_BYTES else None,
-            "weights_sizes_sha256": hashlib.sha256(repr(sizes).encode()).hexdigest(),
-            "weights_bytes": total,
-        }
+        contents = lambda path: bytes.fromhex(file_sha256(path))
+        size = lambda path: b"%d" % path.stat().st_size
+        weights = contents if folder_bytes(self.path) <= _HASHED_BYTES else size
+        return {"configs_sha256": digest("*.json", contents), "weights_sha256": digest("*.safetensors", weights)}
 
 
 def folder_bytes(folder: Path) -> int:

@@ -68,7 +68,7 @@ def check_sources(recorded: Mapping[str, Any], config: SamplingConfig, folder: M
     """
     settings, now = config.to_dict(), source_hashes(config, folder)
     for what, names, hashes in (
-        ("a model", ("model",), ("configs_sha256", "weights_sha256", "weights_sizes_sha256")),
+        ("a model", ("model",), ("configs_sha256", "weights_sha256")),
         ("an image", ("image",), ("image_sha256",)),
         ("a LoRA file", tuple(LORA), ("lora_sha256",)),
     ):

@@ -72,21 +72,6 @@ def check_sharing(config: SamplingConfig, shard: Shard) -> None:
 
 
 @contextlib.contextmanager
-def leaving_group() -> Iterator[None]:
-    """Leave the default process group at the end of the block; after an error only if that waits for nobody."""
-    import torch.distributed as dist
-
-    try:
-        yield
-    except BaseException:
-        # NCCL would wait for the other processes, which may be in the middle of an exchange; this one is about to end.
-        if dist.get_backend() != "nccl":
-            dist.destroy_process_group()
-        raise
-    dist.destroy_process_group()
-
-
-@contextlib.contextmanager
 def shared_videos(model: LoadedModel, config: SamplingConfig, shard: Shard) -> Iterator[None]:
     """Spread the tokens of every video over all processes while the block runs (diffusers' context parallelism).
 
@@ -108,9 +93,9 @@ def shared_videos(model: LoadedModel, config: SamplingConfig, shard: Shard) -> I
     tokens = model.folder.grid(config.num_frames, config.height, config.width).tokens
     on_gpu = model.device.type == "cuda"
     dist.init_process_group("nccl" if on_gpu else "gloo", device_id=model.device if on_gpu else None)
-    with leaving_group():
-        transformers: list[Any] = list(find_transformers(model.pipe).values())
-        for transformer in transformers:
+    transformer: Any
+    try:
+        for transformer in find_transformers(model.pipe).values():
             uneven = any(count % shard.size for count in (tokens, transformer.config.num_attention_heads))
             parallel = ContextParallelConfig(ulysses_degree=shard.size, ulysses_anything=uneven)
             try:
@@ -118,3 +103,9 @@ def shared_videos(model: LoadedModel, config: SamplingConfig, shard: Shard) -> I
             except (ValueError, NotImplementedError) as error:
                 raise InputError("model", f"cannot be spread over {shard.size} processes: {error}") from error
         yield
+    except BaseException:
+        # NCCL would wait for the other processes, which may be in the middle of an exchange; this one is about to end.
+        if not on_gpu:
+            dist.destroy_process_group()
+        raise
+    dist.destroy_process_group()

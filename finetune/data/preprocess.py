@@ -125,6 +125,7 @@ def complete(config: PreprocessConfig, model: ModelFolder) -> PreprocessConfig:
     return config
 
 
+@dataclass(frozen=True)
 class PipelineEncoders:
     """Text encoder, VAE and image encoder of a stock diffusers pipeline, called as its own code calls them.
 
@@ -132,8 +133,8 @@ class PipelineEncoders:
         takes_image: its transformer cannot do without a first frame.
     """
 
-    def __init__(self, pipe: Any, device: torch.device, takes_image: bool) -> None:
-        self.pipe, self._device, self._takes_image = pipe, device, takes_image
+    pipe: Any
+    takes_image: bool
 
     @torch.no_grad()
     def text(self, caption: str) -> torch.Tensor:
@@ -141,7 +142,7 @@ class PipelineEncoders:
         from diffusers.pipelines.wan.pipeline_wan import prompt_clean
 
         embeds, _ = self.pipe.encode_prompt(
-            caption, do_classifier_free_guidance=False, max_sequence_length=TEXT_LENGTH, device=self._device
+            caption, do_classifier_free_guidance=False, max_sequence_length=TEXT_LENGTH, device=self.pipe.device
         )
         how = {"max_length": TEXT_LENGTH, "truncation": True, "return_attention_mask": True}
         tokens = self.pipe.tokenizer(prompt_clean(caption), **how)
@@ -151,7 +152,7 @@ class PipelineEncoders:
     def latents(self, video: torch.Tensor) -> torch.Tensor:
         """The VAE's means [C, T, y, x] as they are."""
         vae = self.pipe.vae
-        return vae.encode(video[None].to(self._device, vae.dtype)).latent_dist.mode()[0].float().cpu()
+        return vae.encode(video[None].to(vae.device, vae.dtype)).latent_dist.mode()[0].float().cpu()
 
     @torch.no_grad()
     def image(self, video: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -160,18 +161,18 @@ class PipelineEncoders:
         The latents are those that the pipeline gives the transformer beside its mask: of the first frame with zeros
         after it, normalised by the VAE's statistics. FastVideo stores the same. Models that take no image get nothing.
         """
-        if not self._takes_image:
+        if not self.takes_image:
             return {}
         size = dict(zip(("num_frames", "height", "width"), video.shape[1:], strict=True))
-        given = {"dtype": torch.float32, "device": self._device, "latents": torch.empty(0)}
-        _, condition, *_ = self.pipe.prepare_latents(video[None, :, 0].to(self._device), 1, **size, **given)
+        given = {"dtype": torch.float32, "device": self.pipe.device, "latents": torch.empty(0)}
+        _, condition, *_ = self.pipe.prepare_latents(video[None, :, 0].to(self.pipe.device), 1, **size, **given)
         # Channels of a mask may come before them.
         extras = {"first_frame_latent": condition[0, -self.pipe.vae.config.z_dim :].cpu()}
         if getattr(self.pipe, "image_encoder", None) is not None:
             from PIL import Image
 
             picture = ((video[:, 0] + 1) * 127.5).round().clamp(0, 255).to(torch.uint8)
-            feature = self.pipe.encode_image(Image.fromarray(picture.permute(1, 2, 0).numpy()), self._device)
+            feature = self.pipe.encode_image(Image.fromarray(picture.permute(1, 2, 0).numpy()), self.pipe.device)
             extras["clip_feature"] = feature[0].float().cpu()
         return extras
 
@@ -190,7 +191,7 @@ def load_encoders(config: PreprocessConfig, folder: ModelFolder) -> PipelineEnco
     device = choose_device(config.device)
     left_out = dict.fromkeys(("transformer", "transformer_2", "scheduler"))
     pipe = read_pipeline(getattr(diffusers, folder.pipeline), folder, choose_dtype("auto", device), **left_out)
-    return PipelineEncoders(pipe.to(device), device, folder.image_conditioned)
+    return PipelineEncoders(pipe.to(device), folder.image_conditioned)
 
 
 def procedural_clip(seed: int, number: int) -> tuple[str, Clip]:

@@ -63,7 +63,7 @@ def test_every_prompt_gets_every_seed_and_a_record_that_tells_all(cli) -> None:
     assert out.count(ran["text"]) == 4 and ran["method"].startswith("VMonarchProcessor(num_iterations=3, min_mass=0.2")
     assert ran["grid"] == [3, 2, 3] and ran["exact"] == [] and ran["work"] > 0
     seconds = record["seconds"]
-    assert {"load", "text", "denoise", "transformer", "decode", "total"} == seconds.keys()
+    assert {"text", "denoise", "transformer", "decode", "total"} == seconds.keys()
     assert 0 < seconds["transformer"] < seconds["denoise"] < seconds["total"]
     assert record["transformer_calls"] == 4, "two steps, each with and without the prompt"
     assert len(record["model"]["configs_sha256"]) == len(record["model"]["weights_sha256"]) == 64
@@ -213,7 +213,6 @@ def test_a_prompt_is_enough(cli) -> None:
     assert record["config"]["model"] == record["model"]["name"] == "embedded"
     frames, _ = read_video(cli.folder / "outputs/generate" / record["video"])
     assert frames.shape == (13, 96, 160, 3)
-    assert record["model"]["weights_sha256"] is not None and record["model"]["weights_bytes"] < 16 * 2**20
 
 
 # --- `torchrun … -m vmonarch generate`: processes make every video together, and one of them writes it. ---

@@ -185,7 +185,7 @@ def test_image_to_video_stores_what_diffusers_gives_the_transformer(embedded):
             1, 16, 32, 48, 5, torch.float32, torch.device("cpu"), torch.Generator().manual_seed(0),
         )  # fmt: skip
         feature = pipe.encode_image(picture, torch.device("cpu"))[0]
-    extras = PipelineEncoders(pipe, torch.device("cpu"), takes_image=True).image(video)
+    extras = PipelineEncoders(pipe, takes_image=True).image(video)
     assert extras["first_frame_latent"].shape == (16, 2, 4, 6)
     torch.testing.assert_close(extras["first_frame_latent"], prepared[1][0, 4:], rtol=1e-5, atol=1e-5)
     assert torch.equal(extras["clip_feature"], feature) and feature.shape == (5, 8)
