@@ -127,20 +127,20 @@ def known_model(model: Any) -> ComfyModel:
     raise InputError("model", f"must be a video model of a supported family ({supported}), got {got}")
 
 
-def parse_blocks(blocks: str) -> tuple[range, ...]:
-    """Ranges of indices from text such as "0, 1, 38-39".
+def parse_blocks(blocks: str) -> set[int]:
+    """Indices from text such as "0, 1, 38-39".
 
     Raises:
         InputError: it is something else, or a range ends before it begins.
     """
-    found: list[range] = []
+    found: set[int] = set()
     for part in filter(None, map(str.strip, blocks.split(","))):
-        match = re.fullmatch(r"(\d{1,9})(?:\s*-\s*(\d{1,9}))?", part)
+        match = re.fullmatch(r"(\d{1,4})(?:\s*-\s*(\d{1,4}))?", part)
         several = match and range(int(match[1]), int(match[2] or match[1]) + 1)
         if not several:
             raise InputError("dense_blocks", f'must be indices and ranges of them, such as "0, 1, 38-39", got {part!r}')
-        found.append(several)
-    return tuple(found)
+        found.update(several)
+    return found
 
 
 def parse_refresh(refresh: str, preset: str, *, offload: bool = False) -> Refresh | None:
@@ -184,7 +184,6 @@ class Run:
         steps: how many steps the schedule has.
         attended: calls of self-attention of the video that the preset answered.
         exact: those of them that `refresh` made exact.
-        refreshed: the steps of the latter.
         untouched: other calls, by the reason.
         sigma_start, sigma_end: the noise levels between which the preset is used.
         sharing: when attention is exact and renews the residuals of a guidance branch; None for none.
@@ -203,16 +202,11 @@ class Run:
     steps: int = 0
     attended: int = 0
     exact: int = 0
-    refreshed: set[int] = dataclasses.field(default_factory=set)
     untouched: Counter[str] = dataclasses.field(default_factory=Counter)
     residual_bytes: int = 0
     schedule: Schedule | None = None
     branches: dict[Any, Branch] = dataclasses.field(default_factory=dict)
     calls: Counter[Any] = dataclasses.field(default_factory=Counter)
-
-    @property
-    def held(self) -> bool:
-        return self.schedule is not None and self.schedule.held
 
     def __str__(self) -> str:
         grids = ", ".join("×".join(map(str, grid)) for grid in sorted(self.grids)) or "unknown"
@@ -220,16 +214,15 @@ class Run:
             f"VMonarch on {self.model}: latent grid {grids}, steps {self.steps}, forward calls {self.forwards}.",
             f"Calls of self-attention by {self.preset}: {self.attended - self.exact}.",
         ]
-        if self.exact:
-            steps = ", ".join(map(str, sorted(self.refreshed)))
-            parts.append(f"Exact, to renew residuals: {self.exact} (steps {steps}).")
-        if self.schedule is not None and self.schedule.predicted:
-            parts.append(f"Predicted steps: {', '.join(map(str, sorted(self.schedule.predicted)))}.")
-        measured = self.schedule.exact.values() if self.schedule is not None else ()
-        if errors := [error for error in measured if error is not None]:
-            parts.append(f"Error of sharing: {min(errors):.3f} to {max(errors):.3f}.")
-        if self.held:
-            parts.append("More exact steps may have been needed than half of them, which a tolerance allows at most.")
+        if (schedule := self.schedule) is not None:
+            if self.exact:
+                parts.append(f"Exact, to renew residuals: {self.exact} (steps {', '.join(map(str, schedule.exact))}).")
+            if schedule.predicted:
+                parts.append(f"Predicted steps: {', '.join(map(str, sorted(schedule.predicted)))}.")
+            if errors := [error for error in schedule.exact.values() if error is not None]:
+                parts.append(f"Error of sharing: {min(errors):.3f} to {max(errors):.3f}.")
+            if schedule.held:
+                parts.append("More exact steps may have been needed than half, which a tolerance allows at most.")
         if self.residual_bytes:
             parts.append(f"Residuals: {self.residual_bytes / 2**30:.2f} GiB, guidance branches {len(self.branches)}.")
         if self.untouched:
@@ -328,7 +321,7 @@ class OverrideAttention:
         """
         model = _model_of(patcher)
         blocks = known_model(model).layers(model)
-        last = max((several[-1] for several in self._dense), default=0)
+        last = max(self._dense, default=0)
         if last >= blocks:
             problem = f"names block {last}, but the model has {blocks} (0 to {blocks - 1})"
             raise InputError("dense_blocks", problem)
@@ -358,7 +351,7 @@ class OverrideAttention:
             branch.free()
         if run.forwards:
             self.report = run
-            fine = run.attended and not run.held
+            fine = run.attended and not (run.schedule is not None and run.schedule.held)
             _LOG.log(logging.INFO if fine else logging.WARNING, "%s", run)
 
     # The model itself may be compiled.
@@ -457,7 +450,6 @@ class OverrideAttention:
         def renewing(*given: Any) -> Result:
             asked: Call = given[-1]
             run.exact += 1
-            run.refreshed.add(call.step)  # type: ignore[arg-type]
             if asked.precision is not None:
                 return Exact()(query, key, value, asked)
             return _by_heads(exact(), heads, skip_output_reshape), None
@@ -508,7 +500,7 @@ class OverrideAttention:
             return "with gradients"
         if call.why_exact:
             return call.why_exact
-        if any(block in several for several in self._dense):
+        if block in self._dense:
             return "in dense_blocks"
         key = block, call.known.layers(call.model), heads
         if key not in self._layers:

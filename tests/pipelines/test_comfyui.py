@@ -86,7 +86,7 @@ def test_every_guidance_branch_has_its_residuals(calls, kind):
                         close(out, add_residual(rough, residuals[prompts, block]))
     report = seam.report
     assert (report.attended, report.exact) == (8 * 3 * len(calls), 3 * 3 * len(calls))
-    assert (report.refreshed, report.steps, len(report.branches)) == (set(DUE), 8, len(calls))
+    assert (list(report.schedule.exact), report.steps, len(report.branches)) == ([*DUE], 8, len(calls))
 
 
 # As ComfyUI flips a schedule, in unsampling.
@@ -101,7 +101,8 @@ def test_every_step_that_is_due_renews_residuals_once(schedule, asked):
     with sampling(patcher, schedule) as ask:
         for sigma in asked:
             ask(sigma)
-    assert (seam.report.attended, seam.report.exact, seam.report.refreshed) == (len(asked), len(DUE), set(DUE))
+    report = seam.report
+    assert (report.attended, report.exact, list(report.schedule.exact)) == (len(asked), len(DUE), [*DUE])
 
 
 def test_exact_steps_after_the_first_are_in_eight_bits():
@@ -113,7 +114,7 @@ def test_exact_steps_after_the_first_are_in_eight_bits():
             tensors = inputs(model, (*model.lists, 0, 0), sigma, ("cond", "uncond"))
             if step in (0, 1, 2, 4):
                 close(out, exact(*tensors) if step < 1 else int8_attention(*tensors))
-    assert seam.report.refreshed == {0, 1, 2, 4}
+    assert list(seam.report.schedule.exact) == [0, 1, 2, 4]
 
 
 class Smooth(WanModel):
