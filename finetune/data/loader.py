@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, replace
 from itertools import count, islice
 from typing import TypeVar
 
@@ -144,16 +144,15 @@ class LatentLoader:
         if len(sample.latents) != len(self.mean):
             problem = f"{place} has latents of {list(sample.latents.shape)}: another VAE made them"
             raise DataError(f"the model's latents have {len(self.mean)} channels, but {problem}")
-        text, empty = sample.text, self.folder.empty_caption
-        if len(text):
-            self._check_text(text, place)
+        if len(sample.text):
+            self._check_text(sample.text, place)
+        text, caption, empty = sample.text, sample.caption, self.folder.empty_caption
+        if dropped:
+            text, caption = text[:0] if empty is None else empty, ""
         # Extra tensors are stored as the transformer gets them.
         mean, std = (x.view(-1, 1, 1, 1) for x in (self.mean, self.std))
         latents, text = (sample.latents - mean) / std, text[:TEXT_LENGTH].view(-1, self.text_dim)
-        if not dropped:
-            return Sample(sample.id, latents, text, sample.caption, extras=sample.extras)
-        text = text[:0] if empty is None else empty[:TEXT_LENGTH]
-        return Sample(sample.id, latents, text, "", extras=sample.extras)
+        return replace(sample, latents=latents, text=text, caption=caption)
 
     def __iter__(self) -> Generator[Batch]:
         for _, future in ahead(self._batch, self._rows(), THREADS):

@@ -59,20 +59,16 @@ class Sample:
         latents: [C, T, H, W], raw means of the VAE.
         text: [L, D], without padding; L = 0 for no caption.
         caption: what `text` encodes.
-        width, height: of the video, in pixels; fps, duration: of it, in frames per second and seconds.
         extras: by the names in EXTRA_TENSORS.
+        about: other columns of PLAIN; `num_frames` is that of the latents.
     """
 
     id: str
     latents: torch.Tensor
     text: torch.Tensor
     caption: str = ""
-    file_name: str = ""
-    width: int = 0
-    height: int = 0
-    fps: float = 0.0
-    duration: float = 0.0
     extras: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    about: Mapping[str, Any] = field(default_factory=dict)
 
 
 def _columns(tensors: Iterable[str]) -> list[str]:
@@ -91,8 +87,8 @@ def encode_row(sample: Sample) -> dict[str, Any]:
     Raises:
         TypeError: a tensor has a dtype that numpy does not know, such as bfloat16.
     """
-    row = {name: getattr(sample, name) for name in ("id", "file_name", "caption", "width", "height", "fps")}
-    row |= {"media_type": "video", "num_frames": sample.latents.shape[1], "duration_sec": sample.duration}
+    row = {"id": sample.id, "caption": sample.caption, "media_type": "video", **sample.about}
+    row["num_frames"] = sample.latents.shape[1]
     for name, tensor in {"vae_latent": sample.latents, "text_embedding": sample.text, **sample.extras}.items():
         array = tensor.detach().cpu().numpy()
         row |= zip(_columns([name]), (array.tobytes(), list(array.shape), str(array.dtype)), strict=True)

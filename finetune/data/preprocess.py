@@ -237,7 +237,7 @@ class _Output:
             else:
                 write_json(path, dict(about))
             for path in self.shards:
-                self.videos += pq.read_table(path, columns=["file_name"])["file_name"].to_pylist()
+                self.videos += pq.read_table(path, columns=["id"])["id"].to_pylist()
             if (path := listed).exists():
                 entries = [json.loads(line) for line in path.read_bytes().split(b"\n") if line]
                 self.bad = {entry["file"]: entry["reason"] for entry in entries}
@@ -263,7 +263,7 @@ class _Output:
         """Write the next shard."""
         last = max((int(path.stem.removeprefix("shard-")) for path in self.shards), default=-1)
         write_shard(self.folder / f"shard-{last + 1:05d}.parquet", samples)
-        self.videos += [sample.file_name for sample in samples]
+        self.videos += [sample.id for sample in samples]
 
 
 def preprocess(
@@ -372,15 +372,6 @@ def _row(name: str, caption: str, clip: Clip, encoders: PipelineEncoders) -> Sam
     tensors = {"latents": encoders.latents(video), **encoders.image(video)}
     if not all(x.isfinite().all() for x in (text, *tensors.values())):
         raise BadVideo("has encodings that are not finite")
-    return Sample(
-        id=name,
-        latents=tensors.pop("latents"),
-        text=text,
-        caption=caption,
-        file_name=name,
-        width=width,
-        height=height,
-        fps=clip.fps,
-        duration=frames / clip.fps if clip.fps else 0.0,
-        extras=tensors,
-    )
+    about = {"file_name": name, "width": width, "height": height, "fps": clip.fps}
+    about["duration_sec"] = frames / clip.fps if clip.fps else 0.0
+    return Sample(name, tensors.pop("latents"), text, caption, tensors, about)
