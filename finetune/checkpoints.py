@@ -21,8 +21,8 @@ from filelock import FileLock, Timeout
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
+from vmonarch import files
 from vmonarch.configs import InputError
-from vmonarch.files import flush
 
 FORMAT = 5
 RUN = "run.json"
@@ -73,14 +73,14 @@ def save(folder: Path, step: int, write: Callable[[Path], object], run: Mapping[
         write(partial)
         state.wait_for_everyone()
         # Of files that another process has written, too: each machine forces its own to disk.
-        _flush_all(partial)
+        files.flush_all(partial)
         state.wait_for_everyone()
         if state.is_main_process:
             body = {"format": FORMAT, "step": step, "world_size": state.num_processes, **run}
             (partial / RUN).write_bytes(json.dumps(body, indent=1).encode())
-            _flush_all(partial)
+            files.flush_all(partial)
             partial.rename(target)
-            flush(folder)
+            files.flush(folder)
             for other in [path_of(folder, other) for other in steps_in(folder) if other != step][: 1 - keep or None]:
                 # Hidden first: half a checkpoint must not look like a whole one.
                 shutil.rmtree(other.rename(folder / f".{other.name}.removed"))
@@ -146,9 +146,3 @@ def hold(folder: Path, argument: str) -> AbstractContextManager[object]:
     except Timeout as error:
         problem = f"{str(folder)!r} is in use by another run; wait for its end or give another"
         raise InputError(argument, problem) from error
-
-
-def _flush_all(folder: Path) -> None:
-    """Force a folder and all in it to disk."""
-    for path in (*folder.rglob("*"), folder):
-        flush(path)

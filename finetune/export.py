@@ -7,13 +7,10 @@ layers, if there are any) a file for `vmonarch.load_adapter`.
 
 from __future__ import annotations
 
-import contextlib
 import re
 import shutil
-import tempfile
 import types
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +21,7 @@ from torch.distributed.checkpoint import CheckpointException
 
 from vmonarch import restore, save_adapter
 from vmonarch.configs import InputError
+from vmonarch.files import AtomicFiles, check_output
 from vmonarch.finetune import checkpoints
 from vmonarch.finetune.checkpoints import CheckpointError
 from vmonarch.finetune.config import FinetuneConfig, require
@@ -100,7 +98,9 @@ def export(
     form = "end with .safetensors" if learns or (config.lora.rank and len(dtypes) == 1) else "be a folder"
     problem = f"must {form} for what this run trained, got {str(output)!r}"
     require((form != "be a folder") == (output.suffix == ".safetensors"), "output", problem)
-    with appears(output) as partial:
+    check_output(output)
+    with AtomicFiles() as files:
+        partial = files.stage(output)
         if learns:
             pipe = types.SimpleNamespace(**{**dict.fromkeys(COMPONENTS), **experts.parts})
             save_adapter(pipe, partial, dtype=next(iter(dtypes.values())))
@@ -142,19 +142,6 @@ def _fill(experts: Experts, path: Path, file: str, spread: bool) -> None:
             torch.distributed.checkpoint.load({"model": trained}, checkpoint_id=parts, no_dist=True)
     except CheckpointException as error:
         raise CheckpointError(f"{parts} cannot be read: {error}") from error
-
-
-@contextlib.contextmanager
-def appears(output: Path) -> Iterator[Path]:
-    """Another name for a file or folder to be written, which gets its own when it is whole."""
-    try:
-        output.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InputError("output", f"{str(output)!r} cannot be written: {error.strerror or error}") from error
-    with tempfile.TemporaryDirectory(prefix=f".{output.stem}.", suffix=".partial", dir=output.parent) as folder:
-        partial = Path(folder) / output.name
-        yield partial
-        partial.rename(output)
 
 
 def _write_layers(experts: Experts, path: Path, dtypes: dict[str, torch.dtype], names: str) -> None:

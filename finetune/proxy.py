@@ -26,8 +26,7 @@ from diffusers.training_utils import EMAModel
 from torch import nn
 from transformers import AutoTokenizer, UMT5EncoderModel
 
-from vmonarch.files import write_json
-from vmonarch.finetune.export import appears
+from vmonarch.files import AtomicFiles, check_output, write_json
 from vmonarch.finetune.models import compile_options
 from vmonarch.finetune.objective import Draw, Expert, Objective
 from vmonarch.finetune.scenes import SceneBatch, render, sample_scenes, write_captions
@@ -157,7 +156,8 @@ def run(output: Path, command: str) -> None:
     device, origin = choose_device("auto"), embedded_model_path()
     latents, tokens = make_data(origin, device)
     transformer, log = train(origin, latents, tokens)
-    with appears(output) as folder:
+    with AtomicFiles() as files:
+        folder = files.stage(output)
         # A stock folder, whose configs let its float16 weights be loaded as float32.
         shutil.copytree(origin, folder, ignore=shutil.ignore_patterns("*.py", "__pycache__", "transformer"))
         scheduler = UniPCMultistepScheduler.from_pretrained(origin / "scheduler", flow_shift=FLOW_SHIFT)
@@ -187,6 +187,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     output = parser.parse_args(arguments).output
     if output.exists():
         parser.error(f"--output: {output} exists; nothing is overwritten")
+    check_output(output)
     run(output, shown_command(("python", "-m", "vmonarch.finetune.proxy"), arguments))
     return 0
 

@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from vmonarch.configs import InputError
 
 
 class AtomicFiles:
-    """Files that appear complete or not at all.
+    """Files, and folders of them, that appear complete or not at all.
 
     Each is written to a hidden temporary name in its own folder; when the block ends without an error they are flushed
     to disk and renamed, in the order in which they were staged: where the last is there, all are. An error or Ctrl-C
@@ -53,7 +54,7 @@ class AtomicFiles:
         try:
             if error is None:
                 for temporary, path in self._staged:
-                    flush(temporary)
+                    flush_all(temporary)
                     self._check_free(path)
                 for temporary, path in self._staged:
                     os.replace(temporary, path)
@@ -61,6 +62,8 @@ class AtomicFiles:
                     flush(folder)
         finally:
             for temporary, _ in self._staged:
+                if temporary.is_dir():
+                    shutil.rmtree(temporary)
                 temporary.unlink(missing_ok=True)
 
 
@@ -71,6 +74,12 @@ def flush(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def flush_all(folder: Path) -> None:
+    """Force a folder and all in it, or a file, to disk."""
+    for path in (*folder.rglob("*"), folder):
+        flush(path)
 
 
 def short_hash(*parts: Any) -> str:

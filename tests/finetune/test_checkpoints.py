@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from accelerate import PartialState
 
+from vmonarch import files
 from vmonarch.finetune import checkpoints
 from vmonarch.finetune.checkpoints import CheckpointError, newest, read, steps_in
 
@@ -77,7 +78,7 @@ def disk(monkeypatch):
         monkeypatch.setattr(owner, name, wrapped)
 
     PartialState()
-    for owner, name in ((checkpoints, "flush"), (Path, "rename"), (Path, "write_bytes")):
+    for owner, name in ((files, "flush"), (Path, "rename"), (Path, "write_bytes")):
         watch(owner, name)
     monkeypatch.setattr(PartialState, "wait_for_everyone", lambda state: Disk.log.append(("wait", "")))
     return Disk
