@@ -29,7 +29,7 @@ from transformers import AutoTokenizer, UMT5EncoderModel
 from vmonarch.files import AtomicFiles, check_output, write_json
 from vmonarch.finetune.models import compile_options
 from vmonarch.finetune.objective import Draw, Expert, Objective
-from vmonarch.finetune.scenes import SceneBatch, render, sample_scenes, write_captions
+from vmonarch.finetune.scenes import render, sample_scenes, write_captions
 from vmonarch.pipelines.embedded import EMBEDDED_SETTINGS, embedded_model_path
 from vmonarch.pipelines.environment import choose_device, environment, shown_command
 from vmonarch.pipelines.model_folder import PROXY_RECORD
@@ -45,22 +45,8 @@ SCALE, FLOW_SHIFT = 2, 5.0
 TRANSFORMER = {"num_attention_heads": 8, "ffn_dim": 2048, "num_layers": 8}
 
 
-def encode_clips(vae: AutoencoderKLWan, scenes: SceneBatch, device: torch.device) -> torch.Tensor:
-    """Normalised latents of every clip: [B, 16, 16, 12·SCALE, 20·SCALE], float16."""
-    mean, std = (
-        torch.tensor(vae.config[f"latents_{name}"], device=device)[:, None, None, None] for name in ("mean", "std")
-    )
-    parts = []
-    for rows in torch.arange(len(scenes)).split(64 // SCALE**2):
-        video = render(scenes.map(operator.itemgetter(rows)), device, scale=SCALE)
-        with torch.no_grad(), torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
-            means = vae.encode(video).latent_dist.mode().float()
-        parts.append(((means - mean) / std).half())
-    return torch.cat(parts)
-
-
 def make_data(origin: Path, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """(latents [N, C, F, Y, X], tokens [N, K, L] of K captions each) of the clips that are trained on.
+    """(normalised latents [N, 16, 16, 12·SCALE, 20·SCALE] in float16, tokens [N, K, L] of K captions each) of clips.
 
     Args:
         origin: the pipeline whose VAE and tokenizer are taken.
@@ -70,7 +56,16 @@ def make_data(origin: Path, device: torch.device) -> tuple[torch.Tensor, torch.T
     how = {"padding": "max_length", "max_length": TRAIN_TOKENS, "truncation": True, "return_tensors": "pt"}
     tokens = AutoTokenizer.from_pretrained(origin / "tokenizer")(captions, **how).input_ids
     vae = AutoencoderKLWan.from_pretrained(origin / "vae").to(device).eval()
-    latents = encode_clips(vae, scenes, device)
+    mean, std = (
+        torch.tensor(vae.config[f"latents_{name}"], device=device)[:, None, None, None] for name in ("mean", "std")
+    )
+    parts = []
+    for rows in torch.arange(len(scenes)).split(64 // SCALE**2):
+        video = render(scenes.map(operator.itemgetter(rows)), device, scale=SCALE)
+        with torch.no_grad(), torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
+            means = vae.encode(video).latent_dist.mode().float()
+        parts.append(((means - mean) / std).half())
+    latents = torch.cat(parts)
     print(f"latents {list(latents.shape)}, deviation {latents[:256].float().std():.3f}", flush=True)
     return latents, tokens.unflatten(0, (len(scenes), CAPTIONS_PER_CLIP)).to(device)
 
