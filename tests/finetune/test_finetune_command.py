@@ -40,9 +40,9 @@ def words_for(place, output):
 def launch(place, forks, tmp_path):
     """(exit code, output) of two processes."""
 
-    def launch(output, *overrides, program="vmonarch.finetune", **environment):
+    def launch(output, *overrides, program="vmonarch.finetune"):
         words = words_for(place, output)
-        return forks(tmp_path, program, *words, *overrides, processes=2, ACCELERATE_USE_CPU="true", **environment)
+        return forks(tmp_path, program, *words, *overrides, processes=2, ACCELERATE_USE_CPU="true")
 
     return launch
 
@@ -86,7 +86,7 @@ def test_weights_that_are_spread_learn_what_copied_ones_learn_and_resume_exactly
     outputs = [tmp_path / name for name in ("whole", "parts", "parts")]
     first, *others = ([*words_for(place, output), *run] for output, run in zip(outputs, runs, strict=True))
     joined = [word for other in others for word in ("--then", *other)]
-    code, output = launch(tmp_path / "unused", *first, *joined, program=AS_WITH_GPUS, FSDP="1")
+    code, output = launch(tmp_path / "unused", *first, *joined, program=AS_WITH_GPUS)
     assert code == 0, output[-3000:]
     code, output = launch(tmp_path / "copied", *words)
     assert code == 0, output[-3000:]
