@@ -46,7 +46,7 @@ from vmonarch.finetune.models import (
 )
 from vmonarch.finetune.objective import Draw, generator_for
 from vmonarch.pipelines.environment import environment
-from vmonarch.pipelines.model_folder import ModelError, find_wan_model
+from vmonarch.pipelines.model_folder import find_wan_model
 from vmonarch.pipelines.outputs import changes, prepare_output_dir
 
 # What may change between a run and the one that resumes it; all else would make it another run. Model and data may have
@@ -121,8 +121,6 @@ class Trainer:
 
     def _loader(self, clips: ParquetFolder, **options: Any) -> LatentLoader:
         vae = self.folder.configs["vae"]
-        if not vae.get("latents_mean") or not vae.get("latents_std"):
-            raise ModelError(f"{self.folder.path / 'vae' / 'config.json'} has no latents_mean and latents_std")
         return LatentLoader(
             clips,
             rank=self.data_rank,

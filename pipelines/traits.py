@@ -112,15 +112,6 @@ def _hunyuan_lengths(tokenizers: Mapping[str, Any], text: str, most: int | None)
     return [(whole - DEFAULT_PROMPT_TEMPLATE["crop_start"], most, "")]
 
 
-def _hunyuan_recommended(configs: Configs) -> dict[str, Any]:
-    if not configs["transformer"].get("guidance_embeds", False):
-        problem = (
-            "is a HunyuanVideoPipeline whose transformer has no embedded guidance; supported: guidance_embeds=true"
-        )
-        raise InputError("model", problem)
-    return {}
-
-
 _hunyuan15_sizes = functools.partial(_hunyuan_sizes, spatial=16, patch=1)
 
 
@@ -219,7 +210,6 @@ TRAITS = {
         arguments=_GUIDED | {"true_guidance": "true_cfg_scale"},
         lengths=_hunyuan_lengths,
         layers=("num_layers", "num_single_layers"),
-        recommended=_hunyuan_recommended,
         tiled=True,
     ),
     "HunyuanVideo15Pipeline": Traits(
