@@ -186,7 +186,6 @@ class Run:
         exact: those of them that `refresh` made exact.
         untouched: other calls, by the reason.
         sigma_start, sigma_end: the noise levels between which the preset is used.
-        sharing: when attention is exact and renews the residuals of a guidance branch; None for none.
         residual_bytes: the most memory that the residuals took.
         branches: those that have residuals, or can.
         calls: of a branch in a step, by both.
@@ -196,7 +195,6 @@ class Run:
     preset: str
     sigma_start: float
     sigma_end: float
-    sharing: Refresh | None
     grids: set[LatentGrid] = dataclasses.field(default_factory=set)
     forwards: int = 0
     steps: int = 0
@@ -242,7 +240,6 @@ class _Call:
         before: as in `ComfyModel`.
         prompts: numbers of tokens of what it attends to by cross-attention.
         why_exact: why all of it stays exact; empty if it does not.
-        step: of the schedule; None if the sampler does not tell.
         branch: whose residuals it uses; None if there are none, or it cannot be told.
         seen: how many calls of self-attention of the video there were, by block.
     """
@@ -254,7 +251,6 @@ class _Call:
     before: int | None
     prompts: frozenset[int]
     why_exact: str
-    step: int | None
     branch: Branch | None
     seen: Counter[Any] = dataclasses.field(default_factory=Counter)
 
@@ -340,7 +336,7 @@ class OverrideAttention:
         start = float(to_sigma(self.start_percent)) if self.start_percent else math.inf
         preset = f"plan {Path(self.plan).name}" if self.plan else self.preset
         end = float(to_sigma(self.end_percent))
-        self._run = Run(type(_model_of(patcher)).__name__, preset, start, end, self.sharing)
+        self._run = Run(type(_model_of(patcher)).__name__, preset, start, end)
 
     def end_run(self, patcher: Any) -> None:
         """A sampling run is over: free its residuals and say what happened."""
@@ -368,11 +364,12 @@ class OverrideAttention:
         options[OVERRIDE] = functools.partial(self._attention, call, previous)
         branch = call.branch
         try:
-            output = None if branch is None else branch.predicted(bool(call.why_exact))
+            if branch is None:
+                return executor(*args, **kwargs)
+            output = branch.predicted(bool(call.why_exact))
             if output is None:
                 output = executor(*args, **kwargs)
-                if branch is not None:
-                    branch.keep_output(output)
+                branch.keep_output(output)
             return output
         finally:
             if there:
@@ -393,10 +390,10 @@ class OverrideAttention:
             schedule = options["sample_sigmas"].tolist()
             run.steps = len(schedule) - 1
             step = step_of(sigma, schedule)
-            if run.sharing is not None and run.schedule is None:
-                run.schedule = Schedule(run.sharing, run.steps, noise_changes(schedule[:-1]))
+            if self.sharing is not None and run.schedule is None:
+                run.schedule = Schedule(self.sharing, run.steps, noise_changes(schedule[:-1]))
         branch = None
-        if run.sharing is not None and run.schedule is not None and step is not None and options.get("uuids"):
+        if run.schedule is not None and step is not None and options.get("uuids"):
             x = x if isinstance(x, torch.Tensor) else x[0]
             window = getattr(options.get("context_window"), "index_list", ())
             # Guidance may ask once more, with some blocks left out.
@@ -408,13 +405,13 @@ class OverrideAttention:
             run.calls[key, step] += 1
         if sigma is not None and not run.sigma_end <= sigma <= run.sigma_start:
             why = "outside of start_percent to end_percent"
-        elif run.sharing is not None and branch is None:
+        elif self.sharing is not None and branch is None:
             why = "with refresh, where the sampler tells no step or guidance branch"
         run.forwards += 1
         context, image = arguments.get("context"), arguments.get("clip_fea")
         prompts = frozenset(x.shape[n] for x, n in ((context, 1), (image, -2)) if isinstance(x, torch.Tensor))
         grid, before = known.grid(model, arguments), known.before(model, arguments)
-        return _Call(run, known, model, grid, before, prompts, why, step, branch)
+        return _Call(run, known, model, grid, before, prompts, why, branch)
 
     @torch.compiler.disable
     def _attention(
