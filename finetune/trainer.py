@@ -19,6 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import diffusers
 import torch
 from accelerate import Accelerator
 from accelerate.tracking import get_available_trackers
@@ -45,9 +46,13 @@ from vmonarch.finetune.models import (
     share_clips,
 )
 from vmonarch.finetune.objective import Draw, generator_for
+from vmonarch.pipelines.config import SamplingConfig, complete
 from vmonarch.pipelines.environment import environment
+from vmonarch.pipelines.loading import LoadedModel, read_pipeline
 from vmonarch.pipelines.model_folder import find_wan_model
 from vmonarch.pipelines.outputs import changes, prepare_output_dir
+from vmonarch.pipelines.sampling import sample
+from vmonarch.pipelines.video_io import encode_video, to_uint8
 
 # What may change between a run and the one that resumes it; all else would make it another run. Model and data may have
 # moved: what they are is compared instead. The number of steps may change where the learning rate does not follow it.
@@ -373,13 +378,6 @@ class Trainer:
     def sample(self) -> None:
         """Make a video of each validation prompt on the first rank (seed 0); the others wait."""
         if self.rank == 0:
-            import diffusers
-
-            from vmonarch.pipelines.config import SamplingConfig, complete
-            from vmonarch.pipelines.loading import LoadedModel, read_pipeline
-            from vmonarch.pipelines.sampling import sample
-            from vmonarch.pipelines.video_io import encode_video, to_uint8
-
             config, device = self.config, self.accelerator.device
             wanted = SamplingConfig(config.validation.prompts, model=config.model, revision=config.revision)
             settings = complete(wanted, self.folder)

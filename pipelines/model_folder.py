@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vmonarch.configs import InputError, file_sha256
+from vmonarch.pipelines.embedded import embedded_model_path
 from vmonarch.pipelines.lora import in_words, listed
 from vmonarch.pipelines.traits import TEXT_TO_VIDEO, TRAITS, Configs, Traits
 
@@ -224,11 +225,7 @@ def _locate(name: str, revision: str | None) -> tuple[Path, str | None]:
     if name == "embedded" or (name.strip() and path.is_dir()):
         if revision is not None:
             raise InputError("revision", f"is for models of the hub, which {name!r} is not; got {revision!r}")
-        if name != "embedded":
-            return path.resolve(), None
-        from vmonarch.pipelines.embedded import embedded_model_path
-
-        return embedded_model_path(), None
+        return embedded_model_path() if name == "embedded" else path.resolve(), None
     if name.strip() and path.exists():
         raise InputError("model", f"{supported}; {name!r} is a file")
     if not _HUB_ID.fullmatch(name) or name.startswith("."):

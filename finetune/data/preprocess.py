@@ -33,13 +33,17 @@ from tqdm import tqdm
 
 from vmonarch.configs import InputError, Settings, number
 from vmonarch.files import AtomicFiles, write_json
+from vmonarch.finetune import scenes
 from vmonarch.finetune.checkpoints import hold
 from vmonarch.finetune.config import require
 from vmonarch.finetune.data.captions import read_captions
 from vmonarch.finetune.data.decode import BadVideo, Clip, ClipShape, decode_clip
 from vmonarch.finetune.data.loader import ahead
 from vmonarch.finetune.data.parquet import EMPTY_CAPTION, TEXT_LENGTH, DataError, Sample, write_shard
+from vmonarch.pipelines.config import check_sizes, recommended_settings
+from vmonarch.pipelines.embedded import EMBEDDED_SETTINGS
 from vmonarch.pipelines.environment import choose_device, choose_dtype
+from vmonarch.pipelines.loading import read_pipeline
 from vmonarch.pipelines.model_folder import ModelFolder, find_wan_model
 from vmonarch.pipelines.outputs import changes, prepare_output_dir
 from vmonarch.pipelines.sampling import deterministic_convolutions
@@ -108,9 +112,6 @@ def complete(config: PreprocessConfig, model: ModelFolder) -> PreprocessConfig:
     Raises:
         InputError: a size that does not fit the model or, for procedural clips, that they do not have.
     """
-    from vmonarch.finetune.scenes import HEIGHT, NUM_FRAMES, WIDTH
-    from vmonarch.pipelines.config import check_sizes, recommended_settings
-
     recommended = recommended_settings(model)
     changes = {name: recommended[name] for name in ("height", "width", "num_frames") if getattr(config, name) is None}
     if config.videos is not None:
@@ -118,7 +119,7 @@ def complete(config: PreprocessConfig, model: ModelFolder) -> PreprocessConfig:
     config = dataclasses.replace(config, **changes)
     check_sizes(config.shape, model.multiples, model.temporal, " for this model")
     if config.procedural is not None:
-        own = dict(height=HEIGHT, width=WIDTH, num_frames=NUM_FRAMES, fps=None)
+        own = dict(height=scenes.HEIGHT, width=scenes.WIDTH, num_frames=scenes.NUM_FRAMES, fps=None)
         for name, only in own.items():
             problem = f"must be {'null' if only is None else only} for procedural clips, got {getattr(config, name)}"
             require(getattr(config, name) == only, name, problem)
@@ -186,8 +187,6 @@ def load_encoders(config: PreprocessConfig, folder: ModelFolder) -> PipelineEnco
     """
     import diffusers
 
-    from vmonarch.pipelines.loading import read_pipeline
-
     device = choose_device(config.device)
     left_out = dict.fromkeys(("transformer", "transformer_2", "scheduler"))
     pipe = read_pipeline(getattr(diffusers, folder.pipeline), folder, choose_dtype("auto", device), **left_out)
@@ -199,14 +198,11 @@ def procedural_clip(seed: int, number: int) -> tuple[str, Clip]:
 
     Its combinations of shape, colour and direction are among those that training may show.
     """
-    from vmonarch.finetune.scenes import caption, render, sample_scenes
-    from vmonarch.pipelines.embedded import EMBEDDED_SETTINGS
-
     # Halves of a hash: neither neighbouring numbers nor neighbouring seeds share a clip.
     digest = hashlib.sha256(f"procedural {seed} {number}".encode()).digest()
-    scenes = sample_scenes(1, int.from_bytes(digest[:7]))
-    text = caption(scenes.scene(0), random.Random(int.from_bytes(digest[8:])))
-    return text, Clip(render(scenes)[0], float(EMBEDDED_SETTINGS.fps))
+    drawn = scenes.sample_scenes(1, int.from_bytes(digest[:7]))
+    text = scenes.caption(drawn.scene(0), random.Random(int.from_bytes(digest[8:])))
+    return text, Clip(scenes.render(drawn)[0], float(EMBEDDED_SETTINGS.fps))
 
 
 class _Output:
