@@ -174,18 +174,12 @@ class AttentionMethod:
 
 def method_names() -> list[str]:
     """Names of the methods that ship in `configs/attention.yaml`."""
-    return list(_names("attention"))
+    return sorted(_shipped("attention"))
 
 
 def recipe_names() -> list[str]:
     """Names of the recipes that ship in `configs/recipes.yaml`."""
-    return list(_names("recipes"))
-
-
-@functools.cache
-def _names(group: str) -> tuple[str, ...]:
-    # Reading them as YAML takes longer than all of a command's help.
-    return tuple(sorted(re.findall(r"^([\w.-]+):$", (FOLDER / f"{group}.yaml").read_text(encoding="utf-8"), re.M)))
+    return sorted(_shipped("recipes"))
 
 
 @functools.cache

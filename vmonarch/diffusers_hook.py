@@ -9,7 +9,6 @@ models it hands our processors to `vmonarch.apply`. Nothing else changes classes
 
 from __future__ import annotations
 
-import copy
 import functools
 import importlib
 import importlib.abc
@@ -29,10 +28,10 @@ _Function = Callable[[ModuleType], None]
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Finds some modules as the finders after it do, and has functions called when they have been imported."""
+    """Finds some modules as the finders after it do, and has a function called when one has been imported."""
 
     def __init__(self) -> None:
-        self.functions: dict[str, list[_Function]] = {}
+        self.functions: dict[str, _Function] = {}
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -43,15 +42,13 @@ class _Finder(importlib.abc.MetaPathFinder):
         spec = next((spec for finder in following if (spec := finder.find_spec(fullname, path, target))), None)
         if spec is None or not hasattr(spec.loader, "exec_module"):
             return spec
-        # Loaders may be shared between modules.
-        loader: Any = copy.copy(spec.loader)
-        execute, spec.loader = loader.exec_module, loader
+        loader: Any = spec.loader
+        execute = loader.exec_module
 
         def exec_module(module: ModuleType) -> None:
             del loader.exec_module
             execute(module)
-            for function in self.functions[fullname]:
-                function(module)
+            self.functions[fullname](module)
 
         loader.exec_module = exec_module
         return spec
@@ -73,9 +70,7 @@ def after_import(name: str, function: _Function) -> None:
     """
     if _finder not in sys.meta_path:
         sys.meta_path.insert(0, _finder)
-    functions = _finder.functions.setdefault(name, [])
-    if function not in functions:
-        functions.append(function)
+    _finder.functions[name] = function
     if sys.modules.get(name) is not None:
         # Waits for the thread that is importing it.
         function(importlib.import_module(name))

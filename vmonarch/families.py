@@ -334,17 +334,10 @@ def diffusers_class(module: object) -> type | None:
     return None
 
 
-def family_of(module: object) -> Family | None:
-    """The family of a transformer; None of any other object."""
-    found = diffusers_class(module)
-    return None if found is None else FAMILIES[found.__name__]
-
-
 def known_family(transformer: object) -> Family:
     """The family of a transformer that `apply` takes."""
-    family = family_of(transformer)
-    assert family is not None
-    return family
+    cls: Any = diffusers_class(transformer)
+    return FAMILIES[cls.__name__]
 
 
 def forward_arguments(transformer: Any) -> tuple[str, ...]:

@@ -14,7 +14,7 @@ from vmonarch.borrowed import borrow
 from vmonarch.families import (
     SUPPORTED,
     describe,
-    family_of,
+    diffusers_class,
     forward_arguments,
     known_family,
     transformers_in,
@@ -47,17 +47,13 @@ class Installation:
     """
 
     processor: VideoAttentionProcessor
-    transformers: dict[str, torch.nn.Module]
+    transformers: dict[str, torch.nn.Module] = dataclasses.field(repr=False)
 
     @property
     def grid(self) -> LatentGrid | None:
         """The latent grid of the most recent forward call of the first transformer that was called; None before."""
         records = map(record_of, self.transformers.values())
         return next((record.grid for record in records if record is not None and record.grid is not None), None)
-
-    def __repr__(self) -> str:
-        parts = (f", {name}={type(transformer).__name__}" for name, transformer in self.transformers.items())
-        return f"Installation({type(self.processor).__name__}{''.join(parts)})"
 
     def restore(self) -> None:
         """Put the original processors back; see `restore`."""
@@ -84,7 +80,7 @@ def find_transformers(pipe_or_transformer: object) -> dict[str, torch.nn.Module]
 
 
 def _unwrap(module: torch.nn.Module, argument: str = "pipe_or_transformer") -> torch.nn.Module:
-    found = [child for child in module.modules() if family_of(child) is not None]
+    found = [child for child in module.modules() if diffusers_class(child) is not None]
     if len(found) != 1:
         raise TypeError(f"{argument} must be (or wrap) one of {SUPPORTED}, got {type(module).__name__}")
     return found[0]

@@ -391,7 +391,7 @@ def test_an_unknown_processor_is_refused():
     for cls in (Own, ByTheLongName):
         with pytest.raises(RuntimeError, match=f"{cls.__name__} of diffusers .* computes its softmax in a way"):
             borrow(VMonarchProcessor(), Exact(), cls(), families.FAMILIES["MochiTransformer3DModel"])
-    assert families.family_of(torch.nn.Linear(1, 1)) is None
+    assert families.diffusers_class(torch.nn.Linear(1, 1)) is None
 
 
 @pytest.fixture
