@@ -7,7 +7,7 @@ from typing import Any, Self
 
 import torch
 
-from vmonarch.bias.factors import SpatioTemporalDecay
+from vmonarch.bias import SpatioTemporalDecay
 from vmonarch.context_parallel import Part
 from vmonarch.grid import LatentGrid
 
