@@ -96,8 +96,11 @@ def _change_models(module: ModuleType) -> None:
         from vmonarch.installation import KEEP, apply, is_applied
         from vmonarch.parallelism import check_restorable
 
-        if isinstance(processor, str):
-            raise TypeError(f"processor must be an attention processor; presets are for vmonarch.apply: {processor!r}")
+        if isinstance(processor, type) or not (callable(processor) or isinstance(processor, Mapping)):
+            raise TypeError(
+                "processor must be a VMonarchProcessor(...) or another attention processor (presets are for"
+                f" vmonarch.apply), got {processor!r}"
+            )
         several, record = isinstance(processor, Mapping), record_of(self)
         given = list(processor.values()) if several else [processor]
         bound = [] if record is None else record.bound
@@ -168,11 +171,6 @@ def set_attn_processor(self: Any, processor: Any) -> None:
         apply(self, getattr(processor, "spec", processor))
     elif processor is None:
         restore(self)
-    elif isinstance(processor, type) or not (callable(processor) or isinstance(processor, Mapping)):
-        raise TypeError(
-            "processor must be a VMonarchProcessor(...), another attention processor, or None (presets are for"
-            f" vmonarch.apply), got {processor!r}"
-        )
     else:
         for transformer in transformers_in(self).values():
             # It empties a dictionary.

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from vmonarch.validation import DenseSet, check_flag, check_number, plain
+from vmonarch.validation import DenseSet, check_flag, check_number
 
 # This share of the steps at the start decides the video's layout. With a tolerance it is exact throughout.
 START = 0.12
@@ -75,10 +75,10 @@ class Refresh:
         check_flag("refresh.offload", self.offload)
         if self.precision not in (None, "int8"):
             raise ValueError(f'refresh.precision must be "int8", or None for that of the model, got {self.precision!r}')
-        at_most = plain(self.at_most)
-        if not isinstance(at_most, (int, float)) or isinstance(at_most, bool) or at_most == 0:
+        at_most = DenseSet("refresh.at_most", self.at_most)
+        if isinstance(at_most.dense, tuple) or not at_most.some:
             raise ValueError(f"refresh.at_most must be a count or a fraction above 0, got {self.at_most!r}")
-        object.__setattr__(self, "at_most", DenseSet("refresh.at_most", at_most).dense)
+        object.__setattr__(self, "at_most", at_most.dense)
         if (self.steps is None) == (self.tolerance is None):
             raise ValueError(
                 f"refresh needs either steps or a tolerance, got steps={self.steps!r}, tolerance={self.tolerance!r}"
