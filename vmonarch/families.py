@@ -227,13 +227,7 @@ def _cosmos(config: Any) -> dict[str, Any]:
     # A condition gives every token a noise level of its own.
     levels = {"embedded_timestep": _input(1, 3), "temb": _input(1, 3)}
     of_blocks = {"extra_pos_emb": _input(1), "controlnet_residual": _input(1), **levels}
-    return {
-        "transformer_blocks.0": {"hidden_states": _input(1)},
-        "transformer_blocks.*": of_blocks,
-        "rope": _outputs(0, 2),
-        "norm_out": levels,
-        "proj_out": _gathered(),
-    }
+    return _mochi(config) | {"transformer_blocks.*": of_blocks, "norm_out": levels}
 
 
 def _ltx(config: Any) -> dict[str, Any]:
