@@ -88,16 +88,12 @@ def distance_factors(
     origin = key_points.detach().to(wide).mean(0)
     x, y = ((points.to(wide) - origin).to(torch.float32) for points in (query_points, key_points))
     weights = _weights(weight, Sq, C).to(x.device)
-    per_axis = weights.ndim == 3
     x, y = x[:, None], y[:, None]  # [S, 1, C]
-    if per_axis:
-        square = (weights * x.square()).sum(-1, keepdim=True)
-        query_parts = [square, weights.expand(Sq, -1, C), -2 * weights * x]
-        key_parts = [torch.ones_like(y[..., :1]), y.square(), y]
-    else:
-        weights = weights.unsqueeze(-1)
-        query_parts = [weights * x.square().sum(-1, keepdim=True), weights.expand(Sq, -1, 1), -2 * weights * x]
-        key_parts = [torch.ones_like(y[..., :1]), y.square().sum(-1, keepdim=True), y]
+    squares = y.square()
+    if weights.ndim < 3:
+        weights, squares = weights.unsqueeze(-1), squares.sum(-1, keepdim=True)
+    query_parts = [(weights * x.square()).sum(-1, keepdim=True), weights.expand(Sq, -1, -1), -2 * weights * x]
+    key_parts = [torch.ones_like(y[..., :1]), squares, y]
     return torch.cat(query_parts, -1)[None], torch.cat(key_parts, -1)[None]
 
 
@@ -141,8 +137,7 @@ def svd_factors(bias: torch.Tensor, *, energy: float = 0.99) -> tuple[torch.Tens
     needed = (kept < min(energy, 1 - 1e-12) * kept[:, -1:]).sum(-1) + 1
     R = -(-int(needed.max()) // 8) * 8
     root = sigma[:, None, :R].sqrt()
-    missing = R - root.shape[2]
-    factors = (torch.nn.functional.pad(x[..., :R] * root, (0, max(missing, 0))) for x in (U, Vh.mT))
+    factors = (torch.nn.functional.pad(x[..., :R] * root, (0, R - root.shape[2])) for x in (U, Vh.mT))
     query_factor, key_factor = (x.transpose(0, 1)[None].to(bias.dtype).contiguous() for x in factors)
     return query_factor, key_factor
 
