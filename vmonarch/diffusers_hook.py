@@ -115,7 +115,7 @@ def _change_models(module: ModuleType) -> None:
             if spec is not None:
                 apply(self, spec)
         elif ours and not several:
-            apply(self, _spec_of(processor))
+            apply(self, getattr(processor, "spec", processor))
         elif any(known not in bound for known in ours):
             raise ValueError(
                 "processor must not be a dictionary with processors of vmonarch: pass one of them, which serves all"
@@ -131,18 +131,6 @@ def _change_models(module: ModuleType) -> None:
 
     vars(set_on_model)["_takes_ours"] = True
     mixin.set_attn_processor = set_on_model
-
-
-def _spec_of(processor: Any) -> Any:
-    """The processor to apply to a transformer that is given this one of ours, bound or not."""
-    spec = getattr(processor, "spec", processor)
-    plan = getattr(spec, "plan", None)
-    if plan is not None and len(plan.layers) > 1:
-        raise ValueError(
-            f"plan: it is for {', '.join(plan.layers)}, and a transformer does not tell which of them it is:"
-            " use vmonarch.apply with the pipeline"
-        )
-    return spec
 
 
 def _change_pipelines(module: ModuleType) -> None:

@@ -140,7 +140,12 @@ def apply(pipe_or_transformer: Any, processor: VideoAttentionProcessor | str = "
     transformers = find_transformers(pipe_or_transformer)
     processor = _checked(pipe_or_transformer, processor)
     plan = getattr(processor, "plan", None)
-    if plan is not None and len(plan.layers) == 1 and isinstance(pipe_or_transformer, torch.nn.Module):
+    if plan is not None and isinstance(pipe_or_transformer, torch.nn.Module):
+        if len(plan.layers) > 1:
+            raise ValueError(
+                f"plan: it is for {', '.join(plan.layers)}, and a transformer does not tell which of them it is:"
+                " use vmonarch.apply with the pipeline"
+            )
         # A transformer by itself is the one that the plan is for, whatever its pipeline calls it.
         transformers = dict(zip(plan.layers, transformers.values(), strict=True))
     sharing = None if processor.refresh is None else ResidualSharing(processor.refresh)
