@@ -19,7 +19,6 @@ from vmonarch.families import (
     known_family,
     transformers_in,
 )
-from vmonarch.grid import LatentGrid
 from vmonarch.hooks import Record, keep, record_of
 from vmonarch.own import Bound, ours_of
 from vmonarch.parallelism import (
@@ -48,12 +47,6 @@ class Installation:
 
     processor: VideoAttentionProcessor
     transformers: dict[str, torch.nn.Module] = dataclasses.field(repr=False)
-
-    @property
-    def grid(self) -> LatentGrid | None:
-        """The latent grid of the most recent forward call of the first transformer that was called; None before."""
-        records = map(record_of, self.transformers.values())
-        return next((record.grid for record in records if record is not None and record.grid is not None), None)
 
     def restore(self) -> None:
         """Put the original processors back; see `restore`."""
@@ -124,7 +117,7 @@ def apply(pipe_or_transformer: Any, processor: VideoAttentionProcessor | str = "
             the name of a preset (`vmonarch.presets`), perhaps with options of its own, "fast:refresh=6".
 
     Returns:
-        The installation, with `.grid` seen last and `.restore()`; also a context manager that restores.
+        The installation, with `.restore()`; also a context manager that restores.
 
     Raises:
         TypeError: `pipe_or_transformer` has no supported transformer, or `processor` is not one of ours.

@@ -180,8 +180,3 @@ class AttentionPlan:
                 f"plan: it is for {len(rows)} layers of {len(rows[0])} heads, but {component} has {layers} of {heads}"
             )
         return tuple(rows[layer])
-
-    def flops(self, grid: LatentGrid, head_dim: int) -> float:
-        """Forward operations of all heads of all layers (`vmonarch.flops`)."""
-        of = {name: method_flops(options, grid, head_dim) for name, options in self.methods.items()}
-        return sum(of[name] for rows in self.layers.values() for heads in rows for name in heads)
