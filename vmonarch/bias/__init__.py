@@ -1,7 +1,7 @@
 """Biases as products of two thin factors, for `flash_bias_attention` and `FlashBiasProcessor`.
 
-Of some biases the factors are exact (FlashBias, Examples 3.4 and 3.5), of any matrix they come from its singular values
-(§3.2). `video.py` has the processors' option.
+Of some biases the factors are exact (FlashBias, Examples 3.4 and 3.5). Of any matrix they come from its singular values
+(FlashBias, §3.2). `video.py` has the processors' option.
 
 Exact factors are float32: positions and squared distances are sums of large terms that cancel, of which 16 bit would
 keep nothing. Shapes: Sq queries, Sk keys, H heads, C coordinates, R rank; factors are [1, S, H or 1, R].
