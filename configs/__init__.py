@@ -188,9 +188,9 @@ class Settings:
 
 
 def as_json(value: Any) -> Any:
-    """Settings, options and methods as JSON has them."""
+    """Settings, options, methods and plans as JSON has them."""
     if hasattr(value, "to_dict"):
-        return value.to_dict()
+        value = value.to_dict()
     if isinstance(value, Mapping):
         return {key: as_json(entry) for key, entry in value.items()}
     return [as_json(entry) for entry in value] if isinstance(value, tuple | list) else plain(value)

@@ -1,9 +1,9 @@
 """The models that benchmarks measure: their shapes, on which speed depends, with random weights or with their own.
 
-A YAML file of `configs/models/` or of the user holds the arguments of `WanTransformer3DModel`; beside them `vae` and
-`text_encoder`, arguments that differ from those of Wan2.1's, and `boundary_ratio` (there are two transformers) and
-`expand_timesteps` (a timestep for every token) as in `WanPipeline`. Its weights are random; a pipeline's folder and a
-model of the hub bring their own.
+An entry of `configs/models.yaml` or a YAML file of the user holds the arguments of `WanTransformer3DModel`; beside
+them `vae` and `text_encoder`, arguments that differ from those of Wan2.1's, and `boundary_ratio` (there are two
+transformers) and `expand_timesteps` (a timestep for every token) as in `WanPipeline`. Its weights are random; a
+pipeline's folder and a model of the hub bring their own.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ def share_weights(model: torch.nn.Module) -> Any:
 
 
 def read_model_config(name: str) -> WanModel:
-    """The model of a YAML file: a path, or a name of `configs/models/`.
+    """The model of a YAML file: a path, or an entry of `configs/models.yaml`.
 
     Raises:
         InputError: there is no such file, or it has an unknown or an unusable key; the message names it.

@@ -7,20 +7,19 @@ Shapes: B batch, S tokens, of which N = T·H·W are the video's, H heads, D head
 from __future__ import annotations
 
 import abc
-import dataclasses
 import inspect
 from typing import Any, ClassVar, NamedTuple
 
 from vmonarch.attend import Attend, Beside, Biased, Exact, Op, Residual
 from vmonarch.bias.video import BiasOption, GridBias
 from vmonarch.borrowed import borrow
+from vmonarch.configs import as_json
 from vmonarch.context_parallel import check_heads, check_ring
 from vmonarch.families import Family, heads_of
 from vmonarch.grid import LatentGrid
 from vmonarch.opaque import Opaque
 from vmonarch.options import NoOptions
 from vmonarch.own import Own
-from vmonarch.plan import AttentionPlan
 from vmonarch.refresh import Refresh
 from vmonarch.validation import DenseSet, check_implementation
 
@@ -220,17 +219,8 @@ class VideoAttentionProcessor(metaclass=_Frozen):
     @property
     def config(self) -> dict[str, Any]:
         """The options as JSON-serialisable values, of which another can be made: `VMonarchProcessor(**config)`."""
-
-        def plain(option: Any) -> Any:
-            if self._bias is not None and option is self._bias.bias:
-                return self._bias.config()
-            if isinstance(option, AttentionPlan):
-                return option.to_dict()
-            if dataclasses.is_dataclass(option) and not isinstance(option, type):
-                return {name: plain(entry) for name, entry in dataclasses.asdict(option).items()}
-            return list(option) if isinstance(option, tuple) else option
-
-        return {name: plain(getattr(self, name)) for name in self._OPTIONS}
+        config = {name: as_json(getattr(self, name)) for name in self._OPTIONS}
+        return config if self._bias is None else config | {"bias": self._bias.config()}
 
     def __repr__(self) -> str:
         """The options that are not the defaults; of plans and long ones the type."""

@@ -31,19 +31,6 @@ FIRST_REACH = 16.0
 LAYERS = ("linear", "window", "both", "full")
 
 
-def resolve_layers(layers: str | Sequence[str], blocks: int) -> tuple[str, ...]:
-    """What each of the transformer blocks computes; `layers` as in `BasedProcessor`.
-
-    Raises:
-        ValueError: the layout does not fit the number of blocks.
-    """
-    if isinstance(layers, str):
-        return (layers,) * blocks
-    if len(layers) != blocks:
-        raise ValueError(f"layers has {len(layers)} entries, but there are {blocks} transformer blocks")
-    return tuple(layers)
-
-
 @dataclass(frozen=True, kw_only=True)
 class BasedOptions:
     """What Based computes; see `BasedProcessor`.
@@ -60,15 +47,15 @@ class BasedOptions:
 
     def __post_init__(self) -> None:
         supported = f"one of {', '.join(LAYERS)}, or a list of these with one entry for each transformer block"
-        if isinstance(self.layers, str) and self.layers not in LAYERS:
-            raise ValueError(f"layers must be {supported}, got {self.layers!r}")
+        if not isinstance(self.layers, Sequence):
+            raise TypeError(f"layers must be {supported}, got {type(self.layers).__name__}")
+        named = {"layers": self.layers}
         if not isinstance(self.layers, str):
-            if not isinstance(self.layers, Sequence):
-                raise TypeError(f"layers must be {supported}, got {type(self.layers).__name__}")
-            for number, name in enumerate(self.layers):
-                if name not in LAYERS:
-                    raise ValueError(f"layers[{number}] must be one of {', '.join(LAYERS)}, got {name!r}")
             object.__setattr__(self, "layers", tuple(self.layers))
+            named = {f"layers[{number}]": name for number, name in enumerate(self.layers)}
+        for argument, name in named.items():
+            if name not in LAYERS:
+                raise ValueError(f"{argument} must be {supported}, got {name!r}")
         check_positive_integer("feature_dim", self.feature_dim)
         object.__setattr__(self, "feature_dim", int(self.feature_dim))
         if self.feature_map not in FEATURE_MAPS:
@@ -186,7 +173,10 @@ class BasedProcessor(VideoAttentionProcessor):
     LEARNS = True
 
     def bind(self, layer: Layer, original: Any) -> Any:
-        computes = resolve_layers(self.options.layers, layer.blocks)[layer.block]
+        layers = self.options.layers
+        if not isinstance(layers, str) and len(layers) != layer.blocks:
+            raise ValueError(f"layers has {len(layers)} entries, but there are {layer.blocks} transformer blocks")
+        computes = layers if isinstance(layers, str) else layers[layer.block]
         return original if computes == "full" else BasedLayer(self, computes, layer, original)
 
 

@@ -14,7 +14,7 @@ Source: DeepSpeed Ulysses, §3.1.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -24,7 +24,7 @@ from torch.autograd.function import once_differentiable
 
 from vmonarch.call import Call
 
-# Bytes of a word. Every piece starts at a multiple, whatever the dtype of the piece before.
+# Bytes of a word.
 ALIGNMENT = 16
 
 
@@ -38,10 +38,6 @@ def places_of(sizes: Sequence[int], rank: int) -> range:
     """The part of a sequence that a rank has, where the ranks have these numbers of places, one after the other."""
     start = sum(sizes[:rank])
     return range(start, start + sizes[rank])
-
-
-def _aligned_bytes(x: torch.Tensor) -> int:
-    return -(-x.nbytes // ALIGNMENT) * ALIGNMENT
 
 
 def in_words(x: torch.Tensor) -> bool:
@@ -58,16 +54,14 @@ def _copy(to: torch.Tensor, x: torch.Tensor) -> None:
     to.copy_(x)
 
 
-def _packed(buffer: torch.Tensor, tensors: Iterable[torch.Tensor]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """The place that each tensor has in a buffer of bytes, one after the other, and the tensor."""
-    start = 0
-    for x in tensors:
-        yield buffer[start : start + x.nbytes].view(x.dtype).view(x.shape), x
-        start += _aligned_bytes(x)
+def _packed(buffer: torch.Tensor, tensors: Sequence[torch.Tensor]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """The place that each tensor has in a buffer, one after the other, and the tensor."""
+    for place, x in zip(buffer.split([x.numel() for x in tensors]), tensors, strict=True):
+        yield place.view(x.shape), x
 
 
 class Exchange(torch.autograd.Function):
-    """Split tensors among the ranks along one dimension, and join what comes along another.
+    """Split tensors of one dtype among the ranks along one dimension, and join what comes along another.
 
     All ranks must apply it in the same order, and where gradients are needed run the backward pass: it is one node for
     all tensors, so that every rank runs it whichever results are needed.
@@ -95,12 +89,12 @@ class Exchange(torch.autograd.Function):
         for place, x in zip(places[rank], pieces[rank], strict=True):
             _copy(place, x)
         pieces[rank] = places[rank] = ()
-        sizes_sent, sizes = ([sum(map(_aligned_bytes, of)) for of in by_rank] for by_rank in (pieces, places))
-        sent, received = (whole[0].new_empty(sum(of), dtype=torch.uint8) for of in (sizes_sent, sizes))
-        for place, x in _packed(sent, itertools.chain(*pieces)):
+        sizes_sent, sizes = ([sum(x.numel() for x in of) for of in by_rank] for by_rank in (pieces, places))
+        sent, received = (whole[0].new_empty(sum(of)) for of in (sizes_sent, sizes))
+        for place, x in _packed(sent, [*itertools.chain(*pieces)]):
             _copy(place, x)
         dist.all_to_all_single(received, sent, sizes, sizes_sent, group=group)
-        for x, place in _packed(received, itertools.chain(*places)):
+        for x, place in _packed(received, [*itertools.chain(*places)]):
             _copy(place, x)
         return tuple(whole)
 

@@ -9,7 +9,6 @@ models it hands our processors to `vmonarch.apply`. Nothing else changes classes
 
 from __future__ import annotations
 
-import copy
 import functools
 import importlib
 import importlib.abc
@@ -29,10 +28,10 @@ _Function = Callable[[ModuleType], None]
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Finds some modules as the finders after it do, and has functions called when they have been imported."""
+    """Finds some modules as the finders after it do, and has a function called when one has been imported."""
 
     def __init__(self) -> None:
-        self.functions: dict[str, list[_Function]] = {}
+        self.functions: dict[str, _Function] = {}
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -43,15 +42,13 @@ class _Finder(importlib.abc.MetaPathFinder):
         spec = next((spec for finder in following if (spec := finder.find_spec(fullname, path, target))), None)
         if spec is None or not hasattr(spec.loader, "exec_module"):
             return spec
-        # Loaders may be shared between modules.
-        loader: Any = copy.copy(spec.loader)
-        execute, spec.loader = loader.exec_module, loader
+        loader: Any = spec.loader
+        execute = loader.exec_module
 
         def exec_module(module: ModuleType) -> None:
             del loader.exec_module
             execute(module)
-            for function in self.functions[fullname]:
-                function(module)
+            self.functions[fullname](module)
 
         loader.exec_module = exec_module
         return spec
@@ -73,9 +70,7 @@ def after_import(name: str, function: _Function) -> None:
     """
     if _finder not in sys.meta_path:
         sys.meta_path.insert(0, _finder)
-    functions = _finder.functions.setdefault(name, [])
-    if function not in functions:
-        functions.append(function)
+    _finder.functions[name] = function
     if sys.modules.get(name) is not None:
         # Waits for the thread that is importing it.
         function(importlib.import_module(name))
@@ -101,8 +96,11 @@ def _change_models(module: ModuleType) -> None:
         from vmonarch.installation import KEEP, apply, is_applied
         from vmonarch.parallelism import check_restorable
 
-        if isinstance(processor, str):
-            raise TypeError(f"processor must be an attention processor; presets are for vmonarch.apply: {processor!r}")
+        if isinstance(processor, type) or not (callable(processor) or isinstance(processor, Mapping)):
+            raise TypeError(
+                "processor must be a VMonarchProcessor(...) or another attention processor (presets are for"
+                f" vmonarch.apply), got {processor!r}"
+            )
         several, record = isinstance(processor, Mapping), record_of(self)
         given = list(processor.values()) if several else [processor]
         bound = [] if record is None else record.bound
@@ -117,7 +115,7 @@ def _change_models(module: ModuleType) -> None:
             if spec is not None:
                 apply(self, spec)
         elif ours and not several:
-            apply(self, _spec_of(processor))
+            apply(self, getattr(processor, "spec", processor))
         elif any(known not in bound for known in ours):
             raise ValueError(
                 "processor must not be a dictionary with processors of vmonarch: pass one of them, which serves all"
@@ -133,18 +131,6 @@ def _change_models(module: ModuleType) -> None:
 
     vars(set_on_model)["_takes_ours"] = True
     mixin.set_attn_processor = set_on_model
-
-
-def _spec_of(processor: Any) -> Any:
-    """The processor to apply to a transformer that is given this one of ours, bound or not."""
-    spec = getattr(processor, "spec", processor)
-    plan = getattr(spec, "plan", None)
-    if plan is not None and len(plan.layers) > 1:
-        raise ValueError(
-            f"plan: it is for {', '.join(plan.layers)}, and a transformer does not tell which of them it is:"
-            " use vmonarch.apply with the pipeline"
-        )
-    return spec
 
 
 def _change_pipelines(module: ModuleType) -> None:
@@ -173,11 +159,6 @@ def set_attn_processor(self: Any, processor: Any) -> None:
         apply(self, getattr(processor, "spec", processor))
     elif processor is None:
         restore(self)
-    elif isinstance(processor, type) or not (callable(processor) or isinstance(processor, Mapping)):
-        raise TypeError(
-            "processor must be a VMonarchProcessor(...), another attention processor, or None (presets are for"
-            f" vmonarch.apply), got {processor!r}"
-        )
     else:
         for transformer in transformers_in(self).values():
             # It empties a dictionary.

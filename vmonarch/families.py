@@ -227,13 +227,7 @@ def _cosmos(config: Any) -> dict[str, Any]:
     # A condition gives every token a noise level of its own.
     levels = {"embedded_timestep": _input(1, 3), "temb": _input(1, 3)}
     of_blocks = {"extra_pos_emb": _input(1), "controlnet_residual": _input(1), **levels}
-    return {
-        "transformer_blocks.0": {"hidden_states": _input(1)},
-        "transformer_blocks.*": of_blocks,
-        "rope": _outputs(0, 2),
-        "norm_out": levels,
-        "proj_out": _gathered(),
-    }
+    return _mochi(config) | {"transformer_blocks.*": of_blocks, "norm_out": levels}
 
 
 def _ltx(config: Any) -> dict[str, Any]:
@@ -334,17 +328,10 @@ def diffusers_class(module: object) -> type | None:
     return None
 
 
-def family_of(module: object) -> Family | None:
-    """The family of a transformer; None of any other object."""
-    found = diffusers_class(module)
-    return None if found is None else FAMILIES[found.__name__]
-
-
 def known_family(transformer: object) -> Family:
     """The family of a transformer that `apply` takes."""
-    family = family_of(transformer)
-    assert family is not None
-    return family
+    cls: Any = diffusers_class(transformer)
+    return FAMILIES[cls.__name__]
 
 
 def forward_arguments(transformer: Any) -> tuple[str, ...]:

@@ -14,12 +14,11 @@ from vmonarch.borrowed import borrow
 from vmonarch.families import (
     SUPPORTED,
     describe,
-    family_of,
+    diffusers_class,
     forward_arguments,
     known_family,
     transformers_in,
 )
-from vmonarch.grid import LatentGrid
 from vmonarch.hooks import Record, keep, record_of
 from vmonarch.own import Bound, ours_of
 from vmonarch.parallelism import (
@@ -47,17 +46,7 @@ class Installation:
     """
 
     processor: VideoAttentionProcessor
-    transformers: dict[str, torch.nn.Module]
-
-    @property
-    def grid(self) -> LatentGrid | None:
-        """The latent grid of the most recent forward call of the first transformer that was called; None before."""
-        records = map(record_of, self.transformers.values())
-        return next((record.grid for record in records if record is not None and record.grid is not None), None)
-
-    def __repr__(self) -> str:
-        parts = (f", {name}={type(transformer).__name__}" for name, transformer in self.transformers.items())
-        return f"Installation({type(self.processor).__name__}{''.join(parts)})"
+    transformers: dict[str, torch.nn.Module] = dataclasses.field(repr=False)
 
     def restore(self) -> None:
         """Put the original processors back; see `restore`."""
@@ -84,7 +73,7 @@ def find_transformers(pipe_or_transformer: object) -> dict[str, torch.nn.Module]
 
 
 def _unwrap(module: torch.nn.Module, argument: str = "pipe_or_transformer") -> torch.nn.Module:
-    found = [child for child in module.modules() if family_of(child) is not None]
+    found = [child for child in module.modules() if diffusers_class(child) is not None]
     if len(found) != 1:
         raise TypeError(f"{argument} must be (or wrap) one of {SUPPORTED}, got {type(module).__name__}")
     return found[0]
@@ -128,7 +117,7 @@ def apply(pipe_or_transformer: Any, processor: VideoAttentionProcessor | str = "
             the name of a preset (`vmonarch.presets`), perhaps with options of its own, "fast:refresh=6".
 
     Returns:
-        The installation, with `.grid` seen last and `.restore()`; also a context manager that restores.
+        The installation, with `.restore()`; also a context manager that restores.
 
     Raises:
         TypeError: `pipe_or_transformer` has no supported transformer, or `processor` is not one of ours.
@@ -144,7 +133,12 @@ def apply(pipe_or_transformer: Any, processor: VideoAttentionProcessor | str = "
     transformers = find_transformers(pipe_or_transformer)
     processor = _checked(pipe_or_transformer, processor)
     plan = getattr(processor, "plan", None)
-    if plan is not None and len(plan.layers) == 1 and isinstance(pipe_or_transformer, torch.nn.Module):
+    if plan is not None and isinstance(pipe_or_transformer, torch.nn.Module):
+        if len(plan.layers) > 1:
+            raise ValueError(
+                f"plan: it is for {', '.join(plan.layers)}, and a transformer does not tell which of them it is:"
+                " use vmonarch.apply with the pipeline"
+            )
         # A transformer by itself is the one that the plan is for, whatever its pipeline calls it.
         transformers = dict(zip(plan.layers, transformers.values(), strict=True))
     sharing = None if processor.refresh is None else ResidualSharing(processor.refresh)

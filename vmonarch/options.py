@@ -185,7 +185,6 @@ class VMonarchOptions(Options):
 
     num_iterations: int = 2
     coarse: int = 1
-    # None | str | ExactBlocks, which OmegaConf has no word for.
     exact: Any = "first_frame"
     row_share: float = 1.0
     last_l_update: bool = True

@@ -21,14 +21,14 @@ from typing import Any
 
 import torch
 
-from vmonarch.configs import FOLDER, read_document
+from vmonarch.configs import FOLDER, as_json, read_document
 from vmonarch.files import write_json
 from vmonarch.flops import first_order_flops, full_flops, two_resolution_flops, vmonarch_flops
 from vmonarch.grid import LatentGrid
 from vmonarch.kernels.first_order.api import first_order_attention
 from vmonarch.kernels.monarch.api import vmonarch_attention
 from vmonarch.kernels.two_resolution.api import two_resolution_attention
-from vmonarch.options import ExactBlocks, FirstOrderOptions, Options, TwoResolutionOptions, VMonarchOptions
+from vmonarch.options import FirstOrderOptions, Options, TwoResolutionOptions, VMonarchOptions
 
 FORMAT = "vmonarch-plan-1"
 _SHIPPED = FOLDER / "plans"
@@ -72,8 +72,7 @@ def method_dict(options: Options | None) -> dict[str, Any] | None:
     if options is None:
         return None
     op = {} if isinstance(options, VMonarchOptions) else {"kind": options.op}
-    plain = lambda value: value.to_dict() if isinstance(value, ExactBlocks) else value
-    return op | {name: plain(value) for name, value in options.changed().items()}
+    return op | {name: as_json(value) for name, value in options.changed().items()}
 
 
 def method_attention(
@@ -181,8 +180,3 @@ class AttentionPlan:
                 f"plan: it is for {len(rows)} layers of {len(rows[0])} heads, but {component} has {layers} of {heads}"
             )
         return tuple(rows[layer])
-
-    def flops(self, grid: LatentGrid, head_dim: int) -> float:
-        """Forward operations of all heads of all layers (`vmonarch.flops`)."""
-        of = {name: method_flops(options, grid, head_dim) for name, options in self.methods.items()}
-        return sum(of[name] for rows in self.layers.values() for heads in rows for name in heads)

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from vmonarch.validation import DenseSet, check_flag, check_number, plain
+from vmonarch.validation import DenseSet, check_flag, check_number
 
 # This share of the steps at the start decides the video's layout. With a tolerance it is exact throughout.
 START = 0.12
@@ -75,10 +75,10 @@ class Refresh:
         check_flag("refresh.offload", self.offload)
         if self.precision not in (None, "int8"):
             raise ValueError(f'refresh.precision must be "int8", or None for that of the model, got {self.precision!r}')
-        at_most = plain(self.at_most)
-        if not isinstance(at_most, (int, float)) or isinstance(at_most, bool) or at_most == 0:
+        at_most = DenseSet("refresh.at_most", self.at_most)
+        if isinstance(at_most.dense, tuple) or not at_most.some:
             raise ValueError(f"refresh.at_most must be a count or a fraction above 0, got {self.at_most!r}")
-        object.__setattr__(self, "at_most", DenseSet("refresh.at_most", at_most).dense)
+        object.__setattr__(self, "at_most", at_most.dense)
         if (self.steps is None) == (self.tolerance is None):
             raise ValueError(
                 f"refresh needs either steps or a tolerance, got steps={self.steps!r}, tolerance={self.tolerance!r}"
@@ -97,6 +97,10 @@ class Refresh:
         if not chosen.some:
             raise ValueError(f"refresh must name at least one step, got {self.steps!r}; None leaves residuals out")
         object.__setattr__(self, "steps", chosen.dense)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The arguments, as JSON has them."""
+        return dataclasses.asdict(self)
 
     def __repr__(self) -> str:
         changed = {f.name: v for f in dataclasses.fields(self) if (v := getattr(self, f.name)) != f.default}
@@ -179,8 +183,8 @@ class Schedule:
     _next_forward: int = 0
     # Whether the next exact step comes later than wanted.
     _waited: bool = False
-    _errors: list[_Error] = dataclasses.field(default_factory=list)
-    _forward_errors: list[_Error] = dataclasses.field(default_factory=list)
+    _errors: list[torch.Tensor] = dataclasses.field(default_factory=list)
+    _forward_errors: list[torch.Tensor] = dataclasses.field(default_factory=list)
 
     def __post_init__(self) -> None:
         self._earliest = self.refresh.schedule(self.steps)
@@ -223,11 +227,11 @@ class Schedule:
     def measured(self, error: torch.Tensor) -> None:
         """A forward call in this step has found this error of residual sharing; a number on any device."""
         if self.due == self.step:
-            self._errors.append(_Error(error))
+            self._errors.append(error)
 
     def measured_forward(self, error: torch.Tensor) -> None:
         """A forward call in this step has found this error of predicting its output; a number on any device."""
-        self._forward_errors.append(_Error(error))
+        self._forward_errors.append(error)
 
     def precision(self, step: int) -> str | None:
         """Of exact attention in a step: None for that of the model."""
@@ -248,7 +252,7 @@ class Schedule:
         # Copies: a report of another thread may come amid a step.
         for errors, found in (([*self._errors], self.exact), ([*self._forward_errors], self.forward)):
             if errors:
-                found[self.step] = sum(error.read() for error in errors) / len(errors)
+                found[self.step] = sum(map(float, errors)) / len(errors)
 
     def _stays_below(self, tolerance: float, found: Mapping[int, float | None], following: int) -> bool:
         """Whether the error just before a step will be below the tolerance, by the last one that was measured."""
@@ -285,23 +289,6 @@ class Schedule:
             self.held |= self._waited and not error <= tolerance or earliest == self.steps and not small
         self._waited = earliest > following
         return max(following, earliest)
-
-
-class _Error:
-    """A number that a GPU is still computing: it is on its way to the host from now on."""
-
-    def __init__(self, value: torch.Tensor) -> None:
-        self._event = None
-        self._value = value
-        if value.device.type == "cuda":
-            self._value = torch.empty_like(value, device="cpu", pin_memory=True).copy_(value, non_blocking=True)
-            self._event = torch.cuda.Event()
-            self._event.record(torch.cuda.current_stream(value.device))
-
-    def read(self) -> float:
-        if self._event is not None:
-            self._event.synchronize()
-        return float(self._value)
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:

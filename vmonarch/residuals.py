@@ -14,7 +14,7 @@ import threading
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -48,7 +48,7 @@ class Branch:
 
     Args:
         schedule: of the run, which all its branches share.
-        layers: how many keep a residual.
+        devices: of each layer that keeps a residual.
         residuals: by layer, in the order of layers; see `layer_of`.
         calls: how often each layer has attended in the latest call.
         arriving: those that are on their way from the host.
@@ -61,7 +61,7 @@ class Branch:
     """
 
     schedule: Schedule
-    layers: int
+    devices: Sequence[torch.device]
     residuals: dict[Any, _Kept] = dataclasses.field(default_factory=dict)
     calls: Counter[Any] = dataclasses.field(default_factory=Counter)
     arriving: dict[Any, Arriving] = dataclasses.field(default_factory=dict)
@@ -71,10 +71,6 @@ class Branch:
     line: Line = dataclasses.field(default_factory=Line)
     time: float = 0.0
     foretold: bool | None = None
-
-    def layers_on(self, device: torch.device) -> int:
-        """How many layers may keep their residual on a device."""
-        return self.layers
 
     @property
     def exact(self) -> bool:
@@ -196,8 +192,9 @@ class Branch:
         free = _free_bytes(out.device) if first and not self._offloads(out.device) else None
         if free is None:
             return
-        (B, S, H, E), layers = out.shape, self.layers_on(out.device)
-        needed = layers * residual_bytes(B, S, H, E)
+        # Offloaded layers come to the device where the others are.
+        layers = sum(device == out.device or device.type != out.device.type for device in self.devices)
+        needed = layers * residual_bytes(*out.shape)
         if needed > free:
             raise torch.OutOfMemoryError(
                 f"refresh needs {needed / 2**30:.1f} GiB for the residuals of {layers} layers, for each guidance"
@@ -271,13 +268,6 @@ class PipelineBranch(Branch):
     versions: list[int]
     step: int = -1
 
-    def layers_on(self, device: torch.device) -> int:
-        transformer = self.run.transformer()
-        assert transformer is not None
-        devices = [next(layer.parameters()).device for layer in _sharing_layers(transformer)]
-        # Offloaded layers come to the device where the others are.
-        return sum(other == device or other.type != device.type for other in devices)
-
     def may_go_on(self, step: DenoisingStep, transformer: torch.nn.Module) -> bool:
         """Whether what the branch holds may be of use in that step, in which this transformer is called, or later."""
         timesteps = self.run.timesteps()
@@ -347,7 +337,7 @@ class ResidualSharing:
                 run = self._run(step, transformer)
                 branch = PipelineBranch(
                     schedule=run.schedule,
-                    layers=len(_sharing_layers(transformer)),
+                    devices=_sharing_devices(transformer),
                     run=run,
                     conditioning=conditioning,
                     versions=versions_of(conditioning),
@@ -423,10 +413,11 @@ def _same(expected: Any, given: Any) -> bool:
     return all(tensors) and facts(expected) == facts(given) and torch.equal(expected, given)
 
 
-def _sharing_layers(transformer: torch.nn.Module) -> list[torch.nn.Module]:
-    """The layers of a transformer that keep residuals."""
+def _sharing_devices(transformer: torch.nn.Module) -> list[torch.device]:
+    """Those of the layers of a transformer that keep residuals."""
     spec = lambda module: getattr(getattr(module, "processor", None), "spec", None)
-    return [module for module in transformer.modules() if getattr(spec(module), "refresh", None) is not None]
+    layers = (module for module in transformer.modules() if getattr(spec(module), "refresh", None) is not None)
+    return [next(layer.parameters()).device for layer in layers]
 
 
 def _free_bytes(device: torch.device) -> int | None:

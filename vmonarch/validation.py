@@ -53,9 +53,7 @@ def check_flag(name: str, flag: object) -> None:
 
 
 def check_implementation(implementation: object) -> None:
-    """Raise unless `implementation` is one of "auto", "triton" and "torch"."""
-    if not isinstance(implementation, str):
-        raise TypeError(f"implementation must be a string, got {type(implementation).__name__}")
+    """Raise ValueError unless `implementation` is one of "auto", "triton" and "torch"."""
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(f"implementation must be one of {', '.join(IMPLEMENTATIONS)}, got {implementation!r}")
 

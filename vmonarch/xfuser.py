@@ -44,8 +44,8 @@ def register(processor: VideoAttentionProcessor, name: str = "vmonarch") -> Any:
 
     Raises:
         TypeError: `processor` is another object.
-        ValueError: an option of the processor needs layers, steps or all heads; `name` is no name, or that of one of
-            xfuser's backends.
+        ValueError: an option of the processor needs layers, steps or all heads; `name` is that of one of xfuser's
+            backends.
         ImportError: xfuser is not installed, or cannot be imported without a GPU.
         RuntimeError: this Python's `Enum` cannot be given another member.
     """
@@ -63,8 +63,6 @@ def register(processor: VideoAttentionProcessor, name: str = "vmonarch") -> Any:
         if getattr(processor, option, None) not in (usual, None, ()):
             problem = f"{option} must be {usual} in a backend of xfuser, {why}"
             raise ValueError(f"{problem}; or use vmonarch.apply on the pipeline")
-    if not isinstance(name, str) or not name.isidentifier():
-        raise ValueError(f"name must be one word of letters, digits and underscores, got {name!r}")
 
     backends = import_xfuser(f"{GROUPS}.attention_backend")
     state = import_xfuser(f"{GROUPS}.runtime_state").RuntimeState

@@ -61,7 +61,7 @@ Rows = Mapping[str, tuple[AttentionMethod, str]]
 
 
 class Setting(NamedTuple):
-    """A model, of `configs/models/` or whatever `read_model` takes, and a video's (frames, height, width)."""
+    """A model, of `configs/models.yaml`, or whatever `read_model` takes, and a video's (frames, height, width)."""
 
     label: str
     model: str

@@ -80,7 +80,7 @@ def bench(
     """The benchmark of clips of these numbers of frames.
 
     Args:
-        model: of configs/models/, or a YAML file.
+        model: of configs/models.yaml, or a YAML file.
         size: height and width of the clips.
         methods: full attention among them, which the others are compared with.
 

@@ -399,7 +399,7 @@ class OverrideAttention:
             # Guidance may ask once more, with some blocks left out.
             replaced = {kind: frozenset(blocks) for kind, blocks in options.get("patches_replace", {}).items()}
             key = (tuple(options["uuids"]), x.shape, x.dtype, x.device, tuple(window), frozenset(replaced.items()))
-            there = Branch(schedule=run.schedule, layers=known.layers(model))
+            there = Branch(schedule=run.schedule, devices=[x.device] * known.layers(model))
             branch = run.branches.setdefault(key, there)
             branch.begin_call(step, run.schedule.times[step] + abs(sigma - schedule[step]), run.calls[key, step])
             run.calls[key, step] += 1

@@ -10,7 +10,7 @@ import pytest
 import tiny_folders
 import torch
 
-from vmonarch import LatentGrid, VMonarchProcessor, apply
+from vmonarch import LatentGrid, VMonarchProcessor, apply, report
 from vmonarch.pipelines import loading, sampling
 from vmonarch.pipelines.config import GenerateConfig, complete
 from vmonarch.pipelines.model_folder import find_model
@@ -72,10 +72,10 @@ def test_full_attention_is_the_stock_pipeline(folders: Folders, name: str) -> No
     plain = complete(config(folder.path, name, attention="full"), folder)
     assert not torch.equal(found.frames, sampling.sample(model, plain, [PROMPT], [7]).frames)
     # The grid is that of the call.
-    installation = apply(model.pipe, VMonarchProcessor())
+    apply(model.pipe, VMonarchProcessor())
     sampling.sample(model, settings, [PROMPT], [0], steps=1, decode=False)
     expected_grid = LatentGrid(*tiny_folders.FOLDERS[name][2])
-    assert folder.grid(**tiny_folders.size(name)) == expected_grid == installation.grid
+    assert folder.grid(**tiny_folders.size(name)) == expected_grid == report(model.pipe).grid
     modules = len([module for module in model.pipe.transformer.modules() if hasattr(module, "to_q")])
     assert 2 <= folder.layers <= modules
 

@@ -270,7 +270,7 @@ def test_a_run_frees_its_residuals_however_it_ends_and_the_next_begins_anew():
             ask(0.9)
             ask(0.8)
             (branch,) = seam._run.branches.values()
-            assert len(branch.residuals) == 2 and branch.layers == 2
+            assert len(branch.residuals) == len(branch.devices) == 2
             raise KeyboardInterrupt
         assert not branch.residuals and seam._run is None
         assert (seam.report.attended, seam.report.exact, seam.report.forwards) == (4, 2, 2)

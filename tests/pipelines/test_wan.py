@@ -16,12 +16,12 @@ def test_three_ways_on_and_bit_identical_off(tiny, kind):
     pipe = tiny.pipeline(kind)
     expected = tiny.generate(pipe)
 
-    installation = vmonarch.apply(pipe, VMonarchProcessor())
+    vmonarch.apply(pipe, VMonarchProcessor())
     applied = tiny.generate(pipe)
     assert applied.isfinite().all()
     assert (applied - expected).abs().max() > 1e-3
     # ChronoEdit drops the frames in between after its reasoning steps.
-    assert installation.grid == ({"animate": 4, "chronoedit": 2}.get(kind, 3), 2, 3)
+    assert vmonarch.report(pipe).grid == ({"animate": 4, "chronoedit": 2}.get(kind, 3), 2, 3)
     if kind in tiny_wan.RELATIVES:
         vmonarch.apply(pipe, VMonarchProcessor(dense_steps=[1]))
         assert not torch.equal(tiny.generate(pipe), applied)

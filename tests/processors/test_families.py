@@ -82,9 +82,9 @@ def test_with_all_blocks_exact_the_model_is_the_stock_one(name):
     with vmonarch.apply(model, FullAttentionProcessor()):
         assert error(run(model, inputs), expected) < 1e-5
     # Otherwise the above would show nothing.
-    with vmonarch.apply(model, VMonarchProcessor()) as installation:
+    with vmonarch.apply(model, VMonarchProcessor()):
         assert error(run(model, inputs), expected) > 1e-4
-        assert installation.grid == grid
+        assert vmonarch.report(model).grid == grid
 
 
 def dense_joint_attention(query, key, value, key_mask, grid, before):
@@ -391,7 +391,7 @@ def test_an_unknown_processor_is_refused():
     for cls in (Own, ByTheLongName):
         with pytest.raises(RuntimeError, match=f"{cls.__name__} of diffusers .* computes its softmax in a way"):
             borrow(VMonarchProcessor(), Exact(), cls(), families.FAMILIES["MochiTransformer3DModel"])
-    assert families.family_of(torch.nn.Linear(1, 1)) is None
+    assert families.diffusers_class(torch.nn.Linear(1, 1)) is None
 
 
 @pytest.fixture
@@ -415,9 +415,9 @@ def residuals_in_use(monkeypatch):
 def sample_with(name, pipe, call, **options):
     # With conditions the pipeline of LTX gives coordinates in place of the grid.
     given = {"grid": tiny_pipelines.GRID} if name == "ltx-condition" else {}
-    with vmonarch.apply(pipe, VMonarchProcessor(**options, **given)) as installation:
+    with vmonarch.apply(pipe, VMonarchProcessor(**options, **given)):
         out = tiny_pipelines.sample(pipe, call)
-        assert installation.grid == (tiny_pipelines.MINIMAX_GRID if "minimax" in name else tiny_pipelines.GRID)
+        assert vmonarch.report(pipe).grid == (tiny_pipelines.MINIMAX_GRID if "minimax" in name else tiny_pipelines.GRID)
     return out
 
 

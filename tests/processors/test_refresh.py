@@ -23,7 +23,7 @@ from vmonarch.eval.step_kinds import transformers_by_step
 from vmonarch.flops import full_flops, vmonarch_flops
 from vmonarch.kernels.residual.api import add_residual, attention_residual, residual_bytes
 from vmonarch.refresh import Schedule, spaced_steps
-from vmonarch.residuals import PipelineBranch, Run
+from vmonarch.residuals import Branch
 
 
 @pytest.mark.parametrize(
@@ -449,6 +449,7 @@ def test_the_second_transformer_takes_the_place_of_the_first(tiny):
 
     def callback(pipe, step, timestep, tensors):
         branches = pipe.transformer._vmonarch_record.sharing._branches
+        assert all(len(branch.devices) == 2 for branch in branches)
         names = {id(pipe.transformer): 1, id(pipe.transformer_2): 2}
         holders.append([names[id(branch.run.transformer())] for branch in branches if branch.residuals])
         return {}
@@ -489,28 +490,14 @@ def test_offloaded_they_come_back_one_layer_ahead(tiny, monkeypatch):
     assert host.log == ["fetch", *["wait", "fetch", "add"] * 2, "wait", "add"] * 3
 
 
-class Layer(torch.nn.Module):
-    """One that keeps residuals, on a device that need not be there."""
-
-    processor = SimpleNamespace(spec=SimpleNamespace(refresh=Refresh(1)))
-
-    def __init__(self, device):
-        super().__init__()
-        self.device = device
-
-    def parameters(self, recurse=True):
-        return iter([SimpleNamespace(device=torch.device(self.device))])
-
-
 def test_memory_is_asked_of_every_device_for_its_own_layers(monkeypatch):
-    layers = torch.nn.ModuleList(map(Layer, ("cuda:0", "cuda:0", "cuda:1", "cpu")))
     of_a_layer = residual_bytes(1, 18, 2, 12)
     free = {torch.device("cuda:0"): 3 * of_a_layer, torch.device("cuda:1"): 2 * of_a_layer}
     monkeypatch.setattr(residuals, "_free_bytes", free.get)
     at = lambda device: SimpleNamespace(shape=(1, 18, 2, 12), device=torch.device(device))
     kept = SimpleNamespace(residual=SimpleNamespace(values=at("cuda:0")))
-    run, nothing = Run(Schedule(Refresh(1), 2), None, None, lambda: layers), {"conditioning": {}, "versions": []}
-    branch = PipelineBranch(schedule=run.schedule, layers=4, run=run, **nothing)
+    devices = [torch.device(name) for name in ("cuda:0", "cuda:0", "cuda:1", "cpu")]
+    branch = Branch(schedule=Schedule(Refresh(1), 2), devices=devices)
     # The layer on the CPU is offloaded: it will come to one of them.
     branch._check_memory(at("cuda:0"))
     branch.residuals["layer"] = kept

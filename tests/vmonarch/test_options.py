@@ -48,9 +48,9 @@ def test_the_operator_loses_no_option():
 def test_json_holds_what_was_changed():
     options = VMonarchOptions(**CHANGED)
     found = method_dict(options)
-    assert found == CHANGED | {"exact": {"rows": (1,), "columns": (0, 2), "band": 1, "aware": False}}
+    assert found == CHANGED | {"exact": {"rows": [1], "columns": [0, 2], "band": 1, "aware": False}}
     two = TwoResolutionOptions(share=0.2, tile=(1, 2, 2))
-    assert method_dict(two) == {"kind": "two_resolution", "share": 0.2, "tile": (1, 2, 2)}
+    assert method_dict(two) == {"kind": "two_resolution", "share": 0.2, "tile": [1, 2, 2]}
     for method in (options, two, VMonarchOptions(), TwoResolutionOptions(), None):
         assert parse_method("", json.loads(json.dumps(method_dict(method)))) == method
     assert method_dict(VMonarchOptions()) == {}

@@ -7,7 +7,7 @@ from typing import Any, Self
 
 import torch
 
-from vmonarch.bias.factors import SpatioTemporalDecay
+from vmonarch.bias import SpatioTemporalDecay
 from vmonarch.context_parallel import Part
 from vmonarch.grid import LatentGrid
 
@@ -54,11 +54,11 @@ class BiasOption:
         Raises:
             ValueError: some heads are asked for, and the factors are of another number of heads than there are.
         """
-        query_factor, key_factor = self.bias if isinstance(self.bias, tuple) else self.bias(grid)
-        query_factor, key_factor = query_factor.to(device), key_factor.to(device)
-        if heads is None:
-            return query_factor, key_factor
-        return _of_heads(query_factor, heads), _of_heads(key_factor, heads)
+        factors = self.bias if isinstance(self.bias, tuple) else self.bias(grid)
+        query_factor, key_factor = (factor.to(device) for factor in factors)
+        # Other shapes are for the op to refuse.
+        own = lambda x: x if heads is None or x.ndim != 4 or x.shape[2] == 1 else heads.of(x, 2, "bias")
+        return own(query_factor), own(key_factor)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         # What it learns is saved by its owner, and copies of a model share it.
@@ -74,8 +74,3 @@ class BiasOption:
         if config is None:
             raise TypeError(f"a {type(self.bias).__name__} cannot be written as a config: it has no attribute config")
         return config
-
-
-def _of_heads(factor: torch.Tensor, heads: Part) -> torch.Tensor:
-    """[1, S, H or 1, R] -> [1, S, h or 1, R]. Other shapes are for the op to refuse."""
-    return heads.of(factor, 2, "bias") if factor.ndim == 4 and factor.shape[2] != 1 else factor
