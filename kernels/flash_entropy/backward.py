@@ -656,7 +656,9 @@ def flash_backward(
     grad_out = unit_stride(grad_out)
     # The copy engine loads the statistics of queries, 4 bytes each, from multiples of 16 bytes only.
     if bias is NO_BIAS:
-        on_hopper = hopper_fits("flash_entropy", query, key, value, grad_out) and one_range(segments, multiple=4)
+        # Those for Hopper lack the gradient through the entropy, which training stops.
+        fits = grad_entropy is None and hopper_fits("flash_entropy", query, key, value, grad_out)
+        on_hopper = fits and one_range(segments, multiple=4)
         names = ("flash_backward_q", "flash_backward_kv")
     else:
         on_hopper = bias.programs > 0
@@ -699,7 +701,7 @@ def flash_backward(
         row_deltas(grad_out, out, grad_lse, entropy, grad_entropy, delta, rows_once, BLOCK_M)
         num_items = rows.items.shape[0]
         if num_items > 0 and on_hopper:
-            folded = hopper_kernels.fold(lse, delta, Sq, scale, dH=grad_entropy)
+            folded = hopper_kernels.fold(lse, delta, Sq, scale)
             hopper_kernels.launch_rows(
                 query, key, value, None, grad_out, folded, dq, tiles=(num_items, B * H), heads=H, scale=scale,
                 work=rows, tokens=Sq, parts=parts, add=add_to_q, half_tiles=half_tiles[0], factors=bias.factors,

@@ -61,15 +61,6 @@ def allocate_factors(like, R: gl.constexpr, KEPT: gl.constexpr, STAGES: gl.const
 
 
 @gluon.jit
-def d_scores(p, t, dp, shift, slope, scale, ENTROPY_GRAD: gl.constexpr):
-    """scale·dS of a tile from p, t = log2 p and dP; see the package."""
-    ds = dp * scale + shift
-    if ENTROPY_GRAD:
-        ds += slope * t
-    return p * ds
-
-
-@gluon.jit
 def add_rows(ptr, stride, row, stop, x, WIDTH: gl.constexpr, ACCUMULATE: gl.constexpr):
     """Write x [64, D] into rows of WIDTH numbers, or add it to what is there; no other program touches these rows."""
     D: gl.constexpr = x.shape[1]
