@@ -17,7 +17,8 @@ import triton.language as tl
 
 from vmonarch.kernels.common.launch import block_dim, dot_precision, hopper_fits, launch_options, unit_stride
 from vmonarch.kernels.common.replay import launcher
-from vmonarch.kernels.common.softmax import log2_scale_of, probabilities
+from vmonarch.kernels.common.softmax import log2_scale_of, probabilities, row_delta
+from vmonarch.kernels.common.tiles import store_rows
 from vmonarch.kernels.flash_entropy.forward import (
     COMBINE_ROWS,
     NO_BIAS,
@@ -53,7 +54,6 @@ def _delta_kernel(
     VALUE_DIM: tl.constexpr,
     BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr,
-    LSE_GRAD: tl.constexpr,
     ENTROPY_GRAD: tl.constexpr,
 ):
     """delta = rowsum(dO ∘ O) - dlse + dH·H: what every dP of a row is lessened by."""
@@ -74,11 +74,9 @@ def _delta_kernel(
         grad_out_rows_ptr, stride_gs, rows[:, None], rows_left, dims[None, :], VALUE_DIM, BLOCK_DV, False
     )
     out = load_tile(out_rows_ptr, stride_os, rows[:, None], rows_left, dims[None, :], VALUE_DIM, BLOCK_DV, False)
-    delta = tl.sum(grad_out.to(tl.float32) * out.to(tl.float32), 1)
     present = rows < rows_left
     stat_rows = bh * Sq + row_start + rows
-    if LSE_GRAD:
-        delta -= tl.load(grad_lse_ptr + stat_rows, mask=present, other=0.0)
+    delta = row_delta(grad_out, out, grad_lse_ptr, stat_rows, present)
     if ENTROPY_GRAD:
         grad_entropy = tl.load(grad_entropy_ptr + stat_rows, mask=present, other=0.0)
         delta += grad_entropy * tl.load(entropy_ptr + stat_rows, mask=present, other=0.0)
@@ -107,7 +105,7 @@ def row_deltas(
         return
     launcher(_delta_kernel, (num_items * delta.shape[0] * H,))(
         grad_out, out, grad_lse, entropy, grad_entropy, delta, rows.items, *grad_out.stride()[:3], *out.stride()[:3],
-        num_items, H, Sq, VALUE_DIM=Dv, BLOCK_DV=block_dim(Dv), BLOCK_M=block_rows, LSE_GRAD=grad_lse is not None,
+        num_items, H, Sq, VALUE_DIM=Dv, BLOCK_DV=block_dim(Dv), BLOCK_M=block_rows,
         ENTROPY_GRAD=grad_entropy is not None, num_warps=4,
     )  # fmt: skip
 
@@ -121,16 +119,6 @@ def _grad_scores(p, scores, grad_p, lse, delta, grad_entropy, log2_scale, ENTROP
         log_p = tl.maximum((scores * log2_scale - lse * 1.4426950408889634) * 0.6931471805599453, -1000.0)
         grad_p -= grad_entropy * log_p
     return p * grad_p
-
-
-@triton.jit
-def _store_gradient(ptr, stride, rows, rows_left, dims, gradient, DIM: tl.constexpr, ACCUMULATE: tl.constexpr):
-    """Write a tile, or add it to what is there: its program is the only one that touches it."""
-    pointers = ptr + rows.to(tl.int64) * stride + dims
-    mask = (rows < rows_left) & (dims < DIM)
-    if ACCUMULATE:
-        gradient += tl.load(pointers, mask=mask, other=0.0)
-    tl.store(pointers, gradient.to(ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -326,12 +314,11 @@ def _backward_q_kernel(
             # The sum kernel writes these rows.
             rows_left = 0
     grad_q_rows_ptr = grad_q_ptr + b * stride_dqb + h * stride_dqh + first_row * stride_dqs
-    _store_gradient(
-        grad_q_rows_ptr, stride_dqs, rows[:, None], rows_left, dims[None, :], acc * scale, HEAD_DIM, ACCUMULATE
-    )
+    present = rows < rows_left
+    store_rows(grad_q_rows_ptr, stride_dqs, rows, present, acc * scale, HEAD_DIM, BLOCK_D, ACCUMULATE)
     if RANK > 0:
         grad_fq_rows_ptr = grad_fq_ptr + ((b * Sq + first_row) * H + h) * RANK
-        _store_gradient(grad_fq_rows_ptr, H * RANK, rows[:, None], rows_left, ranks[None, :], acc_f, RANK, False)
+        store_rows(grad_fq_rows_ptr, H * RANK, rows, present, acc_f, RANK, RANK)
 
 
 @triton.jit(do_not_specialize=["num_blocks", "num_slots", "H"])
@@ -372,9 +359,7 @@ def _sum_parts_kernel(
         part_rows = (bh * num_slots + first_slot + slot) * BLOCK_M + rows
         acc += tl.load(part_ptr + part_rows[:, None] * HEAD_DIM + dims[None, :], mask=mask, other=0.0)
     grad_q_rows_ptr = grad_q_ptr + b * stride_dqb + h * stride_dqh + row_start.to(tl.int64) * stride_dqs
-    _store_gradient(
-        grad_q_rows_ptr, stride_dqs, rows[:, None], rows_left, dims[None, :], acc * scale, HEAD_DIM, ACCUMULATE
-    )
+    store_rows(grad_q_rows_ptr, stride_dqs, rows, rows < rows_left, acc * scale, HEAD_DIM, BLOCK_D, ACCUMULATE)
 
 
 @triton.jit
@@ -603,15 +588,12 @@ def _backward_kv_kernel(
         grad_v = tl.where(counts, grad_v, 0.0)
     grad_k_rows_ptr = grad_k_ptr + b * stride_dkb + h * stride_dkh + first_key * stride_dks
     grad_v_rows_ptr = grad_v_ptr + b * stride_dvb + h * stride_dvh + first_key * stride_dvs
-    _store_gradient(
-        grad_k_rows_ptr, stride_dks, keys[:, None], keys_left, dims[None, :], grad_k * scale, HEAD_DIM, ACCUMULATE_K
-    )
-    _store_gradient(
-        grad_v_rows_ptr, stride_dvs, keys[:, None], keys_left, value_dims[None, :], grad_v, VALUE_DIM, ACCUMULATE_V
-    )
+    present = keys < keys_left
+    store_rows(grad_k_rows_ptr, stride_dks, keys, present, grad_k * scale, HEAD_DIM, BLOCK_D, ACCUMULATE_K)
+    store_rows(grad_v_rows_ptr, stride_dvs, keys, present, grad_v, VALUE_DIM, BLOCK_DV, ACCUMULATE_V)
     if RANK > 0:
         grad_fk_rows_ptr = grad_fk_ptr + ((b * Sk + first_key) * H + h) * RANK
-        _store_gradient(grad_fk_rows_ptr, H * RANK, keys[:, None], keys_left, ranks[None, :], grad_fk, RANK, False)
+        store_rows(grad_fk_rows_ptr, H * RANK, keys, present, grad_fk, RANK, RANK)
 
 
 def flash_backward(

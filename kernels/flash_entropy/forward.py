@@ -22,6 +22,7 @@ import triton.language as tl
 from vmonarch.kernels.common.launch import block_dim, dot_precision, hopper_fits, launch_options
 from vmonarch.kernels.common.replay import launcher
 from vmonarch.kernels.common.softmax import entropy_of, log2_partition, log2_scale_of, online_softmax
+from vmonarch.kernels.common.tiles import store_rows
 from vmonarch.kernels.flash_entropy.reference import SCALE_BLOCK
 from vmonarch.kernels.flash_entropy.segments import Segment, Work, processors, row_work
 
@@ -376,9 +377,7 @@ def _forward_kernel(
             # The combine kernel writes these rows.
             rows_left = 0
     present = rows < rows_left
-    mask = present[:, None] & (value_dims[None, :] < VALUE_DIM)
-    out_rows_ptr = out_ptr + b * stride_ob + h * stride_oh + (row_start + rows.to(tl.int64))[:, None] * stride_os
-    tl.store(out_rows_ptr + value_dims[None, :], out.to(out_ptr.dtype.element_ty), mask=mask)
+    store_rows(out_ptr + b * stride_ob + h * stride_oh, stride_os, row_start + rows, present, out, VALUE_DIM, BLOCK_DV)
     stat_rows = bh * Sq + row_start + rows
     tl.store(lse_ptr + stat_rows, log2_lse * 0.6931471805599453, mask=present)
     if ENTROPY:
@@ -446,8 +445,7 @@ def _combine_kernel(
             row_entropy -= tl.sum(p, 1) * part_entropy * 1.4426950408889634
 
     out = acc / tl.where(row_sum == 0, 1.0, row_sum)[:, None]
-    out_rows_ptr = out_ptr + b * stride_ob + h * stride_oh + (row_start + rows.to(tl.int64))[:, None] * stride_os
-    tl.store(out_rows_ptr + value_dims[None, :], out.to(out_ptr.dtype.element_ty), mask=mask)
+    store_rows(out_ptr + b * stride_ob + h * stride_oh, stride_os, row_start + rows, present, out, VALUE_DIM, BLOCK_DV)
     stat_rows = bh * stride_h + row_start + rows
     tl.store(lse_ptr + stat_rows, log2_partition(row_max, row_sum) * 0.6931471805599453, mask=present)
     if ENTROPY:

@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 
 from vmonarch.kernels.common.softmax import log2_partition, online_softmax, probabilities, row_delta
-from vmonarch.kernels.common.tiles import add_rows, load_rows, store_rows
+from vmonarch.kernels.common.tiles import load_rows, store_rows
 from vmonarch.kernels.two_resolution.tiling import Reach, Tiling
 
 # What the logits of means gain has rows of a multiple of so many numbers.
@@ -448,9 +448,5 @@ def two_resolution_keys_kernel(
         dk += part * tl.load(dk_mean_ptr + at * D + dims, mask=dims < D, other=0.0)[None, :]
         dv += part * tl.load(dv_mean_ptr + at * E + value_dims, mask=value_dims < E, other=0.0)[None, :]
     row = b * (n.frames * n.rows * n.columns) * H + h
-    if ADD:
-        add_rows(dk_ptr + row * D, H * D, key, there, dk, D, BLOCK_D)
-        add_rows(dv_ptr + row * E, H * E, key, there, dv, E, BLOCK_E)
-    else:
-        store_rows(dk_ptr + row * D, H * D, key, there, dk, D, BLOCK_D)
-        store_rows(dv_ptr + row * E, H * E, key, there, dv, E, BLOCK_E)
+    store_rows(dk_ptr + row * D, H * D, key, there, dk, D, BLOCK_D, ADD)
+    store_rows(dv_ptr + row * E, H * E, key, there, dv, E, BLOCK_E, ADD)
