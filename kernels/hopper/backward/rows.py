@@ -28,6 +28,7 @@ from vmonarch.kernels.hopper.backward.common import (
     NOWHERE,
     SIZES,
     TILE,
+    add_rows,
     allocate_barriers,
     allocate_factors,
     bias_arguments,
@@ -244,35 +245,27 @@ def _sum_for_rows(
                     SUM_K, SUM_V, FACTORS, CHAINED, False,
                 )  # fmt: skip
                 n += 1
-            columns = gl.arange(0, D, gl.SliceLayout(0, sums))
             if FLASH or Z_IS_QUERY:
                 if FACTORS or not KEEP:
                     mbarrier.arrive(kept_empty)
+                head = z_i.to(gl.int64) * stride_dqb + z_j.to(gl.int64) * stride_dqh
                 if FACTORS:
-                    head = z_i.to(gl.int64) * stride_dqb + z_j.to(gl.int64) * stride_dqh
                     store_factor_gradient(
                         dfq_ptr, head, stride_dqs, z_row, z_row + rows, dfq, inverse_scale, HEAD_DIM, RANK
                     )
                 if HAS_PARTS and slot >= 0:
                     part = ((z_i * heads + z_j).to(gl.int64) * slots + slot) * _TILE + half * _HALF + i
+                    columns = gl.arange(0, D, gl.SliceLayout(0, sums))
                     inside = (i < rows)[:, None] & (columns < HEAD_DIM)[None, :]
                     gl.store(part_ptr + part[:, None] * HEAD_DIM + columns[None, :], dz, mask=inside)
                 else:
-                    b = z_i.to(gl.int64)
-                    h = z_j.to(gl.int64)
                     # A position before the first token or after the last holds none.
-                    first = gl.maximum(z_row, 0)
                     stop = gl.minimum(z_row + rows, tokens)
-                    q = z_row + i
-                    pointers = dq_ptr + b * stride_dqb + h * stride_dqh + q.to(gl.int64)[:, None] * stride_dqs
-                    pointers += columns[None, :]
-                    inside = ((q >= first) & (q < stop))[:, None] & (columns < HEAD_DIM)[None, :]
-                    if ADD_Q:
-                        dz += gl.load(pointers, mask=inside, other=0.0).to(gl.float32)
-                    gl.store(pointers, dz.to(dq_ptr.dtype.element_ty), mask=inside)
+                    add_rows(dq_ptr + head, stride_dqs, z_row, stop, dz, HEAD_DIM, ADD_Q)
             else:
                 # z = αR / max(cR, min_mass)
-                at = (z_j * positions + z_row).to(gl.int64) + i
+                row = z_j * positions + z_row
+                at = row.to(gl.int64) + i
                 cR = gl.load(cR_ptr + at, mask=i < rows, other=1.0)
                 if KEEP:
                     product = gl.sum(dz * gl.convert_layout(z, sums).to(gl.float32), 1)
@@ -280,9 +273,7 @@ def _sum_for_rows(
                     product = gl.sum(dz * z.load(sums).to(gl.float32), 1)
                     mbarrier.arrive(kept_empty)
                 gl.store(dcR_ptr + at, gl.where(cR >= min_mass, -product, 0.0), mask=i < rows)
-                inside = (i < rows)[:, None] & (columns < HEAD_DIM)[None, :]
-                daR = dz.to(daR_ptr.dtype.element_ty)
-                gl.store(daR_ptr + at[:, None] * HEAD_DIM + columns[None, :], daR, mask=inside)
+                add_rows(daR_ptr, HEAD_DIM, row, row + rows, dz, HEAD_DIM, False)
         else:
             for _ in range(tiles):
                 mbarrier.wait(full.index(n % STAGES), n // STAGES & 1)
