@@ -321,16 +321,14 @@ def _backward_q_kernel(
         store_rows(grad_fq_rows_ptr, H * RANK, rows, present, acc_f, RANK, RANK)
 
 
-@triton.jit(do_not_specialize=["num_blocks", "num_slots", "H"])
+@triton.jit(do_not_specialize=["H"])
 def _sum_parts_kernel(
     grad_q_ptr,
-    part_ptr,  # [B·H, slots, BLOCK_M, D]
-    merges_ptr,  # [J, 4]
+    part_ptr,  # [B·H·slots, BLOCK_M, D]
+    merges_ptr,  # [J, 5]
     stride_dqb,
     stride_dqs,
     stride_dqh,
-    num_blocks,
-    num_slots,
     H,
     scale,
     HEAD_DIM: tl.constexpr,
@@ -341,22 +339,21 @@ def _sum_parts_kernel(
 ):
     """dQ of rows whose keys were split: the sum of the parts, always in the order of the keys."""
     pid = tl.program_id(0)
-    block = pid % num_blocks
-    merge_ptr = merges_ptr + (block // (BLOCK_M // ROWS)) * 4
+    merge_ptr = merges_ptr + (pid // (BLOCK_M // ROWS)) * 5
     row_start = tl.load(merge_ptr)
     rows_left = tl.load(merge_ptr + 1) - row_start
-    first_slot = tl.load(merge_ptr + 2)
+    first_slot = tl.load(merge_ptr + 2).to(tl.int64)
     slots = tl.load(merge_ptr + 3)
-    bh = (pid // num_blocks).to(tl.int64)
+    bh = tl.load(merge_ptr + 4).to(tl.int64)
     b = bh // H
     h = bh % H
 
-    rows = block % (BLOCK_M // ROWS) * ROWS + tl.arange(0, ROWS)
+    rows = pid % (BLOCK_M // ROWS) * ROWS + tl.arange(0, ROWS)
     dims = tl.arange(0, BLOCK_D)
     mask = (rows < rows_left)[:, None] & (dims[None, :] < HEAD_DIM)
     acc = tl.zeros([ROWS, BLOCK_D], tl.float32)
     for slot in range(slots):
-        part_rows = (bh * num_slots + first_slot + slot) * BLOCK_M + rows
+        part_rows = (first_slot + slot) * BLOCK_M + rows
         acc += tl.load(part_ptr + part_rows[:, None] * HEAD_DIM + dims[None, :], mask=mask, other=0.0)
     grad_q_rows_ptr = grad_q_ptr + b * stride_dqb + h * stride_dqh + row_start.to(tl.int64) * stride_dqs
     store_rows(grad_q_rows_ptr, stride_dqs, rows, rows < rows_left, acc * scale, HEAD_DIM, BLOCK_D, ACCUMULATE)
@@ -697,10 +694,9 @@ def flash_backward(
                 **row_options,
             )  # fmt: skip
         if rows.merges is not None:
-            num_blocks = rows.merges.shape[0] * (BLOCK_M // COMBINE_ROWS)
             # The kernel for Hopper has the scale in already.
-            launcher(_sum_parts_kernel, (num_blocks * B * H,))(
-                dq, parts, rows.merges, *dq.stride()[:3], num_blocks, rows.slots, H, 1.0 if on_hopper else scale,
+            launcher(_sum_parts_kernel, (rows.merges.shape[0] * (BLOCK_M // COMBINE_ROWS),))(
+                dq, parts, rows.merges, *dq.stride()[:3], H, 1.0 if on_hopper else scale,
                 HEAD_DIM=D, BLOCK_D=block_dim(D), BLOCK_M=BLOCK_M, ROWS=COMBINE_ROWS, ACCUMULATE=add_to_q, num_warps=4,
             )  # fmt: skip
         num_items = columns.items.shape[0]

@@ -384,45 +384,38 @@ def _forward_kernel(
         tl.store(entropy_ptr + stat_rows, entropy_of(row_sum, row_entropy), mask=present)
 
 
-@triton.jit(do_not_specialize=["block_rows", "num_blocks", "num_slots", "H", "stride_h"])
+@triton.jit(do_not_specialize=["block_rows", "H", "stride_h"])
 def _combine_kernel(
     out_ptr,
     lse_ptr,  # [B, H, Sq], heads stride_h apart, and samples H·stride_h
     entropy_ptr,  # the same
-    part_out_ptr,  # [B·H, slots, block_rows, Dv]
-    part_lse_ptr,  # [B·H, slots, block_rows], in units of log 2
-    part_entropy_ptr,  # [B·H, slots, block_rows]
-    merges_ptr,  # [J, 4], the same for all heads; with HEADS_IN_TABLE [J, 5]
+    part_out_ptr,  # [slots, block_rows, Dv]
+    part_lse_ptr,  # [slots, block_rows], in units of log 2
+    part_entropy_ptr,  # [slots, block_rows]
+    merges_ptr,  # [J, 5]
     stride_ob,
     stride_os,
     stride_oh,
     block_rows,
-    num_blocks,
-    num_slots,
     H,
     stride_h,
     VALUE_DIM: tl.constexpr,
     BLOCK_DV: tl.constexpr,
     ROWS: tl.constexpr,
     ENTROPY: tl.constexpr,
-    HEADS_IN_TABLE: tl.constexpr,
 ):
     """Merge the partial results of rows whose keys were split; always in the order of the keys."""
     pid = tl.program_id(0)
-    block = pid % num_blocks
-    merge_ptr = merges_ptr + (block // (block_rows // ROWS)) * (5 if HEADS_IN_TABLE else 4)
+    merge_ptr = merges_ptr + (pid // (block_rows // ROWS)) * 5
     row_start = tl.load(merge_ptr)
     row_stop = tl.load(merge_ptr + 1)
-    first_slot = tl.load(merge_ptr + 2)
+    first_slot = tl.load(merge_ptr + 2).to(tl.int64)
     slots = tl.load(merge_ptr + 3)
-    bh = (pid // num_blocks).to(tl.int64)
-    slot_base = bh * num_slots + first_slot
-    if HEADS_IN_TABLE:
-        bh = tl.load(merge_ptr + 4).to(tl.int64)
+    bh = tl.load(merge_ptr + 4).to(tl.int64)
     b = bh // H
     h = bh % H
 
-    rows = block % (block_rows // ROWS) * ROWS + tl.arange(0, ROWS)
+    rows = pid % (block_rows // ROWS) * ROWS + tl.arange(0, ROWS)
     value_dims = tl.arange(0, BLOCK_DV)
     present = rows < row_stop - row_start
     mask = present[:, None] & (value_dims[None, :] < VALUE_DIM)
@@ -431,7 +424,7 @@ def _combine_kernel(
     row_sum = tl.zeros([ROWS], tl.float32)
     row_entropy = tl.zeros([ROWS], tl.float32)
     for slot in range(slots):
-        part_rows = (slot_base + slot) * block_rows + rows
+        part_rows = (first_slot + slot) * block_rows + rows
         log2_weight = tl.load(part_lse_ptr + part_rows, mask=present, other=0.0)
         # One "key" of every row is a whole part; its weight is its partition.
         p, alpha, row_max, row_sum, row_entropy = online_softmax(
@@ -466,7 +459,6 @@ def combine_parts(
     parts: tuple[torch.Tensor | None, ...],
     merges: torch.Tensor | None,
     block_rows: int,
-    tables: int,
     out: torch.Tensor,
     lse: torch.Tensor,
     entropy: torch.Tensor | None,
@@ -474,18 +466,15 @@ def combine_parts(
     """Write the outputs, log-partitions and entropies of rows whose keys were split.
 
     Args:
-        merges: of a `Work`, for `tables` = B·H heads alike; or of a `Schedule`, one table for all heads.
+        merges: of a `Work` or a `Schedule`.
         out: [B, Sq, H, Dv]. lse, entropy: [B, H, Sq], consecutive queries of contiguous tensors.
     """
     if merges is None:
         return
-    assert parts[0] is not None
     H, Dv = out.shape[2:]
-    num_blocks = merges.shape[0] * (block_rows // COMBINE_ROWS)
-    launcher(_combine_kernel, (num_blocks * tables,))(
-        out, lse, entropy, *parts, merges, *out.stride()[:3], block_rows, num_blocks, parts[0].shape[0] // tables, H,
-        lse.stride(1), VALUE_DIM=Dv, BLOCK_DV=block_dim(Dv), ROWS=COMBINE_ROWS, ENTROPY=entropy is not None,
-        HEADS_IN_TABLE=merges.shape[1] == 5, num_warps=4,
+    launcher(_combine_kernel, (merges.shape[0] * (block_rows // COMBINE_ROWS),))(
+        out, lse, entropy, *parts, merges, *out.stride()[:3], block_rows, H, lse.stride(1), VALUE_DIM=Dv,
+        BLOCK_DV=block_dim(Dv), ROWS=COMBINE_ROWS, ENTROPY=entropy is not None, num_warps=4,
     )  # fmt: skip
 
 
@@ -547,9 +536,8 @@ def flash_forward(
         out = query.new_empty(B, Sq, H, Dv) if whole else query.new_zeros(B, Sq, H, Dv)
     lse = statistic(-torch.inf)
     row_entropy = statistic(0.0) if entropy else None
-    # Parts and merges of all heads are in the tables for Hopper; elsewhere those of one head.
-    tables = 1 if on_hopper else B * H
-    parts = new_parts(query, tables * work.slots, BLOCK_M, Dv, entropy)
+    # The slots of a `Work` are those of one head.
+    parts = new_parts(query, work.slots * (1 if on_hopper else B * H), BLOCK_M, Dv, entropy)
     num_items = work.items.shape[0]
     out_strides = out.stride()[:3]
     with torch.cuda.device_of(query):
@@ -566,5 +554,5 @@ def flash_forward(
                 BLOCK_DV=block_dim(Dv), ENTROPY=entropy, HAS_PARTS=work.merges is not None,
                 PRECISION=dot_precision(value.dtype), **bias.constants(), **options,
             )  # fmt: skip
-        combine_parts(parts, work.merges, BLOCK_M, tables, out, lse, row_entropy)
+        combine_parts(parts, work.merges, BLOCK_M, out, lse, row_entropy)
     return out, lse, row_entropy

@@ -108,7 +108,8 @@ class Work:
     Args:
         items: [I, 5] = (row start, row stop, first range, last range + 1, slot of the partial result or -1).
         ranges: [R, 2] = (start, stop) of the columns.
-        merges: [J, 4] = (row start, row stop, first slot, slots) of the rows whose columns are split; None without.
+        merges: [J, 5] = (row start, row stop, first slot of all, slots, head) of the rows whose columns are split, for
+            every head; None without.
         slots: the number of partial results of one head.
         covered: the number of rows that are in any segment.
     """
@@ -204,10 +205,11 @@ def row_work(
             slots += n * len(row_blocks)
 
     covered = sum(segment.query_stop - segment.query_start for segment in segments)
+    of_heads = [(start, stop, head * slots + slot, n, head) for head in range(heads) for start, stop, slot, n in merges]
     return Work(
         device_table(items, 5, device),
         device_table(ranges, 2, device),
-        device_table(merges, 4, device) if merges else None,
+        device_table(of_heads, 5, device) if merges else None,
         slots,
         covered,
     )

@@ -425,8 +425,8 @@ def parts_of(items: int, keys: int, processors: int) -> int:
 
 
 @kept
-def _merges(rows: int, parts: int, device: torch.device) -> torch.Tensor:
-    return device_table([(0, rows, 0, parts)], 4, device)
+def _merges(rows: int, parts: int, heads: int, device: torch.device) -> torch.Tensor:
+    return device_table([(0, rows, head * parts, parts, head) for head in range(heads)], 5, device)
 
 
 def two_resolution(
@@ -482,5 +482,5 @@ def two_resolution(
         REGISTERS=240 if D > 64 and parts == 1 else 232, num_warps=4, maxnreg=168,
     )  # fmt: skip
     if parts > 1:
-        merges = _merges(S, parts, query.device)
-        combine_parts((written, log2_lse, None), merges, rows, B * H, out, lse, None)
+        merges = _merges(S, parts, B * H, query.device)
+        combine_parts((written, log2_lse, None), merges, rows, out, lse, None)
