@@ -54,7 +54,6 @@ def _delta_kernel(
     VALUE_DIM: tl.constexpr,
     BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr,
-    ENTROPY_GRAD: tl.constexpr,
 ):
     """delta = rowsum(dO ∘ O) - dlse + dH·H: what every dP of a row is lessened by."""
     pid = tl.program_id(0)
@@ -77,7 +76,7 @@ def _delta_kernel(
     present = rows < rows_left
     stat_rows = bh * Sq + row_start + rows
     delta = row_delta(grad_out, out, grad_lse_ptr, stat_rows, present)
-    if ENTROPY_GRAD:
+    if grad_entropy_ptr is not None:
         grad_entropy = tl.load(grad_entropy_ptr + stat_rows, mask=present, other=0.0)
         delta += grad_entropy * tl.load(entropy_ptr + stat_rows, mask=present, other=0.0)
     tl.store(delta_ptr + stat_rows, delta, mask=present)
@@ -105,8 +104,7 @@ def row_deltas(
         return
     launcher(_delta_kernel, (num_items * delta.shape[0] * H,))(
         grad_out, out, grad_lse, entropy, grad_entropy, delta, rows.items, *grad_out.stride()[:3], *out.stride()[:3],
-        num_items, H, Sq, VALUE_DIM=Dv, BLOCK_DV=block_dim(Dv), BLOCK_M=block_rows,
-        ENTROPY_GRAD=grad_entropy is not None, num_warps=4,
+        num_items, H, Sq, VALUE_DIM=Dv, BLOCK_DV=block_dim(Dv), BLOCK_M=block_rows, num_warps=4,
     )  # fmt: skip
 
 
@@ -220,7 +218,6 @@ def _backward_q_kernel(
     RANK: tl.constexpr,
     CAUSAL: tl.constexpr,
     ENTROPY_GRAD: tl.constexpr,
-    HAS_PARTS: tl.constexpr,
     ACCUMULATE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
@@ -306,7 +303,7 @@ def _backward_q_kernel(
                     BLOCK_N, 0, False, False, ENTROPY_GRAD, PRECISION,
                 )  # fmt: skip
 
-    if HAS_PARTS:
+    if part_ptr is not None:
         if slot >= 0:
             part_rows = (bh * num_slots + slot) * BLOCK_M + rows
             part_rows_ptr = part_ptr + part_rows[:, None] * HEAD_DIM
@@ -690,7 +687,7 @@ def flash_backward(
             launcher(_backward_q_kernel, (num_items * B * H,))(
                 query, key, value, *bias.arguments(), grad_out, lse, delta, grad_entropy, dq, dfq, parts, rows.items,
                 rows.ranges, *strides, *dq.stride()[:3], num_items, rows.slots, H, Sq, key.shape[1], scale,
-                log2_scale_of(scale), HAS_PARTS=rows.merges is not None, ACCUMULATE=add_to_q, **constants,
+                log2_scale_of(scale), ACCUMULATE=add_to_q, **constants,
                 **row_options,
             )  # fmt: skip
         if rows.merges is not None:

@@ -284,7 +284,6 @@ def _forward_kernel(
     RANK: tl.constexpr,
     CAUSAL: tl.constexpr,
     ENTROPY: tl.constexpr,
-    HAS_PARTS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     pid = tl.program_id(0)
@@ -366,7 +365,7 @@ def _forward_kernel(
 
     out = acc / tl.where(row_sum == 0, 1.0, row_sum)[:, None]
     log2_lse = log2_partition(row_max, row_sum)
-    if HAS_PARTS:
+    if part_out_ptr is not None:
         if slot >= 0:
             part_rows = (bh * num_slots + slot) * BLOCK_M + rows
             part_rows_ptr = part_out_ptr + part_rows[:, None] * VALUE_DIM
@@ -551,7 +550,7 @@ def flash_forward(
                 query, key, value, *bias.arguments(), out, lse, row_entropy, *parts, work.items, work.ranges,
                 *query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *out_strides, num_items, work.slots,
                 H, Sq, key.shape[1], log2_scale_of(scale), HEAD_DIM=D, VALUE_DIM=Dv, BLOCK_D=block_dim(D),
-                BLOCK_DV=block_dim(Dv), ENTROPY=entropy, HAS_PARTS=work.merges is not None,
+                BLOCK_DV=block_dim(Dv), ENTROPY=entropy,
                 PRECISION=dot_precision(value.dtype), **bias.constants(), **options,
             )  # fmt: skip
         combine_parts(parts, work.merges, BLOCK_M, out, lse, row_entropy)

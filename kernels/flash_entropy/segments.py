@@ -126,11 +126,6 @@ def tiles_of(ranges: Iterable[Range], block: int) -> list[Range]:
     return [(n, min(n + block, stop)) for start, stop in ranges for n in range(start, stop, block)]
 
 
-def row_blocks_of(segment: Segment, block: int) -> list[Range]:
-    """The queries of a segment in tiles of `block`."""
-    return tiles_of([(segment.query_start, segment.query_stop)], block)
-
-
 def parts_of(tiles: Sequence[Range], parts: int) -> list[tuple[Range, ...]]:
     """The tiles in `parts` parts of nearly equal numbers of tiles, each as few ranges as possible."""
     return [union(tiles[len(tiles) * i // parts : len(tiles) * (i + 1) // parts]) for i in range(parts)]
@@ -183,7 +178,7 @@ def row_work(
         splits: parts to cut the keys of every segment into (fewer if it has fewer tiles); None to choose.
     """
     segments = simplified(segments)
-    rows = [row_blocks_of(segment, block_rows) for segment in segments]
+    rows = [tiles_of([(segment.query_start, segment.query_stop)], block_rows) for segment in segments]
     tiles = [tiles_of(segment.key_ranges, block_columns) for segment in segments]
     if splits is None:
         parts = split_counts([len(r) for r in rows], [len(t) for t in tiles], heads, processors)
