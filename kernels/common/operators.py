@@ -29,9 +29,10 @@ def differentiable(
         kept: which results `backward` takes.
     """
 
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
-        ctx.save_for_backward(*inputs[:tensors], *output[kept])
-        ctx.numbers, ctx.shape = inputs[tensors:], output[0].shape
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        found = output if isinstance(output, tuple) else (output,)
+        ctx.save_for_backward(*inputs[:tensors], *found[kept])
+        ctx.numbers, ctx.shape = inputs[tensors:], found[0].shape
         ctx.set_materialize_grads(False)
 
     def gradient(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:

@@ -55,8 +55,13 @@ def load_rows(ptr, stride, rows, valid, WIDTH: tl.constexpr, BLOCK_WIDTH: tl.con
 
 
 @triton.jit
-def store_rows(ptr, stride, rows, valid, x, WIDTH: tl.constexpr, BLOCK_WIDTH: tl.constexpr):
-    """Write x [rows, BLOCK_WIDTH] into a tensor [R, WIDTH], in its dtype, where a row is `valid`."""
+def store_rows(ptr, stride, rows, valid, x, WIDTH: tl.constexpr, BLOCK_WIDTH: tl.constexpr, ADD: tl.constexpr = False):
+    """Write x [rows, BLOCK_WIDTH] into a tensor [R, WIDTH], in its dtype, where a row is `valid`.
+
+    ADD: or add it to what is there, which no other program may touch.
+    """
+    if ADD:
+        x = load_rows(ptr, stride, rows, valid, WIDTH, BLOCK_WIDTH, True).to(tl.float32) + x
     columns = tl.arange(0, BLOCK_WIDTH)
     pointers = ptr + rows.to(tl.int64)[:, None] * stride + columns[None, :]
     tl.store(pointers, x.to(ptr.dtype.element_ty), mask=valid[:, None] & (columns[None, :] < WIDTH))
@@ -67,10 +72,3 @@ def nearest_int8(x):
     """The nearest whole number, in int8; x is float32 and from -127 to 127. Halves go to even ones."""
     # At 1.5 · 2²³ numbers lie 1 apart, and the lowest byte is the number's own.
     return (x + 12582912.0).to(tl.int32, bitcast=True).to(tl.int8)
-
-
-@triton.jit
-def add_rows(ptr, stride, rows, valid, x, WIDTH: tl.constexpr, BLOCK_WIDTH: tl.constexpr):
-    """Add x [rows, BLOCK_WIDTH] to a tensor [R, WIDTH] where a row is `valid`. No other program may touch them."""
-    there = load_rows(ptr, stride, rows, valid, WIDTH, BLOCK_WIDTH, True).to(tl.float32)
-    store_rows(ptr, stride, rows, valid, there + x, WIDTH, BLOCK_WIDTH)

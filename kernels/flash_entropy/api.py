@@ -29,7 +29,7 @@ def flash_entropy_attention(
         value: [B, Sk, H, Dv].
         scale: softmax scale; 1/√D if None.
         entropy_grad: whether gradients flow through the entropy. The paper stops them, because they dominate the
-            gradient of the output and make training unstable.
+            gradient of the output and make training unstable. They are not computed by kernels for Hopper.
         implementation: "torch"; "triton", the fused kernels (CUDA; float16, bfloat16 or float32; head dimensions up to
             256); or "auto", see `kernels.common.launch.use_triton`.
 

@@ -17,7 +17,8 @@ import triton.language as tl
 
 from vmonarch.kernels.common.launch import block_dim, dot_precision, hopper_fits, launch_options, unit_stride
 from vmonarch.kernels.common.replay import launcher
-from vmonarch.kernels.common.softmax import log2_scale_of, probabilities
+from vmonarch.kernels.common.softmax import log2_scale_of, probabilities, row_delta
+from vmonarch.kernels.common.tiles import store_rows
 from vmonarch.kernels.flash_entropy.forward import (
     COMBINE_ROWS,
     NO_BIAS,
@@ -53,8 +54,6 @@ def _delta_kernel(
     VALUE_DIM: tl.constexpr,
     BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr,
-    LSE_GRAD: tl.constexpr,
-    ENTROPY_GRAD: tl.constexpr,
 ):
     """delta = rowsum(dO ∘ O) - dlse + dH·H: what every dP of a row is lessened by."""
     pid = tl.program_id(0)
@@ -74,12 +73,10 @@ def _delta_kernel(
         grad_out_rows_ptr, stride_gs, rows[:, None], rows_left, dims[None, :], VALUE_DIM, BLOCK_DV, False
     )
     out = load_tile(out_rows_ptr, stride_os, rows[:, None], rows_left, dims[None, :], VALUE_DIM, BLOCK_DV, False)
-    delta = tl.sum(grad_out.to(tl.float32) * out.to(tl.float32), 1)
     present = rows < rows_left
     stat_rows = bh * Sq + row_start + rows
-    if LSE_GRAD:
-        delta -= tl.load(grad_lse_ptr + stat_rows, mask=present, other=0.0)
-    if ENTROPY_GRAD:
+    delta = row_delta(grad_out, out, grad_lse_ptr, stat_rows, present)
+    if grad_entropy_ptr is not None:
         grad_entropy = tl.load(grad_entropy_ptr + stat_rows, mask=present, other=0.0)
         delta += grad_entropy * tl.load(entropy_ptr + stat_rows, mask=present, other=0.0)
     tl.store(delta_ptr + stat_rows, delta, mask=present)
@@ -107,8 +104,7 @@ def row_deltas(
         return
     launcher(_delta_kernel, (num_items * delta.shape[0] * H,))(
         grad_out, out, grad_lse, entropy, grad_entropy, delta, rows.items, *grad_out.stride()[:3], *out.stride()[:3],
-        num_items, H, Sq, VALUE_DIM=Dv, BLOCK_DV=block_dim(Dv), BLOCK_M=block_rows, LSE_GRAD=grad_lse is not None,
-        ENTROPY_GRAD=grad_entropy is not None, num_warps=4,
+        num_items, H, Sq, VALUE_DIM=Dv, BLOCK_DV=block_dim(Dv), BLOCK_M=block_rows, num_warps=4,
     )  # fmt: skip
 
 
@@ -121,16 +117,6 @@ def _grad_scores(p, scores, grad_p, lse, delta, grad_entropy, log2_scale, ENTROP
         log_p = tl.maximum((scores * log2_scale - lse * 1.4426950408889634) * 0.6931471805599453, -1000.0)
         grad_p -= grad_entropy * log_p
     return p * grad_p
-
-
-@triton.jit
-def _store_gradient(ptr, stride, rows, rows_left, dims, gradient, DIM: tl.constexpr, ACCUMULATE: tl.constexpr):
-    """Write a tile, or add it to what is there: its program is the only one that touches it."""
-    pointers = ptr + rows.to(tl.int64) * stride + dims
-    mask = (rows < rows_left) & (dims < DIM)
-    if ACCUMULATE:
-        gradient += tl.load(pointers, mask=mask, other=0.0)
-    tl.store(pointers, gradient.to(ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -232,7 +218,6 @@ def _backward_q_kernel(
     RANK: tl.constexpr,
     CAUSAL: tl.constexpr,
     ENTROPY_GRAD: tl.constexpr,
-    HAS_PARTS: tl.constexpr,
     ACCUMULATE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
@@ -318,7 +303,7 @@ def _backward_q_kernel(
                     BLOCK_N, 0, False, False, ENTROPY_GRAD, PRECISION,
                 )  # fmt: skip
 
-    if HAS_PARTS:
+    if part_ptr is not None:
         if slot >= 0:
             part_rows = (bh * num_slots + slot) * BLOCK_M + rows
             part_rows_ptr = part_ptr + part_rows[:, None] * HEAD_DIM
@@ -326,24 +311,21 @@ def _backward_q_kernel(
             # The sum kernel writes these rows.
             rows_left = 0
     grad_q_rows_ptr = grad_q_ptr + b * stride_dqb + h * stride_dqh + first_row * stride_dqs
-    _store_gradient(
-        grad_q_rows_ptr, stride_dqs, rows[:, None], rows_left, dims[None, :], acc * scale, HEAD_DIM, ACCUMULATE
-    )
+    present = rows < rows_left
+    store_rows(grad_q_rows_ptr, stride_dqs, rows, present, acc * scale, HEAD_DIM, BLOCK_D, ACCUMULATE)
     if RANK > 0:
         grad_fq_rows_ptr = grad_fq_ptr + ((b * Sq + first_row) * H + h) * RANK
-        _store_gradient(grad_fq_rows_ptr, H * RANK, rows[:, None], rows_left, ranks[None, :], acc_f, RANK, False)
+        store_rows(grad_fq_rows_ptr, H * RANK, rows, present, acc_f, RANK, RANK)
 
 
-@triton.jit(do_not_specialize=["num_blocks", "num_slots", "H"])
+@triton.jit(do_not_specialize=["H"])
 def _sum_parts_kernel(
     grad_q_ptr,
-    part_ptr,  # [B·H, slots, BLOCK_M, D]
-    merges_ptr,  # [J, 4]
+    part_ptr,  # [B·H·slots, BLOCK_M, D]
+    merges_ptr,  # [J, 5]
     stride_dqb,
     stride_dqs,
     stride_dqh,
-    num_blocks,
-    num_slots,
     H,
     scale,
     HEAD_DIM: tl.constexpr,
@@ -354,27 +336,24 @@ def _sum_parts_kernel(
 ):
     """dQ of rows whose keys were split: the sum of the parts, always in the order of the keys."""
     pid = tl.program_id(0)
-    block = pid % num_blocks
-    merge_ptr = merges_ptr + (block // (BLOCK_M // ROWS)) * 4
+    merge_ptr = merges_ptr + (pid // (BLOCK_M // ROWS)) * 5
     row_start = tl.load(merge_ptr)
     rows_left = tl.load(merge_ptr + 1) - row_start
-    first_slot = tl.load(merge_ptr + 2)
+    first_slot = tl.load(merge_ptr + 2).to(tl.int64)
     slots = tl.load(merge_ptr + 3)
-    bh = (pid // num_blocks).to(tl.int64)
+    bh = tl.load(merge_ptr + 4).to(tl.int64)
     b = bh // H
     h = bh % H
 
-    rows = block % (BLOCK_M // ROWS) * ROWS + tl.arange(0, ROWS)
+    rows = pid % (BLOCK_M // ROWS) * ROWS + tl.arange(0, ROWS)
     dims = tl.arange(0, BLOCK_D)
     mask = (rows < rows_left)[:, None] & (dims[None, :] < HEAD_DIM)
     acc = tl.zeros([ROWS, BLOCK_D], tl.float32)
     for slot in range(slots):
-        part_rows = (bh * num_slots + first_slot + slot) * BLOCK_M + rows
+        part_rows = (first_slot + slot) * BLOCK_M + rows
         acc += tl.load(part_ptr + part_rows[:, None] * HEAD_DIM + dims[None, :], mask=mask, other=0.0)
     grad_q_rows_ptr = grad_q_ptr + b * stride_dqb + h * stride_dqh + row_start.to(tl.int64) * stride_dqs
-    _store_gradient(
-        grad_q_rows_ptr, stride_dqs, rows[:, None], rows_left, dims[None, :], acc * scale, HEAD_DIM, ACCUMULATE
-    )
+    store_rows(grad_q_rows_ptr, stride_dqs, rows, rows < rows_left, acc * scale, HEAD_DIM, BLOCK_D, ACCUMULATE)
 
 
 @triton.jit
@@ -603,15 +582,12 @@ def _backward_kv_kernel(
         grad_v = tl.where(counts, grad_v, 0.0)
     grad_k_rows_ptr = grad_k_ptr + b * stride_dkb + h * stride_dkh + first_key * stride_dks
     grad_v_rows_ptr = grad_v_ptr + b * stride_dvb + h * stride_dvh + first_key * stride_dvs
-    _store_gradient(
-        grad_k_rows_ptr, stride_dks, keys[:, None], keys_left, dims[None, :], grad_k * scale, HEAD_DIM, ACCUMULATE_K
-    )
-    _store_gradient(
-        grad_v_rows_ptr, stride_dvs, keys[:, None], keys_left, value_dims[None, :], grad_v, VALUE_DIM, ACCUMULATE_V
-    )
+    present = keys < keys_left
+    store_rows(grad_k_rows_ptr, stride_dks, keys, present, grad_k * scale, HEAD_DIM, BLOCK_D, ACCUMULATE_K)
+    store_rows(grad_v_rows_ptr, stride_dvs, keys, present, grad_v, VALUE_DIM, BLOCK_DV, ACCUMULATE_V)
     if RANK > 0:
         grad_fk_rows_ptr = grad_fk_ptr + ((b * Sk + first_key) * H + h) * RANK
-        _store_gradient(grad_fk_rows_ptr, H * RANK, keys[:, None], keys_left, ranks[None, :], grad_fk, RANK, False)
+        store_rows(grad_fk_rows_ptr, H * RANK, keys, present, grad_fk, RANK, RANK)
 
 
 def flash_backward(
@@ -656,7 +632,9 @@ def flash_backward(
     grad_out = unit_stride(grad_out)
     # The copy engine loads the statistics of queries, 4 bytes each, from multiples of 16 bytes only.
     if bias is NO_BIAS:
-        on_hopper = hopper_fits("flash_entropy", query, key, value, grad_out) and one_range(segments, multiple=4)
+        # Those for Hopper lack the gradient through the entropy, which training stops.
+        fits = grad_entropy is None and hopper_fits("flash_entropy", query, key, value, grad_out)
+        on_hopper = fits and one_range(segments, multiple=4)
         names = ("flash_backward_q", "flash_backward_kv")
     else:
         on_hopper = bias.programs > 0
@@ -699,7 +677,7 @@ def flash_backward(
         row_deltas(grad_out, out, grad_lse, entropy, grad_entropy, delta, rows_once, BLOCK_M)
         num_items = rows.items.shape[0]
         if num_items > 0 and on_hopper:
-            folded = hopper_kernels.fold(lse, delta, Sq, scale, dH=grad_entropy)
+            folded = hopper_kernels.fold(lse, delta, Sq, scale)
             hopper_kernels.launch_rows(
                 query, key, value, None, grad_out, folded, dq, tiles=(num_items, B * H), heads=H, scale=scale,
                 work=rows, tokens=Sq, parts=parts, add=add_to_q, half_tiles=half_tiles[0], factors=bias.factors,
@@ -709,14 +687,13 @@ def flash_backward(
             launcher(_backward_q_kernel, (num_items * B * H,))(
                 query, key, value, *bias.arguments(), grad_out, lse, delta, grad_entropy, dq, dfq, parts, rows.items,
                 rows.ranges, *strides, *dq.stride()[:3], num_items, rows.slots, H, Sq, key.shape[1], scale,
-                log2_scale_of(scale), HAS_PARTS=rows.merges is not None, ACCUMULATE=add_to_q, **constants,
+                log2_scale_of(scale), ACCUMULATE=add_to_q, **constants,
                 **row_options,
             )  # fmt: skip
         if rows.merges is not None:
-            num_blocks = rows.merges.shape[0] * (BLOCK_M // COMBINE_ROWS)
             # The kernel for Hopper has the scale in already.
-            launcher(_sum_parts_kernel, (num_blocks * B * H,))(
-                dq, parts, rows.merges, *dq.stride()[:3], num_blocks, rows.slots, H, 1.0 if on_hopper else scale,
+            launcher(_sum_parts_kernel, (rows.merges.shape[0] * (BLOCK_M // COMBINE_ROWS),))(
+                dq, parts, rows.merges, *dq.stride()[:3], H, 1.0 if on_hopper else scale,
                 HEAD_DIM=D, BLOCK_D=block_dim(D), BLOCK_M=BLOCK_M, ROWS=COMBINE_ROWS, ACCUMULATE=add_to_q, num_warps=4,
             )  # fmt: skip
         num_items = columns.items.shape[0]

@@ -22,6 +22,7 @@ import triton.language as tl
 from vmonarch.kernels.common.launch import block_dim, dot_precision, hopper_fits, launch_options
 from vmonarch.kernels.common.replay import launcher
 from vmonarch.kernels.common.softmax import entropy_of, log2_partition, log2_scale_of, online_softmax
+from vmonarch.kernels.common.tiles import store_rows
 from vmonarch.kernels.flash_entropy.reference import SCALE_BLOCK
 from vmonarch.kernels.flash_entropy.segments import Segment, Work, processors, row_work
 
@@ -283,7 +284,6 @@ def _forward_kernel(
     RANK: tl.constexpr,
     CAUSAL: tl.constexpr,
     ENTROPY: tl.constexpr,
-    HAS_PARTS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     pid = tl.program_id(0)
@@ -365,7 +365,7 @@ def _forward_kernel(
 
     out = acc / tl.where(row_sum == 0, 1.0, row_sum)[:, None]
     log2_lse = log2_partition(row_max, row_sum)
-    if HAS_PARTS:
+    if part_out_ptr is not None:
         if slot >= 0:
             part_rows = (bh * num_slots + slot) * BLOCK_M + rows
             part_rows_ptr = part_out_ptr + part_rows[:, None] * VALUE_DIM
@@ -376,54 +376,45 @@ def _forward_kernel(
             # The combine kernel writes these rows.
             rows_left = 0
     present = rows < rows_left
-    mask = present[:, None] & (value_dims[None, :] < VALUE_DIM)
-    out_rows_ptr = out_ptr + b * stride_ob + h * stride_oh + (row_start + rows.to(tl.int64))[:, None] * stride_os
-    tl.store(out_rows_ptr + value_dims[None, :], out.to(out_ptr.dtype.element_ty), mask=mask)
+    store_rows(out_ptr + b * stride_ob + h * stride_oh, stride_os, row_start + rows, present, out, VALUE_DIM, BLOCK_DV)
     stat_rows = bh * Sq + row_start + rows
     tl.store(lse_ptr + stat_rows, log2_lse * 0.6931471805599453, mask=present)
     if ENTROPY:
         tl.store(entropy_ptr + stat_rows, entropy_of(row_sum, row_entropy), mask=present)
 
 
-@triton.jit(do_not_specialize=["block_rows", "num_blocks", "num_slots", "H", "stride_h"])
+@triton.jit(do_not_specialize=["block_rows", "H", "stride_h"])
 def _combine_kernel(
     out_ptr,
     lse_ptr,  # [B, H, Sq], heads stride_h apart, and samples H·stride_h
     entropy_ptr,  # the same
-    part_out_ptr,  # [B·H, slots, block_rows, Dv]
-    part_lse_ptr,  # [B·H, slots, block_rows], in units of log 2
-    part_entropy_ptr,  # [B·H, slots, block_rows]
-    merges_ptr,  # [J, 4], the same for all heads; with HEADS_IN_TABLE [J, 5]
+    part_out_ptr,  # [slots, block_rows, Dv]
+    part_lse_ptr,  # [slots, block_rows], in units of log 2
+    part_entropy_ptr,  # [slots, block_rows]
+    merges_ptr,  # [J, 5]
     stride_ob,
     stride_os,
     stride_oh,
     block_rows,
-    num_blocks,
-    num_slots,
     H,
     stride_h,
     VALUE_DIM: tl.constexpr,
     BLOCK_DV: tl.constexpr,
     ROWS: tl.constexpr,
     ENTROPY: tl.constexpr,
-    HEADS_IN_TABLE: tl.constexpr,
 ):
     """Merge the partial results of rows whose keys were split; always in the order of the keys."""
     pid = tl.program_id(0)
-    block = pid % num_blocks
-    merge_ptr = merges_ptr + (block // (block_rows // ROWS)) * (5 if HEADS_IN_TABLE else 4)
+    merge_ptr = merges_ptr + (pid // (block_rows // ROWS)) * 5
     row_start = tl.load(merge_ptr)
     row_stop = tl.load(merge_ptr + 1)
-    first_slot = tl.load(merge_ptr + 2)
+    first_slot = tl.load(merge_ptr + 2).to(tl.int64)
     slots = tl.load(merge_ptr + 3)
-    bh = (pid // num_blocks).to(tl.int64)
-    slot_base = bh * num_slots + first_slot
-    if HEADS_IN_TABLE:
-        bh = tl.load(merge_ptr + 4).to(tl.int64)
+    bh = tl.load(merge_ptr + 4).to(tl.int64)
     b = bh // H
     h = bh % H
 
-    rows = block % (block_rows // ROWS) * ROWS + tl.arange(0, ROWS)
+    rows = pid % (block_rows // ROWS) * ROWS + tl.arange(0, ROWS)
     value_dims = tl.arange(0, BLOCK_DV)
     present = rows < row_stop - row_start
     mask = present[:, None] & (value_dims[None, :] < VALUE_DIM)
@@ -432,7 +423,7 @@ def _combine_kernel(
     row_sum = tl.zeros([ROWS], tl.float32)
     row_entropy = tl.zeros([ROWS], tl.float32)
     for slot in range(slots):
-        part_rows = (slot_base + slot) * block_rows + rows
+        part_rows = (first_slot + slot) * block_rows + rows
         log2_weight = tl.load(part_lse_ptr + part_rows, mask=present, other=0.0)
         # One "key" of every row is a whole part; its weight is its partition.
         p, alpha, row_max, row_sum, row_entropy = online_softmax(
@@ -446,8 +437,7 @@ def _combine_kernel(
             row_entropy -= tl.sum(p, 1) * part_entropy * 1.4426950408889634
 
     out = acc / tl.where(row_sum == 0, 1.0, row_sum)[:, None]
-    out_rows_ptr = out_ptr + b * stride_ob + h * stride_oh + (row_start + rows.to(tl.int64))[:, None] * stride_os
-    tl.store(out_rows_ptr + value_dims[None, :], out.to(out_ptr.dtype.element_ty), mask=mask)
+    store_rows(out_ptr + b * stride_ob + h * stride_oh, stride_os, row_start + rows, present, out, VALUE_DIM, BLOCK_DV)
     stat_rows = bh * stride_h + row_start + rows
     tl.store(lse_ptr + stat_rows, log2_partition(row_max, row_sum) * 0.6931471805599453, mask=present)
     if ENTROPY:
@@ -468,7 +458,6 @@ def combine_parts(
     parts: tuple[torch.Tensor | None, ...],
     merges: torch.Tensor | None,
     block_rows: int,
-    tables: int,
     out: torch.Tensor,
     lse: torch.Tensor,
     entropy: torch.Tensor | None,
@@ -476,18 +465,15 @@ def combine_parts(
     """Write the outputs, log-partitions and entropies of rows whose keys were split.
 
     Args:
-        merges: of a `Work`, for `tables` = B·H heads alike; or of a `Schedule`, one table for all heads.
+        merges: of a `Work` or a `Schedule`.
         out: [B, Sq, H, Dv]. lse, entropy: [B, H, Sq], consecutive queries of contiguous tensors.
     """
     if merges is None:
         return
-    assert parts[0] is not None
     H, Dv = out.shape[2:]
-    num_blocks = merges.shape[0] * (block_rows // COMBINE_ROWS)
-    launcher(_combine_kernel, (num_blocks * tables,))(
-        out, lse, entropy, *parts, merges, *out.stride()[:3], block_rows, num_blocks, parts[0].shape[0] // tables, H,
-        lse.stride(1), VALUE_DIM=Dv, BLOCK_DV=block_dim(Dv), ROWS=COMBINE_ROWS, ENTROPY=entropy is not None,
-        HEADS_IN_TABLE=merges.shape[1] == 5, num_warps=4,
+    launcher(_combine_kernel, (merges.shape[0] * (block_rows // COMBINE_ROWS),))(
+        out, lse, entropy, *parts, merges, *out.stride()[:3], block_rows, H, lse.stride(1), VALUE_DIM=Dv,
+        BLOCK_DV=block_dim(Dv), ROWS=COMBINE_ROWS, ENTROPY=entropy is not None, num_warps=4,
     )  # fmt: skip
 
 
@@ -549,9 +535,8 @@ def flash_forward(
         out = query.new_empty(B, Sq, H, Dv) if whole else query.new_zeros(B, Sq, H, Dv)
     lse = statistic(-torch.inf)
     row_entropy = statistic(0.0) if entropy else None
-    # Parts and merges of all heads are in the tables for Hopper; elsewhere those of one head.
-    tables = 1 if on_hopper else B * H
-    parts = new_parts(query, tables * work.slots, BLOCK_M, Dv, entropy)
+    # The slots of a `Work` are those of one head.
+    parts = new_parts(query, work.slots * (1 if on_hopper else B * H), BLOCK_M, Dv, entropy)
     num_items = work.items.shape[0]
     out_strides = out.stride()[:3]
     with torch.cuda.device_of(query):
@@ -565,8 +550,8 @@ def flash_forward(
                 query, key, value, *bias.arguments(), out, lse, row_entropy, *parts, work.items, work.ranges,
                 *query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *out_strides, num_items, work.slots,
                 H, Sq, key.shape[1], log2_scale_of(scale), HEAD_DIM=D, VALUE_DIM=Dv, BLOCK_D=block_dim(D),
-                BLOCK_DV=block_dim(Dv), ENTROPY=entropy, HAS_PARTS=work.merges is not None,
+                BLOCK_DV=block_dim(Dv), ENTROPY=entropy,
                 PRECISION=dot_precision(value.dtype), **bias.constants(), **options,
             )  # fmt: skip
-        combine_parts(parts, work.merges, BLOCK_M, tables, out, lse, row_entropy)
+        combine_parts(parts, work.merges, BLOCK_M, out, lse, row_entropy)
     return out, lse, row_entropy

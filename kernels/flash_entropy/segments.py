@@ -108,7 +108,8 @@ class Work:
     Args:
         items: [I, 5] = (row start, row stop, first range, last range + 1, slot of the partial result or -1).
         ranges: [R, 2] = (start, stop) of the columns.
-        merges: [J, 4] = (row start, row stop, first slot, slots) of the rows whose columns are split; None without.
+        merges: [J, 5] = (row start, row stop, first slot of all, slots, head) of the rows whose columns are split, for
+            every head; None without.
         slots: the number of partial results of one head.
         covered: the number of rows that are in any segment.
     """
@@ -123,11 +124,6 @@ class Work:
 def tiles_of(ranges: Iterable[Range], block: int) -> list[Range]:
     """The ranges in tiles of `block`, the last of each range as long as what is left."""
     return [(n, min(n + block, stop)) for start, stop in ranges for n in range(start, stop, block)]
-
-
-def row_blocks_of(segment: Segment, block: int) -> list[Range]:
-    """The queries of a segment in tiles of `block`."""
-    return tiles_of([(segment.query_start, segment.query_stop)], block)
 
 
 def parts_of(tiles: Sequence[Range], parts: int) -> list[tuple[Range, ...]]:
@@ -182,7 +178,7 @@ def row_work(
         splits: parts to cut the keys of every segment into (fewer if it has fewer tiles); None to choose.
     """
     segments = simplified(segments)
-    rows = [row_blocks_of(segment, block_rows) for segment in segments]
+    rows = [tiles_of([(segment.query_start, segment.query_stop)], block_rows) for segment in segments]
     tiles = [tiles_of(segment.key_ranges, block_columns) for segment in segments]
     if splits is None:
         parts = split_counts([len(r) for r in rows], [len(t) for t in tiles], heads, processors)
@@ -204,10 +200,11 @@ def row_work(
             slots += n * len(row_blocks)
 
     covered = sum(segment.query_stop - segment.query_start for segment in segments)
+    of_heads = [(start, stop, head * slots + slot, n, head) for head in range(heads) for start, stop, slot, n in merges]
     return Work(
         device_table(items, 5, device),
         device_table(ranges, 2, device),
-        device_table(merges, 4, device) if merges else None,
+        device_table(of_heads, 5, device) if merges else None,
         slots,
         covered,
     )

@@ -5,12 +5,11 @@ is the key (R-steps), the first sum too: `acc_k` is Σ p·k, `acc_v` is Σ p·v.
 memory with two barriers: `full` (the copies have arrived) and `empty` (both warpgroups are done with it); `n` counts
 the tiles.
 
-SPLIT: keys and values of a tile have barriers of their own, so that a place of keys is free again as soon as there are
-scores; two tiles in flight are then enough. `k_full` and `k_empty` are the keys' barriers, else not used.
-
 FACTORS: logits have a bias of low rank (FlashBias, Eq. 3). `factors` is then (φq in shared memory [64, R], the places
-of φk in the stages, 1 / softmax scale), else None. CHAINED: φq is divided by the scale in shared memory already, which
-is exact (`divides_exactly`), and the two products of a score need no wait between them.
+of φk in the stages, 1 / softmax scale), else None. Keys and values of a tile have barriers of their own then, so that a
+place of keys is free again as soon as there are scores, and two tiles in flight are enough; `k_full` and `k_empty` are
+the keys' barriers, else not used. CHAINED: φq is divided by the scale in shared memory already, which is exact
+(`divides_exactly`), and the two products of a score need no wait between them.
 """
 
 from __future__ import annotations
@@ -156,7 +155,7 @@ def allocate_tiles(
 @gluon.jit
 def load_keys(
     k_desc, v_desc, k_bufs, v_bufs, k_full, k_empty, full, empty, n, i, j, start, stop, fk_desc, fk_bufs, fk_i, fk_j,
-    LOAD_V: gl.constexpr, FACTORS: gl.constexpr, SPLIT: gl.constexpr, STAGES: gl.constexpr, BLOCK_N: gl.constexpr,
+    LOAD_V: gl.constexpr, FACTORS: gl.constexpr, STAGES: gl.constexpr, BLOCK_N: gl.constexpr,
     BLOCK_TAIL: gl.constexpr,
 ):  # fmt: skip
     """Producer: bring the keys (values, factors) [start, stop) in, in the order of `attend_keys`."""
@@ -166,19 +165,17 @@ def load_keys(
         stage = n % STAGES
         round = (n // STAGES & 1) ^ 1
         of_values: gl.constexpr = v_desc.block_type.nbytes if LOAD_V else 0
-        of_factors: gl.constexpr = fk_desc.block_type.nbytes if FACTORS else 0
-        if SPLIT:
+        if FACTORS:
             mbarrier.wait(k_empty.index(stage), round)
             barrier = k_full.index(stage)
-            mbarrier.expect(barrier, k_desc.block_type.nbytes + of_factors)
+            mbarrier.expect(barrier, k_desc.block_type.nbytes + fk_desc.block_type.nbytes)
         else:
             mbarrier.wait(empty.index(stage), round)
             barrier = full.index(stage)
-            mbarrier.expect(barrier, k_desc.block_type.nbytes + of_factors + of_values)
+            mbarrier.expect(barrier, k_desc.block_type.nbytes + of_values)
         copy_rows(k_desc, i, j, first, barrier, k_bufs.index(stage))
         if FACTORS:
             copy_rows(fk_desc, fk_i, fk_j, first, barrier, fk_bufs.index(stage))
-        if SPLIT:
             mbarrier.wait(empty.index(stage), round)
             barrier = full.index(stage)
             mbarrier.expect(barrier, of_values)
@@ -190,12 +187,12 @@ def load_keys(
 
 @gluon.jit
 def skip_keys(
-    k_full, k_empty, full, empty, n, start, stop, SPLIT: gl.constexpr, STAGES: gl.constexpr, BLOCK_N: gl.constexpr
+    k_full, k_empty, full, empty, n, start, stop, FACTORS: gl.constexpr, STAGES: gl.constexpr, BLOCK_N: gl.constexpr
 ):
     """Consumer without rows: give every tile back at once."""
     tiles = (stop - start + BLOCK_N - 1) // BLOCK_N
     for _ in range(tiles):
-        if SPLIT:
+        if FACTORS:
             mbarrier.wait(k_full.index(n % STAGES), n // STAGES & 1)
             mbarrier.arrive(k_empty.index(n % STAGES))
         mbarrier.wait(full.index(n % STAGES), n // STAGES & 1)
@@ -332,7 +329,7 @@ def _scaled(acc_k, acc_v, alpha, SUM_K: gl.constexpr, SUM_V: gl.constexpr):
 def attend_keys(
     acc_k, acc_v, row_max, row_sum, row_entropy, q, k_bufs, v_bufs, k_full, k_empty, full, empty, lead, leads,
     n, start, stop, key_bias, factors, diagonal, log2_scale, SUM_K: gl.constexpr, SUM_V: gl.constexpr,
-    BIASED: gl.constexpr, FACTORS: gl.constexpr, CHAINED: gl.constexpr, SPLIT: gl.constexpr, CAUSAL: gl.constexpr,
+    BIASED: gl.constexpr, FACTORS: gl.constexpr, CHAINED: gl.constexpr, CAUSAL: gl.constexpr,
     ENTROPY: gl.constexpr, STAGES: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_TAIL: gl.constexpr,
 ):  # fmt: skip
     """Consumer: take the keys [start, stop), at least one, into the running sums of 64 rows.
@@ -341,19 +338,19 @@ def attend_keys(
     tile go through in a smaller one at the end, and there is at least one whole tile; 0: the last keys go through
     first, masked. `leads`: tell the other warpgroup, which waits for it, that the first softmax is done; so they are
     about a tile apart, and one computes products while the other does not. The statistics of the rows are in the
-    layout of scores [64, BLOCK_N]. BIASED: as in `_load_bias`. BIASED 2, SPLIT, CAUSAL: without BLOCK_TAIL. CAUSAL: as
-    in `_softmax`; the diagonal crosses the last keys only.
+    layout of scores [64, BLOCK_N]. BIASED: as in `_load_bias`. BIASED 2, FACTORS, CAUSAL: without BLOCK_TAIL.
+    CAUSAL: as in `_softmax`; the diagonal crosses the last keys only.
     """
     dtype: gl.constexpr = q.dtype
     tiles = (stop - start) // BLOCK_N if BLOCK_TAIL else (stop - start + BLOCK_N - 1) // BLOCK_N
     stage = n % STAGES
-    mbarrier.wait((k_full if SPLIT else full).index(stage), n // STAGES & 1)
+    mbarrier.wait((k_full if FACTORS else full).index(stage), n // STAGES & 1)
     scores = _scores(q, k_bufs.index(stage), factors, stage, FACTORS, CHAINED)
     first = start if BLOCK_TAIL else start + (tiles - 1) * BLOCK_N
     bias = _load_bias(key_bias, first, stop, BLOCK_N, BIASED)
     scores = warpgroup_mma_wait(0, [scores])
     bias = _staged_bias(key_bias, stage, bias, BLOCK_N, BIASED)
-    if SPLIT:
+    if FACTORS:
         mbarrier.arrive(k_empty.index(stage))
     p, alpha, row_max, row_sum, row_entropy = _softmax(
         scores, bias, row_max, row_sum, row_entropy, first, stop, diagonal, log2_scale, BIASED, not BLOCK_TAIL, CAUSAL,
@@ -366,16 +363,16 @@ def attend_keys(
     for tile in range(tiles - 1):
         previous = stage
         stage = n % STAGES
-        mbarrier.wait((k_full if SPLIT else full).index(stage), n // STAGES & 1)
+        mbarrier.wait((k_full if FACTORS else full).index(stage), n // STAGES & 1)
         scores = _scores(q, k_bufs.index(stage), factors, stage, FACTORS, CHAINED)
-        if SPLIT:
+        if FACTORS:
             mbarrier.wait(full.index(previous), (n - 1) // STAGES & 1)
         acc_k, acc_v = _begin_sums(acc_k, acc_v, p, k_bufs.index(previous), v_bufs.index(previous), SUM_K, SUM_V)
         first = start + (tile + 1 if BLOCK_TAIL else tile) * BLOCK_N
         bias = _load_bias(key_bias, first, stop, BLOCK_N, BIASED)
         scores = warpgroup_mma_wait(SUM_K + SUM_V, [scores])
         bias = _staged_bias(key_bias, stage, bias, BLOCK_N, BIASED)
-        if SPLIT:
+        if FACTORS:
             mbarrier.arrive(k_empty.index(stage))
         p_next, alpha, row_max, row_sum, row_entropy = _softmax(
             scores, bias, row_max, row_sum, row_entropy, first, stop, diagonal, log2_scale, BIASED, False, False,
@@ -409,7 +406,7 @@ def attend_keys(
         mbarrier.arrive(empty.index(tail))
         n += 1
     else:
-        if SPLIT:
+        if FACTORS:
             mbarrier.wait(full.index(stage), (n - 1) // STAGES & 1)
         acc_k, acc_v = _begin_sums(acc_k, acc_v, p, k_bufs.index(stage), v_bufs.index(stage), SUM_K, SUM_V)
         acc_k, acc_v = _end_sums(acc_k, acc_v, p, SUM_K, SUM_V)

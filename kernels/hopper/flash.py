@@ -51,8 +51,7 @@ _BLOCK_M = gl.constexpr(BLOCK_M)
 @gluon.jit
 def _load(
     q_desc, k_desc, v_desc, fq_desc, fk_desc, buffers, factor_buffers, shares, items_ptr, firsts_ptr, ranges_ptr, H,
-    FACTORS: gl.constexpr, SPLIT: gl.constexpr,
-    Q_STAGES: gl.constexpr, STAGES: gl.constexpr, BLOCK_N: gl.constexpr,
+    FACTORS: gl.constexpr, Q_STAGES: gl.constexpr, STAGES: gl.constexpr, BLOCK_N: gl.constexpr,
 ):  # fmt: skip
     """Producer: the queries of every item, and its keys and values; with FACTORS also what they have of the bias."""
     q_bufs, k_bufs, v_bufs, q_full, q_empty, _, full, empty = buffers
@@ -82,7 +81,7 @@ def _load(
             stop = gl.load(ranges_ptr + 2 * r + 1)
             n = load_keys(
                 k_desc, v_desc, k_bufs, v_bufs, k_full, k_empty, full, empty, n, bh // H, bh % H, start, stop,
-                fk_desc, fk_bufs, bh // H * fk_batch, bh % H * fk_head, True, FACTORS, SPLIT, STAGES, BLOCK_N, 0,
+                fk_desc, fk_bufs, bh // H * fk_batch, bh % H * fk_head, True, FACTORS, STAGES, BLOCK_N, 0,
             )  # fmt: skip
         t += 1
 
@@ -92,7 +91,7 @@ def _attend(
     half: gl.constexpr, buffers, factor_buffers, items_ptr, firsts_ptr, ranges_ptr,
     out_ptr, lse_ptr, entropy_ptr, part_out_ptr, part_lse_ptr, part_entropy_ptr, stride_ob, stride_os, stride_oh,
     H, Sq, skipped, inverse_scale, log2_scale, D: gl.constexpr, ENTROPY: gl.constexpr, HAS_PARTS: gl.constexpr,
-    FACTORS: gl.constexpr, CHAINED: gl.constexpr, SPLIT: gl.constexpr, CAUSAL: gl.constexpr,
+    FACTORS: gl.constexpr, CHAINED: gl.constexpr, CAUSAL: gl.constexpr,
     Q_STAGES: gl.constexpr, STAGES: gl.constexpr, BLOCK_N: gl.constexpr,
 ):  # fmt: skip
     """Consumer: one warpgroup, rows 64·half and on of every item."""
@@ -130,7 +129,7 @@ def _attend(
                 _, acc, row_max, row_sum, row_entropy, n = attend_keys(
                     acc, acc, row_max, row_sum, row_entropy, q, k_bufs, v_bufs, k_full, k_empty, full, empty,
                     lead.index(turn), (half == 0) & (r == first_range), n, start, stop, None, factors,
-                    row + skipped, log2_scale, False, True, False, FACTORS, CHAINED, SPLIT, CAUSAL, ENTROPY,
+                    row + skipped, log2_scale, False, True, False, FACTORS, CHAINED, CAUSAL, ENTROPY,
                     STAGES, BLOCK_N, 0,
                 )  # fmt: skip
                 if r + 1 < last_range:
@@ -163,15 +162,13 @@ def _attend(
             for r in range(first_range, last_range):
                 start = gl.load(ranges_ptr + 2 * r)
                 stop = gl.load(ranges_ptr + 2 * r + 1)
-                n = skip_keys(k_full, k_empty, full, empty, n, start, stop, SPLIT, STAGES, BLOCK_N)
+                n = skip_keys(k_full, k_empty, full, empty, n, start, stop, FACTORS, STAGES, BLOCK_N)
             mbarrier.arrive(q_empty.index(turn))
         t += 1
 
 
 @gluon.jit
-def _allocate_more(
-    buffers, R: gl.constexpr, SPLIT: gl.constexpr, Q_STAGES: gl.constexpr, STAGES: gl.constexpr, BLOCK_N: gl.constexpr
-):
+def _allocate_more(buffers, R: gl.constexpr, Q_STAGES: gl.constexpr, STAGES: gl.constexpr, BLOCK_N: gl.constexpr):
     """Shared memory for what tiles of rows and of keys have of the bias, and the keys' own barriers.
 
     Something that is not read stands in for what is not needed.
@@ -181,7 +178,6 @@ def _allocate_more(
         dtype: gl.constexpr = fk_bufs.dtype
         fq_bufs = gl.allocate_shared_memory(dtype, [2 * Q_STAGES, _HALF, R], shared_layout(R))
         fk_bufs = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, R], shared_layout(R))
-    if SPLIT:
         k_full, k_empty = allocate_barriers(STAGES)
         fence_async_shared()
     return fq_bufs, fk_bufs, k_full, k_empty
@@ -193,29 +189,29 @@ def _hopper_flash_kernel(
     part_out_ptr, part_lse_ptr, part_entropy_ptr, items_ptr, firsts_ptr, ranges_ptr,
     stride_ob, stride_os, stride_oh, shares, H, Sq, skipped, inverse_scale, log2_scale,
     D: gl.constexpr, R: gl.constexpr, ENTROPY: gl.constexpr, HAS_PARTS: gl.constexpr, CAUSAL: gl.constexpr,
-    CHAINED: gl.constexpr, SPLIT: gl.constexpr, Q_STAGES: gl.constexpr, STAGES: gl.constexpr, BLOCK_N: gl.constexpr,
+    CHAINED: gl.constexpr, Q_STAGES: gl.constexpr, STAGES: gl.constexpr, BLOCK_N: gl.constexpr,
     REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Out, log-partition and entropy of all items; a program takes one of its items after the other."""
     buffers = allocate_tiles(k_desc.dtype, k_desc.block_type.shape[3], True, Q_STAGES, STAGES, BLOCK_N)
-    factor_buffers = _allocate_more(buffers, R, SPLIT, Q_STAGES, STAGES, BLOCK_N)
+    factor_buffers = _allocate_more(buffers, R, Q_STAGES, STAGES, BLOCK_N)
     gl.warp_specialize(
         [
             (_load, (
                 q_desc, k_desc, v_desc, fq_desc, fk_desc, buffers, factor_buffers, shares,
-                items_ptr, firsts_ptr, ranges_ptr, H, R > 0, SPLIT, Q_STAGES, STAGES, BLOCK_N,
+                items_ptr, firsts_ptr, ranges_ptr, H, R > 0, Q_STAGES, STAGES, BLOCK_N,
             )),
             (_attend, (
                 0, buffers, factor_buffers, items_ptr, firsts_ptr, ranges_ptr,
                 out_ptr, lse_ptr, entropy_ptr, part_out_ptr, part_lse_ptr, part_entropy_ptr,
                 stride_ob, stride_os, stride_oh, H, Sq, skipped, inverse_scale, log2_scale,
-                D, ENTROPY, HAS_PARTS, R > 0, CHAINED, SPLIT, CAUSAL, Q_STAGES, STAGES, BLOCK_N,
+                D, ENTROPY, HAS_PARTS, R > 0, CHAINED, CAUSAL, Q_STAGES, STAGES, BLOCK_N,
             )),
             (_attend, (
                 1, buffers, factor_buffers, items_ptr, firsts_ptr, ranges_ptr,
                 out_ptr, lse_ptr, entropy_ptr, part_out_ptr, part_lse_ptr, part_entropy_ptr,
                 stride_ob, stride_os, stride_oh, H, Sq, skipped, inverse_scale, log2_scale,
-                D, ENTROPY, HAS_PARTS, R > 0, CHAINED, SPLIT, CAUSAL, Q_STAGES, STAGES, BLOCK_N,
+                D, ENTROPY, HAS_PARTS, R > 0, CHAINED, CAUSAL, Q_STAGES, STAGES, BLOCK_N,
             )),
         ],
         [4, 4],
@@ -253,7 +249,6 @@ def flash(
     descriptors: Sequence[TensorDescriptor | None] = (None, None)
     shares: tuple[int, ...] = (0, 0, 0, 0)
     R = 0
-    options = {"SPLIT": int(factors is not None), **options}
     if factors is not None:
         R = block_dim(factors[0].shape[3])
         descriptors, shares = factor_descriptors(factors, (HALF, block_n))

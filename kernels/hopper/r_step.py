@@ -87,7 +87,7 @@ def _load(
         start, stop = _key_range(block, tokens, positions, keys, offset, KEYS_ARE_BLOCKS)
         n = load_keys(
             k_desc, v_desc, k_bufs, v_bufs, full, empty, full, empty, n, k_i, k_j, start, stop, None, None, 0, 0,
-            LAST, False, False, STAGES, BLOCK_N, BLOCK_TAIL,
+            LAST, False, STAGES, BLOCK_N, BLOCK_TAIL,
         )  # fmt: skip
         tile = next_tile
         t += 1
@@ -145,7 +145,7 @@ def _attend(
             acc_k, acc_v, row_max, row_sum, _, n = attend_keys(
                 acc_k, acc_v, row_max, row_sum, row_sum, z, k_bufs, v_bufs, full, empty, full, empty,
                 lead.index(turn), half == 0, n, start, stop, (bias_ptr, block * keys), None, 0, log2_scale,
-                SUM_K, LAST, BIASED, False, False, False, False, False, STAGES, BLOCK_N, BLOCK_TAIL,
+                SUM_K, LAST, BIASED, False, False, False, False, STAGES, BLOCK_N, BLOCK_TAIL,
             )  # fmt: skip
             row_max = gl.convert_layout(row_max, rows)
             row_sum = gl.convert_layout(row_sum, rows)

@@ -15,7 +15,6 @@ from vmonarch.kernels.flash_entropy.segments import (
     Segment,
     device_table,
     parts_of,
-    row_blocks_of,
     simplified,
     tiles_of,
 )
@@ -86,7 +85,7 @@ def schedule(
         (segment, bh, *rows)
         for segment in segments
         for bh in range(heads)
-        for rows in row_blocks_of(segment, block_rows)
+        for rows in tiles_of([(segment.query_start, segment.query_stop)], block_rows)
     ]
     whole = len(blocks) // processors * processors
 

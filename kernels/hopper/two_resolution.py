@@ -213,14 +213,14 @@ def _attend(
                 _, acc, row_max, row_sum, _, place = attend_keys(
                     acc, acc, row_max, row_sum, row_sum, q, k_bufs, v_bufs, full, empty, full, empty,
                     lead.index(turn), half == 0, place, 0, means, bias_bufs, None, 0, log2_scale,
-                    False, True, 2, False, False, False, False, False, STAGES, BLOCK_N, 0,
+                    False, True, 2, False, False, False, False, STAGES, BLOCK_N, 0,
                 )  # fmt: skip
         if not MERGED:
             if tokens > 0:
                 _, acc, row_max, row_sum, _, place = attend_keys(
                     acc, acc, row_max, row_sum, row_sum, q, k_bufs, v_bufs, full, empty, full, empty,
                     lead.index(turn), (half == 0) & (means == 0), place, 0, tokens, bias_bufs, None, 0, log2_scale,
-                    False, True, 0 if FULL else 2, False, False, False, False, False, STAGES, BLOCK_N, 0,
+                    False, True, 0 if FULL else 2, False, False, False, False, STAGES, BLOCK_N, 0,
                 )  # fmt: skip
         mbarrier.arrive(lead.index(turn), pred=(half == 0) & (means + tokens == 0))
         inverse = gl.convert_layout(1.0 / gl.where(row_sum == 0, 1.0, row_sum), gl.SliceLayout(1, layout))
@@ -425,8 +425,8 @@ def parts_of(items: int, keys: int, processors: int) -> int:
 
 
 @kept
-def _merges(rows: int, parts: int, device: torch.device) -> torch.Tensor:
-    return device_table([(0, rows, 0, parts)], 4, device)
+def _merges(rows: int, parts: int, heads: int, device: torch.device) -> torch.Tensor:
+    return device_table([(0, rows, head * parts, parts, head) for head in range(heads)], 5, device)
 
 
 def two_resolution(
@@ -482,5 +482,5 @@ def two_resolution(
         REGISTERS=240 if D > 64 and parts == 1 else 232, num_warps=4, maxnreg=168,
     )  # fmt: skip
     if parts > 1:
-        merges = _merges(S, parts, query.device)
-        combine_parts((written, log2_lse, None), merges, rows, B * H, out, lse, None)
+        merges = _merges(S, parts, B * H, query.device)
+        combine_parts((written, log2_lse, None), merges, rows, out, lse, None)

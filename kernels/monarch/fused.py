@@ -138,22 +138,6 @@ def _exact_forward(
     return lse
 
 
-def _exact_backward(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: MonarchCall,
-    do: torch.Tensor, dlse: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
-    *, dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor,
-) -> None:  # fmt: skip
-    """Add what the exact part gives to the gradients dq, dk and dv."""
-    exact = call.exact
-    assert exact is not None
-    if exact.rows:
-        Rows(query, key, value, call).backward(do, dlse, out, lse, dq=dq, dk=dk, dv=dv)
-    if exact.segments:
-        flash_backward(
-            do, dlse, None, query, key, value, out, lse, None, exact.segments, scale=call.scale, dq=dq, dk=dk, dv=dv
-        )  # fmt: skip
-
-
 @replayed
 def forward(
     query: torch.Tensor,
@@ -301,7 +285,13 @@ def backward(
             daL += first
     # The exact part needs room of its own, where its keys are split.
     del daL, dy, daR, pooled
-    if out_exact is not None and lse_exact is not None and dlse_exact is not None:
+    if exact is not None and out_exact is not None and lse_exact is not None and dlse_exact is not None:
         do = grad_out if do_exact is None else do_exact
-        _exact_backward(query, key, value, call, do, dlse_exact, out_exact, lse_exact, dq=dq, dk=dk, dv=dv)
+        if exact.rows:
+            Rows(query, key, value, call).backward(do, dlse_exact, out_exact, lse_exact, dq=dq, dk=dk, dv=dv)
+        if exact.segments:
+            flash_backward(
+                do, dlse_exact, None, query, key, value, out_exact, lse_exact, None, exact.segments,
+                scale=call.scale, dq=dq, dk=dk, dv=dv,
+            )  # fmt: skip
     return dq, dk, dv

@@ -32,7 +32,7 @@ from vmonarch.kernels.common.launch import (
 )
 from vmonarch.kernels.common.replay import launcher
 from vmonarch.kernels.common.softmax import log2_partition, log2_scale_of, online_softmax
-from vmonarch.kernels.common.tiles import add_rows, load_rows, store_rows
+from vmonarch.kernels.common.tiles import load_rows, store_rows
 from vmonarch.kernels.monarch.call import MonarchCall, exact_table_of
 from vmonarch.kernels.monarch.places import plain_places, token_at
 
@@ -367,10 +367,7 @@ def _l_backward_rows_kernel(
                 if not LAST:
                     dq = tl.dot(over_mass.to(v.dtype), v, dq, input_precision=PRECISION)
             if ONE_TILE:
-                if LAST:
-                    store_rows(dq_ptr, stride_dqs, token, valid, dq, D, BLOCK_D)
-                else:
-                    add_rows(dq_ptr, stride_dqs, token, valid, dq, D, BLOCK_D)
+                store_rows(dq_ptr, stride_dqs, token, valid, dq, D, BLOCK_D, ADD=not LAST)
                 dy = L
                 if LAST:
                     dy = tl.dot(tl.trans(do), L.to(do.dtype), input_precision=PRECISION)
@@ -387,10 +384,7 @@ def _l_backward_rows_kernel(
         tl.store(dlse_exact_ptr + first_token + token, d_logit, mask=valid)
     if not ONE_TILE:
         tl.store(delta_ptr + first_token + token, delta, mask=valid)
-        if LAST:
-            store_rows(dq_ptr, stride_dqs, token, valid, dq, D, BLOCK_D)
-        else:
-            add_rows(dq_ptr, stride_dqs, token, valid, dq, D, BLOCK_D)
+        store_rows(dq_ptr, stride_dqs, token, valid, dq, D, BLOCK_D, ADD=not LAST)
 
 
 @triton.jit(do_not_specialize=["heads", "column_tiles"])

@@ -17,7 +17,7 @@ import triton.language as tl
 from vmonarch.kernels.common.launch import block_dim, dot_precision, hopper_fits, launch_options, unspecialised
 from vmonarch.kernels.common.replay import launcher
 from vmonarch.kernels.common.softmax import log2_partition, log2_scale_of, online_softmax, probabilities
-from vmonarch.kernels.common.tiles import add_rows, load_rows, store_rows
+from vmonarch.kernels.common.tiles import load_rows, store_rows
 from vmonarch.kernels.flash_entropy.backward import row_deltas
 from vmonarch.kernels.flash_entropy.segments import Segment, row_work
 from vmonarch.kernels.monarch.call import MonarchCall
@@ -229,7 +229,7 @@ def _unpool_kernel(
     share = d_pooled * tl.exp2(-tl.where(bias == -float("inf"), 0.0, bias))[:, None]
     for step in tl.static_range(COARSE * COARSE):
         token, valid = token_in_cell(places, block, cell, step // COARSE, step % COARSE, COARSE)
-        add_rows(dk_ptr, stride_ks, token, valid & inside, share, D, BLOCK_D)
+        store_rows(dk_ptr, stride_ks, token, valid & inside, share, D, BLOCK_D, ADD=True)
 
 
 @triton.jit
@@ -321,7 +321,7 @@ def _r_backward_z_kernel(
     if Z_IS_QUERY:
         token, valid = token_at(places, block, j)
         dq_ptr += batch.to(tl.int64) * stride_dqb + head.to(tl.int64) * stride_dqh
-        add_rows(dq_ptr, stride_dqs, token, valid, dz, D, BLOCK_D)
+        store_rows(dq_ptr, stride_dqs, token, valid, dz, D, BLOCK_D, ADD=True)
     else:
         # z = αR / max(cR, min_mass)
         cR = tl.load(cR_ptr + row, mask=inside, other=1.0)
@@ -445,10 +445,7 @@ def _r_backward_keys_kernel(
     )  # fmt: skip
 
     # The last iteration is differentiated first.
-    if POOLED or LAST:
-        store_rows(dk_ptr, stride_dks, rows, valid, dk, D, BLOCK_D)
-    else:
-        add_rows(dk_ptr, stride_dks, rows, valid, dk, D, BLOCK_D)
+    store_rows(dk_ptr, stride_dks, rows, valid, dk, D, BLOCK_D, ADD=not (POOLED or LAST))
     if LAST:
         dv_ptr += batch.to(tl.int64) * stride_dvb + head.to(tl.int64) * stride_dvh
         store_rows(dv_ptr, stride_dvs, rows, valid, dv, E, BLOCK_E)

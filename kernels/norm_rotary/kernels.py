@@ -66,9 +66,9 @@ def norm_rotary_kernel(
 @triton.jit(do_not_specialize=["S", "tokens"])
 def norm_rotary_backward_kernel(
     grad_ptr, x_ptr, weight_ptr, cos_ptr, sin_ptr, dx_ptr, dw_ptr, grad_b, grad_s, stride_b, stride_s, stride_cos,
-    stride_sin, S, tokens, eps, C: tl.constexpr, D: tl.constexpr, P: tl.constexpr, WITH_WEIGHT: tl.constexpr,
+    stride_sin, S, tokens, eps, C: tl.constexpr, D: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
-    """dx [B, S, C], and a program's part of dw [programs, C] if WITH_WEIGHT; a program takes every n-th token."""
+    """dx [B, S, C], and a program's part of dw [programs, C]; a program takes every n-th token."""
     pairs = tl.arange(0, P)
     weight_even, weight_odd = _load_pairs(weight_ptr, C, P)
     sum_even = tl.zeros([P], tl.float32)
@@ -87,8 +87,6 @@ def norm_rotary_backward_kernel(
         # Σ_c h·x·r² / C
         share = tl.sum(h_even * even + h_odd * odd, 0) / C * r * r
         _store_pairs(dx_ptr + token * C, r * (h_even - even * share), r * (h_odd - odd * share), C, P)
-        if WITH_WEIGHT:
-            sum_even += g_even * even * r
-            sum_odd += g_odd * odd * r
-    if WITH_WEIGHT:
-        _store_pairs(dw_ptr + first * C, sum_even, sum_odd, C, P)
+        sum_even += g_even * even * r
+        sum_odd += g_odd * odd * r
+    _store_pairs(dw_ptr + first * C, sum_even, sum_odd, C, P)

@@ -11,6 +11,7 @@ import torch
 import triton
 
 from vmonarch.kernels.common.launch import learns, needs_operator, unit_stride
+from vmonarch.kernels.common.operators import differentiable
 from vmonarch.kernels.common.replay import launcher, replayed
 from vmonarch.kernels.norm_rotary.kernels import norm_rotary_backward_kernel, norm_rotary_kernel
 
@@ -56,44 +57,26 @@ def _(x: torch.Tensor, weight: Any, cosines: Any, sines: Any, heads: int, eps: f
 @torch.library.custom_op(
     "vmonarch::norm_rotary_backward",
     mutates_args=(),
-    schema="(Tensor grad, Tensor x, Tensor weight, Tensor cosines, Tensor sines, float eps, bool with_weight)"
+    schema="(Tensor grad, Tensor x, Tensor weight, Tensor cosines, Tensor sines, int heads, float eps)"
     " -> (Tensor, Tensor)",
 )
 @replayed
 def norm_rotary_backward(*inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """(dx [B, S, C], dw [C], or an empty dw without `with_weight`), in the dtypes of x and weight."""
-    grad, x, weight, cosines, sines, eps, with_weight = inputs
+    """(dx [B, S, C], dw [C]), in the dtypes of x and weight."""
+    grad, x, weight, cosines, sines, _heads, eps = inputs
     B, S, C = x.shape
     grad, x, cosines, sines = unit_stride(grad.flatten(2)), unit_stride(x), unit_stride(cosines), unit_stride(sines)
     dx = x.new_empty(B, S, C)
     programs = min(B * S, PROGRAMS)
-    parts = x.new_empty(programs if with_weight else 0, C, dtype=torch.float32)
+    parts = x.new_empty(programs, C, dtype=torch.float32)
     launcher(norm_rotary_backward_kernel, (programs,))(
         grad, x, weight.contiguous(), cosines, sines, dx, parts, grad.stride(0), grad.stride(1), x.stride(0),
-        x.stride(1), cosines.stride(1), sines.stride(1), S, B * S, eps, WITH_WEIGHT=with_weight,
-        **_constants(x, cosines),
+        x.stride(1), cosines.stride(1), sines.stride(1), S, B * S, eps, **_constants(x, cosines),
     )  # fmt: skip
-    return dx, parts.sum(0).to(weight.dtype) if with_weight else weight.new_empty(0)
+    return dx, parts.sum(0).to(weight.dtype)
 
 
-@norm_rotary_backward.register_fake
-def _(grad: Any, x: torch.Tensor, weight: torch.Tensor, cosines: Any, sines: Any, eps: float, with_weight: bool) -> Any:
-    return x.new_empty(x.shape), weight.new_empty(weight.shape[0] if with_weight else 0)
-
-
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    x, weight, cosines, sines, _, ctx.eps = inputs
-    ctx.save_for_backward(x, weight, cosines, sines)
-
-
-def _backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    x, weight, cosines, sines = ctx.saved_tensors
-    needs_x, needs_weight = ctx.needs_input_grad[:2]
-    dx, dw = norm_rotary_backward(grad, x, weight, cosines, sines, ctx.eps, needs_weight)
-    return dx if needs_x else None, dw if needs_weight else None, None, None, None, None
-
-
-norm_rotary_forward.register_autograd(_backward, setup_context=_setup_context)
+differentiable(norm_rotary_forward, norm_rotary_backward, tensors=4, gradients=2, results=1, kept=slice(0, 0))
 
 
 def norm_rotary_triton(

@@ -84,7 +84,7 @@ CALLS = {
         for op in (vmonarch.monarch_attention, masked(vmonarch.monarch_attention)) for padding in ("post", "pre")
     ],
     "flash_entropy": [
-        (vmonarch.flash_entropy_attention, qkv(Sq, Sk, D, E), {"entropy_grad": not E})
+        (vmonarch.flash_entropy_attention, qkv(Sq, Sk, D, E), {"entropy_grad": Sq > Sk / 2})
         for Sq, Sk in ((200, 300), (70, 4000)) for D, E in ((64, 0), (128, 0), (80, 40))
     ],
     "flash_bias": [

@@ -12,7 +12,7 @@ the program keeps (its rows or keys) and every stage have two barriers: `full` (
 (both warpgroups are done); `n` counts stages, `t` items of work.
 
 Statistics of the rows are folded beforehand (`statistics.py`): p = 2^(s·log2_scale + shift_s) and
-scale·dS = p·(scale·dP + shift_dp + slope·log2 p). They are sums because a minus would cost the loop an instruction.
+scale·dS = p·(scale·dP + shift_dp). They are sums because a minus would cost the loop an instruction.
 
 FACTORS and CHAINED are those of `attend.py`. `bias` is (descriptor of φq, of φk, their places in shared memory, what
 their indices are times, 1 / scale): one of the two belongs to what the program keeps, the other to the stages.

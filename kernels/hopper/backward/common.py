@@ -61,23 +61,17 @@ def allocate_factors(like, R: gl.constexpr, KEPT: gl.constexpr, STAGES: gl.const
 
 
 @gluon.jit
-def d_scores(p, t, dp, shift, slope, scale, ENTROPY_GRAD: gl.constexpr):
-    """scale·dS of a tile from p, t = log2 p and dP; see the package."""
-    ds = dp * scale + shift
-    if ENTROPY_GRAD:
-        ds += slope * t
-    return p * ds
-
-
-@gluon.jit
 def add_rows(ptr, stride, row, stop, x, WIDTH: gl.constexpr, ACCUMULATE: gl.constexpr):
-    """Write x [64, D] into rows of WIDTH numbers, or add it to what is there; no other program touches these rows."""
+    """Write x [64, D] into rows of WIDTH numbers, or add it to what is there; no other program touches these rows.
+
+    Rows before the first of a tensor and from `stop` on are not there.
+    """
     D: gl.constexpr = x.shape[1]
     layout: gl.constexpr = x.type.layout
     rows = row + gl.arange(0, _HALF, gl.SliceLayout(1, layout))
     columns = gl.arange(0, D, gl.SliceLayout(0, layout))
     pointers = ptr + rows.to(gl.int64)[:, None] * stride + columns[None, :]
-    inside = (rows < stop)[:, None] & (columns < WIDTH)[None, :]
+    inside = ((rows >= 0) & (rows < stop))[:, None] & (columns < WIDTH)[None, :]
     if ACCUMULATE:
         x += gl.load(pointers, mask=inside, other=0.0).to(gl.float32)
     gl.store(pointers, x.to(ptr.dtype.element_ty), mask=inside)

@@ -31,7 +31,6 @@ from vmonarch.kernels.hopper.backward.common import (
     allocate_barriers,
     allocate_factors,
     bias_arguments,
-    d_scores,
     r_item,
     rank_of,
     sizes_of,
@@ -94,7 +93,7 @@ def _load_for_keys(
     bias, kept_full, kept_empty, full, empty, items, order_ptr, numbers,
     FLASH: gl.constexpr, Z_IS_QUERY: gl.constexpr, KEYS_ARE_BLOCKS: gl.constexpr,
     SUM_K: gl.constexpr, SUM_V: gl.constexpr, FACTORS: gl.constexpr,
-    ENTROPY_GRAD: gl.constexpr, STAGES: gl.constexpr, BLOCK: gl.constexpr,
+    STAGES: gl.constexpr, BLOCK: gl.constexpr,
 ):  # fmt: skip
     """Producer of the keys' kernel: the keys of every item, and the tiles of rows that attend to them."""
     fq_desc, fk_desc, fq_bufs, fk_bufs, shares, inverse_scale = bias
@@ -123,7 +122,7 @@ def _load_for_keys(
             barrier = full.index(stage)
             of_rows: gl.constexpr = (1 + SUM_K + SUM_V) * z_desc.block_type.nbytes
             of_row_factors: gl.constexpr = fq_desc.block_type.nbytes if FACTORS else 0
-            mbarrier.expect(barrier, of_rows + of_row_factors + (2 + ENTROPY_GRAD) * BLOCK * 4)
+            mbarrier.expect(barrier, of_rows + of_row_factors + 2 * BLOCK * 4)
             copy_rows(z_desc, z_i, z_j, z_row + first, barrier, z_bufs.index(stage))
             if SUM_K:
                 copy_rows(daL_desc, g_i, g_j, g_row + first, barrier, daL_bufs.index(stage))
@@ -131,9 +130,8 @@ def _load_for_keys(
                 copy_rows(dy_desc, g_i, g_j, g_row + first, barrier, dy_bufs.index(stage))
             if FACTORS:
                 copy_rows(fq_desc, z_i * fq_batch, z_j * fq_head, z_row + first, barrier, fq_bufs.index(stage))
-            for i in gl.static_range(2 + ENTROPY_GRAD):
-                buffer = folded_bufs.index(stage * (2 + ENTROPY_GRAD) + i)
-                async_load(folded_desc, [i, first_row + first], barrier, buffer)
+            for i in gl.static_range(2):
+                async_load(folded_desc, [i, first_row + first], barrier, folded_bufs.index(2 * stage + i))
             n += 1
         item = next_item
         t += 1
@@ -146,7 +144,7 @@ def _sum_for_keys(
     stride_dkb, stride_dks, stride_dkh, stride_dvb, stride_dvs, stride_dvh, order_ptr, numbers, scale, log2_scale,
     FLASH: gl.constexpr, Z_IS_QUERY: gl.constexpr, KEYS_ARE_BLOCKS: gl.constexpr,
     SUM_K: gl.constexpr, SUM_V: gl.constexpr, FACTORS: gl.constexpr, CHAINED: gl.constexpr,
-    ENTROPY_GRAD: gl.constexpr, ADD_K: gl.constexpr, ADD_V: gl.constexpr, STAGES: gl.constexpr, BLOCK: gl.constexpr,
+    ADD_K: gl.constexpr, ADD_V: gl.constexpr, STAGES: gl.constexpr, BLOCK: gl.constexpr,
     KEEP: gl.constexpr, HEAD_DIM: gl.constexpr, RANK: gl.constexpr,
 ):  # fmt: skip
     """Consumer of the keys' kernel: dk, dv and dφk of 64 keys. Scores are transposed, [keys, rows]."""
@@ -198,8 +196,7 @@ def _sum_for_keys(
                 else:
                     dp = warpgroup_mma(v, dy.permute((1, 0)), zero, use_acc=False, is_async=True)
                 scores = warpgroup_mma_wait(SUM_K + SUM_V, [scores])
-                statistics = stage * (2 + ENTROPY_GRAD)
-                shift = folded_bufs.index(statistics).load(layout)
+                shift = folded_bufs.index(2 * stage).load(layout)
                 if FLASH and rows - first < BLOCK:
                     # The next rows are not of this segment.
                     present = gl.arange(0, BLOCK, columns) < rows - first
@@ -210,12 +207,9 @@ def _sum_for_keys(
                     dv = warpgroup_mma(rounded, dy, dv, is_async=True)
                 if SUM_K:
                     dk = warpgroup_mma(rounded, daL, dk, is_async=True)
-                shift = folded_bufs.index(statistics + 1).load(layout)
-                slope = folded_bufs.index(statistics + 2).load(layout) if ENTROPY_GRAD else shift
+                shift = folded_bufs.index(2 * stage + 1).load(layout)
                 dp = warpgroup_mma_wait(SUM_K + SUM_V, [dp])
-                # There are no registers to keep it.
-                log2_p = gl.log2(gl.maximum(p, 1e-37)) if ENTROPY_GRAD else p
-                ds = d_scores(p, log2_p, dp, shift, slope, scale, ENTROPY_GRAD)
+                ds = p * (dp * scale + shift)
                 ds = gl.convert_layout(ds.to(dtype), operand)
                 dk = warpgroup_mma(ds, z, dk, is_async=True)
                 if FACTORS:
@@ -258,7 +252,7 @@ def _hopper_keys_kernel(
     scale, log2_scale, shares, inverse_scale,
     FLASH: gl.constexpr, Z_IS_QUERY: gl.constexpr, KEYS_ARE_BLOCKS: gl.constexpr,
     SUM_K: gl.constexpr, SUM_V: gl.constexpr, CHAINED: gl.constexpr,
-    ENTROPY_GRAD: gl.constexpr, ADD_K: gl.constexpr, ADD_V: gl.constexpr, STAGES: gl.constexpr, BLOCK: gl.constexpr,
+    ADD_K: gl.constexpr, ADD_V: gl.constexpr, STAGES: gl.constexpr, BLOCK: gl.constexpr,
     KEEP: gl.constexpr, HEAD_DIM: gl.constexpr, RANK: gl.constexpr, R: gl.constexpr,
 ):  # fmt: skip
     """dk, dv and dφk; a program takes one tile of keys after the other."""
@@ -270,8 +264,7 @@ def _hopper_keys_kernel(
     z_bufs = gl.allocate_shared_memory(dtype, [STAGES, BLOCK, D], layout)
     daL_bufs = gl.allocate_shared_memory(dtype, [STAGES, BLOCK, D], layout) if SUM_K else z_bufs
     dy_bufs = gl.allocate_shared_memory(dtype, [STAGES, BLOCK, D], layout) if SUM_V else z_bufs
-    statistics: gl.constexpr = STAGES * (2 + ENTROPY_GRAD)
-    folded_bufs = gl.allocate_shared_memory(gl.float32, [statistics, 1, BLOCK], folded_desc.layout)
+    folded_bufs = gl.allocate_shared_memory(gl.float32, [2 * STAGES, 1, BLOCK], folded_desc.layout)
     fk_bufs, fq_bufs = allocate_factors(z_bufs, R, 2, STAGES, BLOCK)
     bias = (fq_desc, fk_desc, fq_bufs, fk_bufs, shares, inverse_scale)
     kept_full, kept_empty, full, empty = allocate_barriers(STAGES)
@@ -283,20 +276,20 @@ def _hopper_keys_kernel(
                 z_desc, k_desc, v_desc, daL_desc, dy_desc, folded_desc,
                 k_bufs, v_bufs, z_bufs, daL_bufs, dy_bufs, folded_bufs,
                 bias, kept_full, kept_empty, full, empty, items, order_ptr, numbers,
-                FLASH, Z_IS_QUERY, KEYS_ARE_BLOCKS, SUM_K, SUM_V, R > 0, ENTROPY_GRAD, STAGES, BLOCK,
+                FLASH, Z_IS_QUERY, KEYS_ARE_BLOCKS, SUM_K, SUM_V, R > 0, STAGES, BLOCK,
             )),
             (_sum_for_keys, (
                 0, k_bufs, v_bufs, z_bufs, daL_bufs, dy_bufs, folded_bufs, bias, kept_full, kept_empty, full, empty,
                 items, dk_ptr, dv_ptr, dfk_ptr, stride_dkb, stride_dks, stride_dkh, stride_dvb, stride_dvs, stride_dvh,
                 order_ptr, numbers, scale, log2_scale,
-                FLASH, Z_IS_QUERY, KEYS_ARE_BLOCKS, SUM_K, SUM_V, R > 0, CHAINED, ENTROPY_GRAD, ADD_K, ADD_V, STAGES,
+                FLASH, Z_IS_QUERY, KEYS_ARE_BLOCKS, SUM_K, SUM_V, R > 0, CHAINED, ADD_K, ADD_V, STAGES,
                 BLOCK, KEEP, HEAD_DIM, RANK,
             )),
             (_sum_for_keys, (
                 1, k_bufs, v_bufs, z_bufs, daL_bufs, dy_bufs, folded_bufs, bias, kept_full, kept_empty, full, empty,
                 items, dk_ptr, dv_ptr, dfk_ptr, stride_dkb, stride_dks, stride_dkh, stride_dvb, stride_dvs, stride_dvh,
                 order_ptr, numbers, scale, log2_scale,
-                FLASH, Z_IS_QUERY, KEYS_ARE_BLOCKS, SUM_K, SUM_V, R > 0, CHAINED, ENTROPY_GRAD, ADD_K, ADD_V, STAGES,
+                FLASH, Z_IS_QUERY, KEYS_ARE_BLOCKS, SUM_K, SUM_V, R > 0, CHAINED, ADD_K, ADD_V, STAGES,
                 BLOCK, KEEP, HEAD_DIM, RANK,
             )),
         ],
@@ -348,7 +341,7 @@ def launch_keys(
     R = rank_of(factors)
     block, keep = keys_choice(D, dy is not None, R).values()
     sums = (daL is not None) + (dy is not None)
-    stage = ((1 + sums) * D + R) * block * 2 + folded.shape[0] * block * 4
+    stage = ((1 + sums) * D + R) * block * 2 + 2 * block * 4
     stages = stages_that_fit(((1 + (dy is not None)) * D + R) * TILE * 2, stage)
     k_desc, z_desc = rows_descriptor(key, HALF), rows_descriptor(z, block)
     factor_descs, shares, inverse_scale, chained = bias_arguments(factors, (block, HALF), z.dtype, scale)
@@ -363,7 +356,7 @@ def launch_keys(
         shares, inverse_scale,
         FLASH=work is not None, Z_IS_QUERY=z.ndim == 4, KEYS_ARE_BLOCKS=key.ndim == 3,
         SUM_K=daL is not None, SUM_V=dy is not None, CHAINED=chained,
-        ENTROPY_GRAD=folded.shape[0] == 3, ADD_K=add[0], ADD_V=add[1], STAGES=stages, BLOCK=block, KEEP=keep,
+        ADD_K=add[0], ADD_V=add[1], STAGES=stages, BLOCK=block, KEEP=keep,
         HEAD_DIM=key.shape[-1], RANK=0 if dfk is None else dfk.shape[3], R=R, num_warps=4, maxnreg=168,
     )  # fmt: skip
 

@@ -28,10 +28,10 @@ from vmonarch.kernels.hopper.backward.common import (
     NOWHERE,
     SIZES,
     TILE,
+    add_rows,
     allocate_barriers,
     allocate_factors,
     bias_arguments,
-    d_scores,
     r_item,
     rank_of,
     sizes_of,
@@ -138,9 +138,8 @@ def _load_for_rows(
 
 @gluon.jit
 def _add_tile_for_rows(
-    dz, dfq, z, daL, dy, fq, k, v, fk, shift_s, shift_dp, slope, keys_left, done, inverse_scale, scale, log2_scale,
-    SUM_K: gl.constexpr, SUM_V: gl.constexpr, FACTORS: gl.constexpr, CHAINED: gl.constexpr,
-    ENTROPY_GRAD: gl.constexpr, MASKED: gl.constexpr,
+    dz, dfq, z, daL, dy, fq, k, v, fk, shift_s, shift_dp, keys_left, done, inverse_scale, scale, log2_scale,
+    SUM_K: gl.constexpr, SUM_V: gl.constexpr, FACTORS: gl.constexpr, CHAINED: gl.constexpr, MASKED: gl.constexpr,
 ):  # fmt: skip
     """Add what the keys of one tile contribute to dz and dφq, and give the tile back."""
     N: gl.constexpr = k.shape[0]
@@ -161,7 +160,7 @@ def _add_tile_for_rows(
         log2_p = gl.where(present[None, :], log2_p, _NOWHERE)
     p = gl.exp2(log2_p)
     dp = warpgroup_mma_wait(0, [dp])
-    ds = d_scores(p, log2_p, dp, shift_dp[:, None], slope[:, None], scale, ENTROPY_GRAD)
+    ds = p * (dp * scale + shift_dp[:, None])
     ds = gl.convert_layout(ds.to(dtype), operand_layout(N))
     dz = warpgroup_mma(ds, k, dz, is_async=True)
     if FACTORS:
@@ -180,7 +179,7 @@ def _sum_for_rows(
     stride_dqb, stride_dqs, stride_dqh, order_ptr, numbers, scale, log2_scale, min_mass,
     FLASH: gl.constexpr, Z_IS_QUERY: gl.constexpr, KEYS_ARE_BLOCKS: gl.constexpr,
     SUM_K: gl.constexpr, SUM_V: gl.constexpr, FACTORS: gl.constexpr, CHAINED: gl.constexpr,
-    ENTROPY_GRAD: gl.constexpr, ADD_Q: gl.constexpr, HAS_PARTS: gl.constexpr, STAGES: gl.constexpr,
+    ADD_Q: gl.constexpr, HAS_PARTS: gl.constexpr, STAGES: gl.constexpr,
     BLOCK: gl.constexpr, BLOCK_TAIL: gl.constexpr, KEEP: gl.constexpr, HEAD_DIM: gl.constexpr, RANK: gl.constexpr,
 ):  # fmt: skip
     """Consumer of the rows' kernel: dz and dφq of 64 rows."""
@@ -221,9 +220,6 @@ def _sum_for_rows(
             statistic_ptr = folded_ptr + first_row
             shift_s = gl.load(statistic_ptr + i, mask=i < rows, other=0.0)
             shift_dp = gl.load(statistic_ptr + statistics + i, mask=i < rows, other=0.0)
-            slope = shift_dp
-            if ENTROPY_GRAD:
-                slope = gl.load(statistic_ptr + 2 * statistics + i, mask=i < rows, other=0.0)
             in_tail: gl.constexpr = gl.SliceLayout(1, tail_layout)
             in_tile: gl.constexpr = gl.SliceLayout(1, layout)
             dz = gl.zeros([_HALF, D], gl.float32, sums)
@@ -234,51 +230,42 @@ def _sum_for_rows(
                 dz, dfq, z, daL, dy, fq, k_bufs.index(stage).slice(0, BLOCK_TAIL),
                 v_bufs.index(stage).slice(0, BLOCK_TAIL), fk_bufs.index(stage).slice(0, BLOCK_TAIL),
                 gl.convert_layout(shift_s, in_tail), gl.convert_layout(shift_dp, in_tail),
-                gl.convert_layout(slope, in_tail), key_stop - key - (tiles - 1) * BLOCK, empty.index(stage),
-                inverse_scale, scale, log2_scale, SUM_K, SUM_V, FACTORS, CHAINED, ENTROPY_GRAD, True,
+                key_stop - key - (tiles - 1) * BLOCK, empty.index(stage),
+                inverse_scale, scale, log2_scale, SUM_K, SUM_V, FACTORS, CHAINED, True,
             )  # fmt: skip
             n += 1
             shift_s = gl.convert_layout(shift_s, in_tile)
             shift_dp = gl.convert_layout(shift_dp, in_tile)
-            slope = gl.convert_layout(slope, in_tile)
             for _ in range(1, tiles):
                 stage = n % STAGES
                 mbarrier.wait(full.index(stage), n // STAGES & 1)
                 dz, dfq = _add_tile_for_rows(
                     dz, dfq, z, daL, dy, fq, k_bufs.index(stage), v_bufs.index(stage), fk_bufs.index(stage),
-                    shift_s, shift_dp, slope, 0, empty.index(stage), inverse_scale, scale, log2_scale,
-                    SUM_K, SUM_V, FACTORS, CHAINED, ENTROPY_GRAD, False,
+                    shift_s, shift_dp, 0, empty.index(stage), inverse_scale, scale, log2_scale,
+                    SUM_K, SUM_V, FACTORS, CHAINED, False,
                 )  # fmt: skip
                 n += 1
-            columns = gl.arange(0, D, gl.SliceLayout(0, sums))
             if FLASH or Z_IS_QUERY:
                 if FACTORS or not KEEP:
                     mbarrier.arrive(kept_empty)
+                head = z_i.to(gl.int64) * stride_dqb + z_j.to(gl.int64) * stride_dqh
                 if FACTORS:
-                    head = z_i.to(gl.int64) * stride_dqb + z_j.to(gl.int64) * stride_dqh
                     store_factor_gradient(
                         dfq_ptr, head, stride_dqs, z_row, z_row + rows, dfq, inverse_scale, HEAD_DIM, RANK
                     )
                 if HAS_PARTS and slot >= 0:
                     part = ((z_i * heads + z_j).to(gl.int64) * slots + slot) * _TILE + half * _HALF + i
+                    columns = gl.arange(0, D, gl.SliceLayout(0, sums))
                     inside = (i < rows)[:, None] & (columns < HEAD_DIM)[None, :]
                     gl.store(part_ptr + part[:, None] * HEAD_DIM + columns[None, :], dz, mask=inside)
                 else:
-                    b = z_i.to(gl.int64)
-                    h = z_j.to(gl.int64)
                     # A position before the first token or after the last holds none.
-                    first = gl.maximum(z_row, 0)
                     stop = gl.minimum(z_row + rows, tokens)
-                    q = z_row + i
-                    pointers = dq_ptr + b * stride_dqb + h * stride_dqh + q.to(gl.int64)[:, None] * stride_dqs
-                    pointers += columns[None, :]
-                    inside = ((q >= first) & (q < stop))[:, None] & (columns < HEAD_DIM)[None, :]
-                    if ADD_Q:
-                        dz += gl.load(pointers, mask=inside, other=0.0).to(gl.float32)
-                    gl.store(pointers, dz.to(dq_ptr.dtype.element_ty), mask=inside)
+                    add_rows(dq_ptr + head, stride_dqs, z_row, stop, dz, HEAD_DIM, ADD_Q)
             else:
                 # z = αR / max(cR, min_mass)
-                at = (z_j * positions + z_row).to(gl.int64) + i
+                row = z_j * positions + z_row
+                at = row.to(gl.int64) + i
                 cR = gl.load(cR_ptr + at, mask=i < rows, other=1.0)
                 if KEEP:
                     product = gl.sum(dz * gl.convert_layout(z, sums).to(gl.float32), 1)
@@ -286,9 +273,7 @@ def _sum_for_rows(
                     product = gl.sum(dz * z.load(sums).to(gl.float32), 1)
                     mbarrier.arrive(kept_empty)
                 gl.store(dcR_ptr + at, gl.where(cR >= min_mass, -product, 0.0), mask=i < rows)
-                inside = (i < rows)[:, None] & (columns < HEAD_DIM)[None, :]
-                daR = dz.to(daR_ptr.dtype.element_ty)
-                gl.store(daR_ptr + at[:, None] * HEAD_DIM + columns[None, :], daR, mask=inside)
+                add_rows(daR_ptr, HEAD_DIM, row, row + rows, dz, HEAD_DIM, False)
         else:
             for _ in range(tiles):
                 mbarrier.wait(full.index(n % STAGES), n // STAGES & 1)
@@ -308,7 +293,7 @@ def _hopper_rows_kernel(
     shares, inverse_scale,
     FLASH: gl.constexpr, Z_IS_QUERY: gl.constexpr, KEYS_ARE_BLOCKS: gl.constexpr,
     SUM_K: gl.constexpr, SUM_V: gl.constexpr, CHAINED: gl.constexpr,
-    ENTROPY_GRAD: gl.constexpr, ADD_Q: gl.constexpr, HAS_PARTS: gl.constexpr, STAGES: gl.constexpr,
+    ADD_Q: gl.constexpr, HAS_PARTS: gl.constexpr, STAGES: gl.constexpr,
     BLOCK: gl.constexpr, BLOCK_TAIL: gl.constexpr, KEEP: gl.constexpr, HEAD_DIM: gl.constexpr,
     RANK: gl.constexpr, R: gl.constexpr,
 ):  # fmt: skip
@@ -337,14 +322,14 @@ def _hopper_rows_kernel(
                 0, k_bufs, v_bufs, z_bufs, daL_bufs, dy_bufs, bias, kept_full, kept_empty, full, empty,
                 items, folded_ptr, statistics, part_ptr, slots, cR_ptr, daR_ptr, dcR_ptr,
                 dq_ptr, dfq_ptr, stride_dqb, stride_dqs, stride_dqh, order_ptr, numbers, scale, log2_scale, min_mass,
-                FLASH, Z_IS_QUERY, KEYS_ARE_BLOCKS, SUM_K, SUM_V, R > 0, CHAINED, ENTROPY_GRAD, ADD_Q, HAS_PARTS,
+                FLASH, Z_IS_QUERY, KEYS_ARE_BLOCKS, SUM_K, SUM_V, R > 0, CHAINED, ADD_Q, HAS_PARTS,
                 STAGES, BLOCK, BLOCK_TAIL, KEEP, HEAD_DIM, RANK,
             )),
             (_sum_for_rows, (
                 1, k_bufs, v_bufs, z_bufs, daL_bufs, dy_bufs, bias, kept_full, kept_empty, full, empty,
                 items, folded_ptr, statistics, part_ptr, slots, cR_ptr, daR_ptr, dcR_ptr,
                 dq_ptr, dfq_ptr, stride_dqb, stride_dqs, stride_dqh, order_ptr, numbers, scale, log2_scale, min_mass,
-                FLASH, Z_IS_QUERY, KEYS_ARE_BLOCKS, SUM_K, SUM_V, R > 0, CHAINED, ENTROPY_GRAD, ADD_Q, HAS_PARTS,
+                FLASH, Z_IS_QUERY, KEYS_ARE_BLOCKS, SUM_K, SUM_V, R > 0, CHAINED, ADD_Q, HAS_PARTS,
                 STAGES, BLOCK, BLOCK_TAIL, KEEP, HEAD_DIM, RANK,
             )),
         ],
@@ -410,7 +395,7 @@ def launch_rows(
         shares, inverse_scale,
         FLASH=work is not None, Z_IS_QUERY=z.ndim == 4, KEYS_ARE_BLOCKS=key.ndim == 3,
         SUM_K=daL is not None, SUM_V=dy is not None, CHAINED=chained,
-        ENTROPY_GRAD=folded.shape[0] == 3, ADD_Q=add, HAS_PARTS=parts is not None,
+        ADD_Q=add, HAS_PARTS=parts is not None,
         STAGES=stages, BLOCK=block, BLOCK_TAIL=tail, KEEP=keep, HEAD_DIM=key.shape[-1],
         RANK=0 if dfq is None else dfq.shape[3], R=R, num_warps=4, maxnreg=168,
     )  # fmt: skip

@@ -16,12 +16,12 @@ from vmonarch.kernels.hopper.backward.common import TILE
 
 @triton.jit(do_not_specialize=["groups", "rows", "padded"])
 def _fold_kernel(
-    lse_ptr, delta_ptr, dH_ptr, folded_ptr, groups, rows, padded, scale, log_keys,
+    lse_ptr, delta_ptr, folded_ptr, groups, rows, padded, scale, log_keys,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """[shift_s, shift_dp, slope] of every row, and of places between groups, where p is 0.
+    """[shift_s, shift_dp] of every row, and of places between groups, where p is 0.
 
-    Every key stands for n keys, log_keys = log n. There is no slope without dH, a gradient through the entropy.
+    Every key stands for n keys, log_keys = log n.
     """
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     size = groups.to(tl.int64) * padded
@@ -33,27 +33,15 @@ def _fold_kernel(
     shift_s = tl.where(lse == -float("inf"), -1e30, 1.4426950408889634 * (log_keys - lse))
     tl.store(folded_ptr + at, shift_s, mask=at < size)
     tl.store(folded_ptr + size + at, -scale * delta, mask=at < size)
-    if dH_ptr is not None:
-        slope = -tl.load(dH_ptr + row, mask=inside, other=0.0)
-        tl.store(folded_ptr + 2 * size + at, slope * scale * 0.6931471805599453, mask=at < size)
 
 
-def fold(
-    lse: torch.Tensor,
-    delta: torch.Tensor,
-    rows: int,
-    scale: float,
-    *,
-    dH: torch.Tensor | None = None,
-    keys_per_key: int = 1,
-) -> torch.Tensor:
-    """[2 or 3, groups, padded rows] statistics of the rows in the form the kernels take."""
+def fold(lse: torch.Tensor, delta: torch.Tensor, rows: int, scale: float, keys_per_key: int = 1) -> torch.Tensor:
+    """[2, groups, padded rows] statistics of the rows in the form the kernels take."""
     groups, padded = lse.numel() // rows, triton.cdiv(rows, TILE) * TILE
-    folded = lse.new_empty(2 if dH is None else 3, groups, padded)
+    folded = lse.new_empty(2, groups, padded)
     launcher(_fold_kernel, (triton.cdiv(groups * padded, 1024),))(
         lse,
         delta,
-        dH,
         folded,
         groups,
         rows,
@@ -69,4 +57,4 @@ def fold(
 def folded_descriptor(folded: torch.Tensor, rows: int) -> TensorDescriptor:
     size = folded[0].numel()
     layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
-    return TensorDescriptor(folded, [folded.shape[0], size], [size, 1], [1, rows], layout)
+    return TensorDescriptor(folded, [2, size], [size, 1], [1, rows], layout)

@@ -29,7 +29,7 @@ from vmonarch.kernels.hopper.attend import (
     operand_layout,
     shared_layout,
 )
-from vmonarch.kernels.hopper.backward.common import NOWHERE, allocate_barriers, d_scores
+from vmonarch.kernels.hopper.backward.common import NOWHERE, allocate_barriers
 from vmonarch.kernels.hopper.backward.statistics import folded_descriptor
 from vmonarch.kernels.hopper.gluon import async_load
 from vmonarch.kernels.hopper.two_resolution import (
@@ -130,7 +130,7 @@ def _sum_for_queries(
                 log2_p += (gl.where(block < means, bias, 0.0) if FULL else bias)[None, :]
             p = gl.exp2(log2_p)
             dp = warpgroup_mma_wait(0, [dp])
-            ds = d_scores(p, p, dp, shift_dp[:, None], shift_dp[:, None], scale, False)
+            ds = p * (dp * scale + shift_dp[:, None])
             ds = gl.convert_layout(ds.to(k.dtype), operand_layout(N))
             dq = warpgroup_mma(ds, k, dq, is_async=True)
             dq = warpgroup_mma_wait(0, [dq])
@@ -279,7 +279,7 @@ def _sum_for_keys(
             dv = warpgroup_mma(gl.convert_layout(p.to(dtype), operand), do, dv, is_async=True)
             shift_dp = folded_bufs.index(statistics + 1).load(layout)
             dp = warpgroup_mma_wait(1, [dp])
-            ds = d_scores(p, p, dp, shift_dp, shift_dp, scale, False)
+            ds = p * (dp * scale + shift_dp)
             dk = warpgroup_mma(gl.convert_layout(ds.to(dtype), operand), q, dk, is_async=True)
             dk, dv = warpgroup_mma_wait(0, [dk, dv])
             mbarrier.arrive(empty.index(stage))
