@@ -12,7 +12,7 @@ writes `evaluation.json` and `report.html`.
 Everything but times and dates is the same however often it was stopped and whatever the number of processes: batches
 are cut before they are shared out.
 
-PSNR, SSIM and LPIPS are measured on the float frames, before any mp4 encoding.
+PSNR, SSIM, LPIPS and VMAF are measured on the float frames, before any mp4 encoding.
 """
 
 from __future__ import annotations
@@ -119,8 +119,8 @@ def evaluate(
         command: how it was called, for the report.
 
     Raises:
-        InputError, ModelError: as `vmonarch.pipelines.generation.generate`; LPIPS or VBench cannot be measured; the
-            folder holds an evaluation with other settings.
+        InputError, ModelError: as `vmonarch.pipelines.generation.generate`; LPIPS, VMAF or VBench cannot be measured;
+            the folder holds an evaluation with other settings.
         GenerationError: a video came out constant or with NaN, is missing or damaged.
         OSError: an item could not be written.
     """
@@ -144,11 +144,15 @@ def evaluate(
 
 
 def check_measures(config: EvalConfig) -> None:
-    """Raise InputError if LPIPS or VBench is asked for and cannot be measured: before anything is sampled."""
+    """Raise InputError if LPIPS, VMAF or VBench is asked for and cannot be measured: before anything is sampled."""
     if config.lpips:
-        from vmonarch.eval.similarity import alexnet_weights
+        from vmonarch.eval.similarity import lpips_weights
 
-        alexnet_weights()
+        lpips_weights()
+    if config.vmaf:
+        from vmonarch.eval.similarity import vmaf_program
+
+        vmaf_program()
     if config.vbench:
         from vmonarch.eval.vbench import installation, scoring
 
@@ -289,6 +293,7 @@ class _Run:
             "seconds": result.seconds["total"] / len(result.frames),
             "transformer_seconds_per_step": result.seconds["transformer"] / len(result.frames) / self.config.steps,
             "prompt_score": prompt_score.prompt_score(video, item.prompt),
+            "permanence": prompt_score.permanence(video, item.prompt),
             "frames_sha256": frames_sha256(video),
         }
         if result.report is not None:
@@ -296,7 +301,9 @@ class _Run:
             row |= {"exact_steps": [*exact], "errors": [*errors], "predicted_steps": [*result.report.predicted]}
         if label != REFERENCE:
             pair = [frames[name].to(self.model.device) for name in (label, REFERENCE)]
-            row |= similarity.similarity(*pair) | (similarity.lpips(*pair) if self.config.lpips else {})
+            row |= similarity.similarity(*pair)
+            for name in ("lpips", "vmaf"):
+                row |= getattr(similarity, name)(*pair) if getattr(self.config, name) else {}
         return summary.json_values(row)
 
     def _write(
