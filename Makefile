@@ -99,6 +99,7 @@ site: $(READY)
 package: $(READY)
 	rm -rf build/package build/installed
 	$(BIN)/python -m build --outdir build/package
+	$(BIN)/python -m build --wheel --outdir build/package pipelines/embedded_wheel
 	$(BIN)/twine check --strict build/package/*
 	$(PIP) --no-deps --target build/installed build/package/*.whl
 	cd build/installed && $(abspath $(BIN))/python -m vmonarch generate "a red circle" --quiet --steps 1 --num-frames 5 --height 32 --width 32
