@@ -58,6 +58,9 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 EVALUATION_FORMAT = "vmonarch-eval-2"
+# How much stronger pictures show what videos differ by, and what they call a step.
+GAIN = 4
+KINDS = {"e": "exact steps", "a": "approximate", "p": "predicted"}
 # Settings that change no number of an item.
 _FREE = (
     *("output_dir", "device", "offload", "prompt_set", "num_prompts", "baseline"),
@@ -353,15 +356,31 @@ def write_pictures(
     pictures: Mapping[str, NDArray[np.uint8]],
     rows: Sequence[Mapping[str, Any]],
 ) -> None:
-    """Write the methods' videos of an item, [F, H, W, 3] by label, side by side, as mp4 and as strips."""
-    from vmonarch.pipelines.video_io import encode_video, side_by_side, strips
+    """Write the methods' videos of an item, [F, H, W, 3] by label, side by side, as mp4 and as strips.
 
-    assert config.fps is not None
-    notes = {}
+    Below the video of a method are its steps, and what it differs by from the reference.
+    """
+    from vmonarch.pipelines.video_io import difference, encode_video, side_by_side, strips, with_steps
+
+    assert config.fps is not None and config.steps is not None
+    notes: dict[str, str] = {}
+    shown: dict[str, NDArray[np.uint8] | None] = {}
+    gaps: dict[str, NDArray[np.uint8] | None] = {" ": None}
     for row in rows:
+        label = row["method"]
         close = "reference" if row["psnr"] is None else f"PSNR {float(row['psnr']):.1f} dB · SSIM {row['ssim']:.3f}"
-        notes[row["method"]] = f"{close} · {row['seconds']:.1f} s"
-    video = side_by_side(pictures, notes=notes)
+        notes[label] = f"{close} · {row['seconds']:.1f} s"
+        exact, predicted = (row[key] or () for key in ("exact_steps", "predicted_steps"))
+        kind = lambda step, exact=exact, predicted=predicted: (
+            "e" if step in exact else "p" if step in predicted else "a"
+        )
+        steps = "".join(map(kind, range(config.steps)))
+        shown[label] = with_steps(pictures[label], "e" * config.steps if label == REFERENCE else steps)
+        if label != REFERENCE:
+            gap = difference(pictures[label], pictures[REFERENCE], GAIN)
+            gaps[name := f"{label}: {GAIN} times the difference"] = with_steps(gap, "")
+            notes[name] = ", ".join(f"{steps.count(k)} {what}" for k, what in KINDS.items() if k in steps)
+    video = side_by_side(shown | gaps, notes=notes, columns=len(pictures))
     encode_video(files.stage(target / f"{item.number:04d}-side-by-side.mp4"), video, config.fps)
     picture = strips(pictures, notes=notes, title=f"{item.prompt} · seed {item.seed}")
     picture.save(files.stage(target / f"{item.number:04d}-strips.png"))
