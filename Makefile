@@ -23,7 +23,7 @@ PROMPT ?= a red circle moving to the right over a dark grey background
 .PHONY: help demo finetune-demo test test-deep compiles mutants lint types site package check clean
 
 help:
-	@echo "make demo    the same video by full attention and by VMonarch, on the embedded model (CPU, two minutes)"
+	@echo "make demo    the same video by full attention, near-lossless and fast, on the embedded model (CPU, two minutes)"
 	@echo "make finetune-demo  finetune the embedded model to VMonarch and export it (CPU, minutes)"
 	@echo "make test    run the tests that find every planted bug, in five minutes; CONSTRAINTS=constraints-newest.txt: with the newest torch and Triton"
 	@echo "make test-deep  run all tests, and compile with the oldest and the newest Triton (before a release; not part of check)"
@@ -50,11 +50,15 @@ $(VENV)/triton-%: | $(READY)
 	$(PIP) --no-deps --target $@.partial triton==$*
 	mv $@.partial $@
 
-# `near-lossless` alone: a model that is not finetuned to it makes no good video by `vmonarch`.
+# Not `vmonarch`: a model that is not finetuned to it makes no good video in that way.
 demo: $(READY)
-	@echo "The same video by full attention and by VMonarch (near-lossless), side by side: as good, and no faster here." \
-		"A video of this size has 960 tokens; the gain begins above 3840, on a GPU (480p has 32760)."
-	$(BIN)/vmonarch compare "$(PROMPT)" --methods full near-lossless --output-dir outputs/demo
+	@echo "The same video by full attention, near-lossless and fast, and what they differ by." \
+		"A video of this size has 960 tokens and is no faster; the gain begins above 3840, on a GPU (480p has 32760)."
+	$(BIN)/vmonarch compare "$(PROMPT)" --methods full near-lossless fast --output-dir outputs/demo
+	@if $(BIN)/python -c "import sys, torch; sys.exit(not torch.cuda.is_available())"; then \
+		$(BIN)/vmonarch bench kernels --shapes 16x28x52 --head-dims 128 --passes forward --methods cudnn vmonarch vmonarch-lite \
+			--output outputs/demo/bench.json; \
+	else echo "There is no GPU here to show the gain on."; fi
 
 finetune-demo: $(READY)
 	$(BIN)/vmonarch preprocess --procedural 16 --model embedded --output outputs/finetune-demo/clips
@@ -99,6 +103,7 @@ site: $(READY)
 package: $(READY)
 	rm -rf build/package build/installed
 	$(BIN)/python -m build --outdir build/package
+	$(BIN)/python -m build --wheel --outdir build/package pipelines/embedded_wheel
 	$(BIN)/twine check --strict build/package/*
 	$(PIP) --no-deps --target build/installed build/package/*.whl
 	cd build/installed && $(abspath $(BIN))/python -m vmonarch generate "a red circle" --quiet --steps 1 --num-frames 5 --height 32 --width 32

@@ -12,7 +12,7 @@ writes `evaluation.json` and `report.html`.
 Everything but times and dates is the same however often it was stopped and whatever the number of processes: batches
 are cut before they are shared out.
 
-PSNR, SSIM and LPIPS are measured on the float frames, before any mp4 encoding.
+PSNR, SSIM, LPIPS and VMAF are measured on the float frames, before any mp4 encoding.
 """
 
 from __future__ import annotations
@@ -58,6 +58,9 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 EVALUATION_FORMAT = "vmonarch-eval-2"
+# How much stronger pictures show what videos differ by, and what they call a step.
+GAIN = 4
+KINDS = {"e": "exact steps", "a": "approximate", "p": "predicted"}
 # Settings that change no number of an item.
 _FREE = (
     *("output_dir", "device", "offload", "prompt_set", "num_prompts", "baseline"),
@@ -119,8 +122,8 @@ def evaluate(
         command: how it was called, for the report.
 
     Raises:
-        InputError, ModelError: as `vmonarch.pipelines.generation.generate`; LPIPS or VBench cannot be measured; the
-            folder holds an evaluation with other settings.
+        InputError, ModelError: as `vmonarch.pipelines.generation.generate`; LPIPS, VMAF or VBench cannot be measured;
+            the folder holds an evaluation with other settings.
         GenerationError: a video came out constant or with NaN, is missing or damaged.
         OSError: an item could not be written.
     """
@@ -144,11 +147,15 @@ def evaluate(
 
 
 def check_measures(config: EvalConfig) -> None:
-    """Raise InputError if LPIPS or VBench is asked for and cannot be measured: before anything is sampled."""
+    """Raise InputError if LPIPS, VMAF or VBench is asked for and cannot be measured: before anything is sampled."""
     if config.lpips:
-        from vmonarch.eval.similarity import alexnet_weights
+        from vmonarch.eval.similarity import lpips_weights
 
-        alexnet_weights()
+        lpips_weights()
+    if config.vmaf:
+        from vmonarch.eval.similarity import vmaf_program
+
+        vmaf_program()
     if config.vbench:
         from vmonarch.eval.vbench import installation, scoring
 
@@ -289,6 +296,7 @@ class _Run:
             "seconds": result.seconds["total"] / len(result.frames),
             "transformer_seconds_per_step": result.seconds["transformer"] / len(result.frames) / self.config.steps,
             "prompt_score": prompt_score.prompt_score(video, item.prompt),
+            "permanence": prompt_score.permanence(video, item.prompt),
             "frames_sha256": frames_sha256(video),
         }
         if result.report is not None:
@@ -296,7 +304,9 @@ class _Run:
             row |= {"exact_steps": [*exact], "errors": [*errors], "predicted_steps": [*result.report.predicted]}
         if label != REFERENCE:
             pair = [frames[name].to(self.model.device) for name in (label, REFERENCE)]
-            row |= similarity.similarity(*pair) | (similarity.lpips(*pair) if self.config.lpips else {})
+            row |= similarity.similarity(*pair)
+            for name in ("lpips", "vmaf"):
+                row |= getattr(similarity, name)(*pair) if getattr(self.config, name) else {}
         return summary.json_values(row)
 
     def _write(
@@ -346,15 +356,31 @@ def write_pictures(
     pictures: Mapping[str, NDArray[np.uint8]],
     rows: Sequence[Mapping[str, Any]],
 ) -> None:
-    """Write the methods' videos of an item, [F, H, W, 3] by label, side by side, as mp4 and as strips."""
-    from vmonarch.pipelines.video_io import encode_video, side_by_side, strips
+    """Write the methods' videos of an item, [F, H, W, 3] by label, side by side, as mp4 and as strips.
 
-    assert config.fps is not None
-    notes = {}
+    Below the video of a method are its steps, and what it differs by from the reference.
+    """
+    from vmonarch.pipelines.video_io import difference, encode_video, side_by_side, strips, with_steps
+
+    assert config.fps is not None and config.steps is not None
+    notes: dict[str, str] = {}
+    shown: dict[str, NDArray[np.uint8] | None] = {}
+    gaps: dict[str, NDArray[np.uint8] | None] = {" ": None}
     for row in rows:
+        label = row["method"]
         close = "reference" if row["psnr"] is None else f"PSNR {float(row['psnr']):.1f} dB · SSIM {row['ssim']:.3f}"
-        notes[row["method"]] = f"{close} · {row['seconds']:.1f} s"
-    video = side_by_side(pictures, notes=notes)
+        notes[label] = f"{close} · {row['seconds']:.1f} s"
+        exact, predicted = (row[key] or () for key in ("exact_steps", "predicted_steps"))
+        kind = lambda step, exact=exact, predicted=predicted: (
+            "e" if step in exact else "p" if step in predicted else "a"
+        )
+        steps = "".join(map(kind, range(config.steps)))
+        shown[label] = with_steps(pictures[label], "e" * config.steps if label == REFERENCE else steps)
+        if label != REFERENCE:
+            gap = difference(pictures[label], pictures[REFERENCE], GAIN)
+            gaps[name := f"{label}: {GAIN} times the difference"] = with_steps(gap, "")
+            notes[name] = ", ".join(f"{steps.count(k)} {what}" for k, what in KINDS.items() if k in steps)
+    video = side_by_side(shown | gaps, notes=notes, columns=len(pictures))
     encode_video(files.stage(target / f"{item.number:04d}-side-by-side.mp4"), video, config.fps)
     picture = strips(pictures, notes=notes, title=f"{item.prompt} · seed {item.seed}")
     picture.save(files.stage(target / f"{item.number:04d}-strips.png"))

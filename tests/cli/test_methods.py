@@ -155,12 +155,20 @@ def test_the_preset_trains_an_adapter_that_videos_are_made_with_until_it_changes
 def test_without_an_adapter_the_error_says_what_to_do(cli, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     import vmonarch.pipelines.embedded as embedded
 
-    monkeypatch.setattr(embedded, "__file__", str(tmp_path / "embedded" / "__init__.py"))
+    monkeypatch.setattr(embedded, "_folder", lambda: tmp_path)
     advice = "give adapter=FILE of vmonarch.save_adapter, or adapter=null"
     code, _, err = cli("generate", "a red circle", "--attention", "based")
     assert code == 2 and "based.safetensors" in err and advice in err
     code, _, err = cli("generate", "a red circle", "--attention", "based:adapter=nowhere.safetensors")
     assert code == 2 and "'nowhere.safetensors' cannot be used: [Errno 2] No such file" in err and advice in err
+
+
+def test_without_the_package_of_the_embedded_model_the_error_says_what_to_install(cli, monkeypatch, tmp_path) -> None:
+    import vmonarch.pipelines.embedded as embedded
+
+    monkeypatch.setattr(embedded, "__file__", str(tmp_path / "embedded.py"))
+    code, _, err = cli("generate", "a red circle", tiny=False)
+    assert code == 2 and "--model 'embedded' is a package of its own: pip install vmonarch-embedded" in err
 
 
 def test_options_go_with_the_adapter_or_are_refused(pipe, tiny_adapter: Path) -> None:

@@ -61,3 +61,17 @@ def test_a_video_is_scored_by_what_its_prompt_asks_for():
     assert ps.score(asked[::-1], asked) == 1
     assert ps.score([asked[0], asked[1]._replace(colour="green")], asked) == pytest.approx(2 / 3)
     assert ps.score([*asked, asked[0]], asked) == pytest.approx(2 / 3) and ps.score(asked[:1], asked) == 0
+
+
+def test_permanence_falls_where_an_object_vanishes_doubles_or_changes_its_colour():
+    prompt, shown = next((p, s.objects[0]) for p, s in data.held_out_prompts().items() if len(s.objects) == 1)
+    frames = clip(shown).permute(0, 3, 1, 2)
+    assert ps.permanence(frames, prompt) == 1 and ps.permanence(frames, "a cat sleeps") is None
+    gone, twice, other, more = (frames.clone() for _ in range(4))
+    gone[3:5] = 0.5
+    turned = frames[2].flip(1, 2)
+    twice[2] = torch.where(turned.amax(0) - turned.amin(0) > 0.1, turned, frames[2])
+    other[4:] = clip(dataclasses.replace(shown, colour="blue")).permute(0, 3, 1, 2)[4:]
+    more[:, :, :12, :12] = torch.tensor(data.COLOURS["green"])[:, None, None]
+    found = [ps.permanence(x, prompt) for x in (gone, twice, other, more)]
+    assert found == pytest.approx([9 / 11, 10 / 11, 4 / 11, 0])

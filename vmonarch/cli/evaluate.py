@@ -37,7 +37,7 @@ _BUDGET = ("flops", "time", "measure")
 def add_compare(parser: argparse.ArgumentParser) -> None:
     add_sampling_arguments(parser, group="compare")
     add_method_arguments(parser)
-    add_options(parser, CompareConfig, "lpips")
+    add_options(parser, CompareConfig, "lpips", "vmaf")
 
 
 def run_compare(arguments: argparse.Namespace) -> None:
@@ -68,7 +68,7 @@ def run_compare(arguments: argparse.Namespace) -> None:
 def add_eval(parser: argparse.ArgumentParser) -> None:
     add_sampling_arguments(parser, group="eval")
     add_method_arguments(parser)
-    add_options(parser, EvalConfig, "baseline", "prompt_set", "num_prompts", "lpips", "vbench", "report_items")
+    add_options(parser, EvalConfig, "baseline", "prompt_set", "num_prompts", "lpips", "vmaf", "vbench", "report_items")
 
 
 def run_eval(arguments: argparse.Namespace) -> None:
