@@ -2,8 +2,7 @@
 
 A program takes a part of one tile of queries of one head. It goes through the means of all tiles, of which those of its
 exact tiles are masked, and then through the tokens of its exact tiles, which it finds by arithmetic where they are. All
-of it goes into one online softmax. For attention in windows (`kernels/window`) there are no means, the list has the
-tiles that the windows of a tile of queries reach into, and what lies outside of a window is masked.
+of it goes into one online softmax.
 
 One kernel owns queries (out; dq), another keys (dk, dv), a third the means (their gradients, which the keys' kernel
 hands on to the tokens), so there are no atomics and every sum has one order.
@@ -21,7 +20,7 @@ import triton.language as tl
 
 from vmonarch.kernels.common.softmax import log2_partition, online_softmax, probabilities, row_delta
 from vmonarch.kernels.common.tiles import load_rows, store_rows
-from vmonarch.kernels.two_resolution.tiling import Reach, Tiling
+from vmonarch.kernels.two_resolution.tiling import Tiling
 
 # What the logits of means gain has rows of a multiple of so many numbers.
 GAINS = tl.constexpr(128)
@@ -47,7 +46,7 @@ def _of_queries(n):
 
 @triton.jit
 def _tokens_of(tile, part, n, BT: tl.constexpr, BH: tl.constexpr, BW: tl.constexpr, BLOCK: tl.constexpr):
-    """Tokens [BLOCK] of a part of a tile of at most BT × BH × BW, whether they exist, their (frame, row, column)."""
+    """Tokens [BLOCK] of a part of a tile of at most BT × BH × BW, and whether they exist."""
     i = part * BLOCK + tl.arange(0, BLOCK)
     a = tile // (n.tiles_h * n.tiles_w)
     b = tile // n.tiles_w % n.tiles_h
@@ -62,8 +61,8 @@ def _tokens_of(tile, part, n, BT: tl.constexpr, BH: tl.constexpr, BW: tl.constex
     h = i // BW % BH
     w = i % BW
     there = (t < size_t) & (h < size_h) & (w < size_w)
-    t, h, w = first_t + t, first_h + h, first_w + w
-    return tl.where(there, (t * n.rows + h) * n.columns + w, 0), there, (t, h, w)
+    token = ((first_t + t) * n.rows + first_h + h) * n.columns + first_w + w
+    return tl.where(there, token, 0), there
 
 
 @triton.jit
@@ -76,26 +75,10 @@ def _attended(key_mask_ptr, token, there):
 
 
 @triton.jit
-def _near(query, key, reach, KEYS: tl.constexpr):
-    """Whether keys, along axis KEYS, lie in the windows of queries, along the other; both by (frame, row, column)."""
-    r = Reach(
-        reach.skipped >> 4, reach.back_t >> 4, reach.back_h >> 4, reach.back_w >> 4,
-        reach.ahead_t >> 4, reach.ahead_h >> 4, reach.ahead_w >> 4,
-    )  # fmt: skip
-    t = tl.expand_dims(key[0], 1 - KEYS) - tl.expand_dims(query[0] + r.skipped, KEYS)
-    h = tl.expand_dims(key[1], 1 - KEYS) - tl.expand_dims(query[1], KEYS)
-    w = tl.expand_dims(key[2], 1 - KEYS) - tl.expand_dims(query[2], KEYS)
-    near = (t >= -r.back_t) & (t <= r.ahead_t) & (h >= -r.back_h) & (h <= r.ahead_h)
-    return near & (w >= -r.back_w) & (w <= r.ahead_w)
-
-
-@triton.jit
-def _masked(logits, query, key, attended, reach):
-    """Logits [M, N], -inf where a query does not attend to a key; both by (frame, row, column)."""
-    attended = attended[None, :]
-    if reach is not None:
-        attended = attended & _near(query, key, reach, 1)
-    return tl.where(attended, logits, -float("inf"))
+def _part(place, length, parts):
+    """Start and size of part `place` of an axis of this length that is cut evenly."""
+    start = place * length // parts
+    return start, (place + 1) * length // parts - start
 
 
 @triton.jit(do_not_specialize=["H", "S"])
@@ -121,11 +104,20 @@ def means_kernel(
         v_ptr += b * stride_vb + h * stride_vh
     if key_mask_ptr is not None:
         key_mask_ptr += b * S
+    first_t, size_t = _part(tile // (n.tiles_h * n.tiles_w), n.frames, n.tiles_t)
+    first_h, size_h = _part(tile // n.tiles_w % n.tiles_h, n.rows, n.tiles_h)
+    first_w, size_w = _part(tile % n.tiles_w, n.columns, n.tiles_w)
+    first = (first_t * n.rows + first_h) * n.columns + first_w
     number = 0.0
     k = tl.zeros([BLOCK_D], tl.float32)
     v = tl.zeros([BLOCK_E], tl.float32)
     for part in range(PARTS):
-        token, there, _ = _tokens_of(tile, part, n, BT, BH, BW, BLOCK)
+        i = part * BLOCK + tl.arange(0, BLOCK)
+        t = i // (BH * BW)
+        y = i // BW % BH
+        x = i % BW
+        there = (t < size_t) & (y < size_h) & (x < size_w)
+        token = tl.where(there, first + (t * n.rows + y) * n.columns + x, 0)
         own = _attended(key_mask_ptr, token, there)
         # All rows are on their way before the first sum waits.
         k_rows = load_rows(k_ptr, stride_ks, token, own, D, BLOCK_D, True)
@@ -207,11 +199,11 @@ def best_kernel(scores_ptr, exact_ptr, m, count, BLOCK: tl.constexpr):
 def _queries_of(
     pid, n, H, QT: tl.constexpr, QH: tl.constexpr, QW: tl.constexpr, BLOCK_M: tl.constexpr, PARTS_M: tl.constexpr
 ):
-    """Of a program: its place in [G, n], batch entry, head, and tokens [BLOCK_M] as `_tokens_of`."""
+    """Of a program: its place in [G, n], batch entry, head, tokens [BLOCK_M], and whether they exist."""
     at = (pid // PARTS_M).to(tl.int64)
     queries = n.queries_t * n.queries_h * n.queries_w
-    row, exists, query = _tokens_of((at % queries).to(tl.int32), pid % PARTS_M, _of_queries(n), QT, QH, QW, BLOCK_M)
-    return at, at // queries // H, at // queries % H, row, exists, query
+    row, exists = _tokens_of((at % queries).to(tl.int32), pid % PARTS_M, _of_queries(n), QT, QH, QW, BLOCK_M)
+    return at, at // queries // H, at // queries % H, row, exists
 
 
 @triton.jit
@@ -227,7 +219,7 @@ def two_resolution_kernel(
     q_ptr, k_ptr, v_ptr, k_mean_ptr, v_mean_ptr, gain_ptr, list_ptr, number_ptr, key_mask_ptr,
     out_ptr, lse_ptr,
     stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
-    out_b, out_s, out_h, lse_b, lse_h, H, width, tiling, reach, log2_scale,
+    out_b, out_s, out_h, lse_b, lse_h, H, width, tiling, log2_scale,
     D: tl.constexpr, E: tl.constexpr, REST: tl.constexpr, PRECISION: tl.constexpr,
     QT: tl.constexpr, QH: tl.constexpr, QW: tl.constexpr, BLOCK_M: tl.constexpr, PARTS_M: tl.constexpr,
     BT: tl.constexpr, BH: tl.constexpr, BW: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr,
@@ -240,7 +232,7 @@ def two_resolution_kernel(
     """
     n = plain(tiling)
     tiles = n.tiles_t * n.tiles_h * n.tiles_w
-    at, b, h, row, exists, query = _queries_of(tl.program_id(0), n, H, QT, QH, QW, BLOCK_M, PARTS_M)
+    at, b, h, row, exists = _queries_of(tl.program_id(0), n, H, QT, QH, QW, BLOCK_M, PARTS_M)
     q = load_rows(q_ptr + b * stride_qb + h * stride_qh, stride_qs, row, exists, D, BLOCK_D, not FULL)
     acc = tl.zeros([BLOCK_M, BLOCK_E], tl.float32)
     row_max = tl.full([BLOCK_M], -float("inf"), tl.float32)
@@ -263,11 +255,11 @@ def two_resolution_kernel(
     list_ptr += at * width
     for i in range(tl.load(number_ptr + at) * PARTS):
         other = tl.load(list_ptr + i // PARTS).to(tl.int32)
-        key, there, place = _tokens_of(other, i % PARTS, n, BT, BH, BW, BLOCK)
+        key, there = _tokens_of(other, i % PARTS, n, BT, BH, BW, BLOCK)
         k = load_rows(k_ptr, stride_ks, key, there, D, BLOCK_D, not FULL)
         logits = tl.dot(q, tl.trans(k), input_precision=PRECISION)
         if not FULL:
-            logits = _masked(logits, query, place, _attended(key_mask_ptr, key, there), reach)
+            logits = tl.where(_attended(key_mask_ptr, key, there)[None, :], logits, -float("inf"))
         p, alpha, row_max, row_sum, unused = online_softmax(
             logits, row_max, row_sum, row_sum, log2_scale, False, not FULL
         )
@@ -285,7 +277,7 @@ def two_resolution_rows_kernel(
     q_ptr, k_ptr, v_ptr, k_mean_ptr, v_mean_ptr, gain_ptr, list_ptr, number_ptr, key_mask_ptr,
     do_ptr, out_ptr, lse_ptr, dlse_ptr, delta_ptr, dq_ptr,
     stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
-    stride_gb, stride_gs, stride_gh, stride_ob, stride_os, stride_oh, H, S, width, tiling, reach, scale, log2_scale,
+    stride_gb, stride_gs, stride_gh, stride_ob, stride_os, stride_oh, H, S, width, tiling, scale, log2_scale,
     D: tl.constexpr, E: tl.constexpr, REST: tl.constexpr, PRECISION: tl.constexpr,
     QT: tl.constexpr, QH: tl.constexpr, QW: tl.constexpr, BLOCK_M: tl.constexpr, PARTS_M: tl.constexpr,
     BT: tl.constexpr, BH: tl.constexpr, BW: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr,
@@ -294,7 +286,7 @@ def two_resolution_rows_kernel(
     """dq [B, S, H, D], contiguous, of a part of a tile of queries; δ = rowsum(dO ∘ O) - dlse for the other kernels."""
     n = plain(tiling)
     tiles = n.tiles_t * n.tiles_h * n.tiles_w
-    at, b, h, row, exists, query = _queries_of(tl.program_id(0), n, H, QT, QH, QW, BLOCK_M, PARTS_M)
+    at, b, h, row, exists = _queries_of(tl.program_id(0), n, H, QT, QH, QW, BLOCK_M, PARTS_M)
     bh = b * H + h
     q = load_rows(q_ptr + b * stride_qb + h * stride_qh, stride_qs, row, exists, D, BLOCK_D, not FULL)
     do = load_rows(do_ptr + b * stride_gb + h * stride_gh, stride_gs, row, exists, E, BLOCK_E, not FULL)
@@ -322,12 +314,12 @@ def two_resolution_rows_kernel(
     list_ptr += at * width
     for i in range(tl.load(number_ptr + at) * PARTS):
         other = tl.load(list_ptr + i // PARTS).to(tl.int32)
-        key, there, place = _tokens_of(other, i % PARTS, n, BT, BH, BW, BLOCK)
+        key, there = _tokens_of(other, i % PARTS, n, BT, BH, BW, BLOCK)
         k = load_rows(k_ptr, stride_ks, key, there, D, BLOCK_D, not FULL)
         v = load_rows(v_ptr, stride_vs, key, there, E, BLOCK_E, not FULL)
         logits = tl.dot(q, tl.trans(k), input_precision=PRECISION) * log2_scale
         if not FULL:
-            logits = _masked(logits, query, place, _attended(key_mask_ptr, key, there), reach)
+            logits = tl.where(_attended(key_mask_ptr, key, there)[None, :], logits, -float("inf"))
         dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)
         ds = probabilities(logits, lse[:, None], 1.0) * (dp - delta[:, None])
         dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
@@ -336,22 +328,17 @@ def two_resolution_rows_kernel(
 
 @triton.jit
 def _gradients(
-    k, v, gain, key, q_ptr, do_ptr, lse_ptr, delta_ptr, stride_qs, stride_gs, row, exists, query, dk, dv,
-    reach, scale, log2_scale, D: tl.constexpr, E: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
+    k, v, gain, q_ptr, do_ptr, lse_ptr, delta_ptr, stride_qs, stride_gs, row, exists, dk, dv,
+    scale, log2_scale, D: tl.constexpr, E: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Add what one tile of queries gives to dk [N, D] and dv [N, E]; logits of keys gain `gain` [N].
-
-    `key` and `query` are their (frame, row, column), which windows ask for.
-    """
+    """Add what one tile of queries gives to dk [N, D] and dv [N, E]; logits of keys gain `gain` [N]."""
     q = load_rows(q_ptr, stride_qs, row, exists, D, BLOCK_D, True)
     do = load_rows(do_ptr, stride_gs, row, exists, E, BLOCK_E, True)
     # Where there is no query, lse = inf makes p = 0.
     lse = tl.load(lse_ptr + row, mask=exists, other=float("inf"))
     delta = tl.load(delta_ptr + row, mask=exists, other=0.0)
     logits = tl.dot(k, tl.trans(q), input_precision=PRECISION) * log2_scale + gain[:, None]
-    if reach is not None:
-        logits = tl.where(_near(query, key, reach, 0), logits, -float("inf"))
     p = probabilities(logits, lse[None, :], 1.0)
     dv = tl.dot(p.to(do.dtype), do, dv, input_precision=PRECISION)
     dp = tl.dot(v, tl.trans(do), input_precision=PRECISION)
@@ -390,21 +377,21 @@ def two_resolution_means_kernel(
     for i in range(split * span * PARTS_M, tl.minimum((split + 1) * span, queries) * PARTS_M):
         tile = i // PARTS_M
         gain = tl.load(gain_ptr + tile.to(tl.int64) * padded + mean, mask=inside, other=-float("inf"))
-        row, exists, query = _tokens_of(tile, i % PARTS_M, _of_queries(n), QT, QH, QW, BLOCK_M)
+        row, exists = _tokens_of(tile, i % PARTS_M, _of_queries(n), QT, QH, QW, BLOCK_M)
         dk, dv = _gradients(
-            k, v, gain, None, q_ptr, do_ptr, lse_ptr + bh * S, delta_ptr + bh * S, stride_qs, stride_gs,
-            row, exists, query, dk, dv, None, scale, log2_scale, D, E, BLOCK_D, BLOCK_E, PRECISION,
+            k, v, gain, q_ptr, do_ptr, lse_ptr + bh * S, delta_ptr + bh * S, stride_qs, stride_gs,
+            row, exists, dk, dv, scale, log2_scale, D, E, BLOCK_D, BLOCK_E, PRECISION,
         )  # fmt: skip
     target = (split * (tl.num_programs(0) // blocks // splits) + bh) * tiles + mean
     store_rows(dk_mean_ptr, D, target, inside, dk, D, BLOCK_D)
     store_rows(dv_mean_ptr, E, target, inside, dv, E, BLOCK_E)
 
 
-@triton.jit(do_not_specialize=["H", "S", "width"])
+@triton.jit(do_not_specialize=["H", "S"])
 def two_resolution_keys_kernel(
     q_ptr, k_ptr, v_ptr, log2_number_ptr, list_ptr, number_ptr, key_mask_ptr, do_ptr, lse_ptr, delta_ptr,
     dk_mean_ptr, dv_mean_ptr, dk_ptr, dv_ptr, stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh,
-    stride_vb, stride_vs, stride_vh, stride_gb, stride_gs, stride_gh, H, S, width, tiling, reach, scale, log2_scale,
+    stride_vb, stride_vs, stride_vh, stride_gb, stride_gs, stride_gh, H, S, tiling, scale, log2_scale,
     D: tl.constexpr, E: tl.constexpr, REST: tl.constexpr, ADD: tl.constexpr, PRECISION: tl.constexpr,
     QT: tl.constexpr, QH: tl.constexpr, QW: tl.constexpr, BLOCK_M: tl.constexpr, PARTS_M: tl.constexpr,
     BT: tl.constexpr, BH: tl.constexpr, BW: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr,
@@ -417,12 +404,13 @@ def two_resolution_keys_kernel(
     """
     n = plain(tiling)
     tiles = n.tiles_t * n.tiles_h * n.tiles_w
+    queries = n.queries_t * n.queries_h * n.queries_w
     pid = tl.program_id(0)
     tile = pid // PARTS % tiles
     bh = (pid // PARTS // tiles).to(tl.int64)
     b = bh // H
     h = bh % H
-    key, there, place = _tokens_of(tile, pid % PARTS, n, BT, BH, BW, BLOCK)
+    key, there = _tokens_of(tile, pid % PARTS, n, BT, BH, BW, BLOCK)
     if key_mask_ptr is not None:
         key_mask_ptr += b * (n.frames * n.rows * n.columns)
     attended = _attended(key_mask_ptr, key, there)
@@ -435,11 +423,11 @@ def two_resolution_keys_kernel(
     dv = tl.zeros([BLOCK, BLOCK_E], tl.float32)
     at = bh * tiles + tile
     for i in range(tl.load(number_ptr + at) * PARTS_M):
-        other = tl.load(list_ptr + at * width + i // PARTS_M).to(tl.int32)
-        row, exists, query = _tokens_of(other, i % PARTS_M, _of_queries(n), QT, QH, QW, BLOCK_M)
+        other = tl.load(list_ptr + at * queries + i // PARTS_M).to(tl.int32)
+        row, exists = _tokens_of(other, i % PARTS_M, _of_queries(n), QT, QH, QW, BLOCK_M)
         dk, dv = _gradients(
-            k, v, gain, place, q_ptr, do_ptr, lse_ptr + bh * S, delta_ptr + bh * S, stride_qs, stride_gs,
-            row, exists, query, dk, dv, reach, scale, log2_scale, D, E, BLOCK_D, BLOCK_E, PRECISION,
+            k, v, gain, q_ptr, do_ptr, lse_ptr + bh * S, delta_ptr + bh * S, stride_qs, stride_gs,
+            row, exists, dk, dv, scale, log2_scale, D, E, BLOCK_D, BLOCK_E, PRECISION,
         )  # fmt: skip
     if REST:
         dims, value_dims = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_E)

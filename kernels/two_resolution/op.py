@@ -1,7 +1,7 @@
 """Attention in two resolutions as a torch operator: opaque to torch.compile, differentiable.
 
 Shapes: B batch, S tokens, H heads, D head dim, E value dim; n tiles of queries, m tiles of keys. An operator
-takes numbers, not objects: a `Tiling`, and the `Reach` of windows, travel as a list of integers.
+takes numbers, not objects: a `Tiling` travels as a list of integers.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 import torch
 import triton
 
-from vmonarch.kernels.common.constants import kept
 from vmonarch.kernels.common.launch import (
     block_dim,
     dot_precision,
@@ -37,7 +36,7 @@ from vmonarch.kernels.two_resolution.kernels import (
     two_resolution_rows_kernel,
 )
 from vmonarch.kernels.two_resolution.reference import best_of
-from vmonarch.kernels.two_resolution.tiling import Box, Reach, Tiling, exact_tiles
+from vmonarch.kernels.two_resolution.tiling import Box, Tiling, exact_tiles
 from vmonarch.options import TwoResolutionOptions
 
 # Tokens of which a program takes the sum at a time, and those that a warp of it does.
@@ -152,48 +151,6 @@ def _lists(
     return lists, number, gain
 
 
-@kept
-def _windows(n: Tiling, reach: Reach, of_keys: bool, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of every tile of queries the tiles of keys that its windows meet [n, width], and their number [n], int32.
-
-    With `of_keys`, of every tile of keys the tiles of queries whose windows meet it.
-    """
-    axes = []
-    for axis in range(3):
-        own, other = (torch.arange(cut[3 + axis] + 1) * cut[axis] // cut[3 + axis] for cut in (n.of_queries, n))
-        own += reach.skipped if axis == 0 else 0
-        back, ahead = reach[1 + axis], reach[4 + axis]
-        if of_keys:
-            own, other, back, ahead = other, own, ahead, back
-        first = torch.searchsorted(other[1:], own[:-1] - back, right=True)
-        stop = torch.searchsorted(other[:-1], own[1:] - 1 + ahead, right=True)
-        tile = first[:, None] + torch.arange(int((stop - first).max()))
-        axes.append((tile, tile < stop[:, None], len(other) - 1))
-    (t, t_met, _), (h, h_met, h_tiles), (w, w_met, w_tiles) = axes
-    met = t_met[:, None, None, :, None, None] & h_met[:, None, None, :, None] & w_met[:, None, None, :]
-    tile = (t[:, None, None, :, None, None] * h_tiles + h[:, None, None, :, None]) * w_tiles + w[:, None, None, :]
-    met, tile = (x.flatten(3).flatten(0, 2) for x in (met, tile))
-    tile = tile.gather(1, met.to(torch.uint8).argsort(dim=1, descending=True, stable=True))
-    return tile.to(device, torch.int32), met.sum(1).to(device, torch.int32)
-
-
-def _listed(
-    query: torch.Tensor,
-    exact: torch.Tensor,
-    width: int,
-    n: Tiling,
-    reach: Reach | None,
-    log2_number: torch.Tensor | None = None,
-    of_keys: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """`_lists` of the exact tiles or, with `reach`, of those that windows meet; of tiles of keys with `of_keys`."""
-    if reach is None:
-        return _lists(exact.mT if of_keys else exact, width, log2_number)
-    B, _, H, _ = query.shape
-    lists, number = (x.expand(B, H, *x.shape).contiguous() for x in _windows(n, reach, of_keys, query.device))
-    return lists, number, None
-
-
 def _full(n: Tiling) -> bool:
     """Whether every place of every tile, of keys and of queries, holds a token."""
     return all(
@@ -204,33 +161,31 @@ def _full(n: Tiling) -> bool:
 
 
 @replayed
-def forward(*inputs: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(out [B, S, H, E], lse [B, H, S], the tiles [B, H, n, m] that are chosen here, else empty); see `attend`."""
+def _forward(*inputs: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(out [B, S, H, E], lse [B, H, S], the exact tiles [B, H, n, m], empty if they are given); see `attend`."""
     query, key, value, exact, key_mask, numbers, share, rest, scale = inputs
-    n, reach = _decoded(numbers)
+    n = Tiling(*numbers)
     pooled = pool(key, value, n, key_mask) if rest else None
-    chosen = query.new_empty(0, dtype=torch.bool)
-    if exact is None and reach is None:
-        chosen = choose(query, key, n, share, key_mask, pooled)
-    exact, width = (chosen, exact_tiles(n, share)) if exact is None else (exact, n.tiles)
+    given = exact is not None
+    if not given:
+        exact = choose(query, key, n, share, key_mask, pooled)
     out, lse = new_results(query, key, value)
-    attend(query, key, value, exact, width, key_mask, n, pooled, scale, out, lse, reach)
-    return out, lse, chosen
+    attend(query, key, value, exact, _width(n, share, given), key_mask, n, pooled, scale, out, lse)
+    return out, lse, exact.new_empty(0) if given else exact
 
 
 two_resolution_forward = torch.library.custom_op(
     "vmonarch::two_resolution_forward",
-    forward,
+    _forward,
     mutates_args=(),
     schema="(Tensor query, Tensor key, Tensor value, Tensor? exact, Tensor? key_mask, int[] numbers, float share,"
     " bool rest, float scale) -> (Tensor, Tensor, Tensor)",
 )
 
 
-def _decoded(numbers: list[int]) -> tuple[Tiling, Reach | None]:
-    """Of an operator's numbers, the second of windows only."""
-    tiling, reach = numbers[: len(Tiling._fields)], numbers[len(Tiling._fields) :]
-    return Tiling(*tiling), Reach(*reach) if reach else None
+def _width(n: Tiling, share: float, given: bool) -> int:
+    """At least the most exact tiles of a tile of queries."""
+    return n.tiles if given else exact_tiles(n, share)
 
 
 def attend(
@@ -245,39 +200,36 @@ def attend(
     scale: float,
     out: torch.Tensor,
     lse: torch.Tensor,
-    reach: Reach | None = None,
 ) -> None:
     """Write out [B, S, H, E] and lse [B, H, S], with the exact tiles [B, H, n, m].
 
     They are consecutive tokens of contiguous tensors. A row has at most `width` exact tiles; without `pooled` the
-    others leave nothing. With `reach` `exact` is not read: a query attends to the tokens in its window.
+    others leave nothing.
     """
     B, _, H, _ = query.shape
     k_mean, v_mean, log2_number = _rest(pooled, key)
-    lists, number, gain = _listed(query, exact, width, n, reach, log2_number)
-    if reach is None and key_mask is None and hopper_fits("two_resolution", query, key, value):
+    lists, number, gain = _lists(exact, width, log2_number)
+    if key_mask is None and hopper_fits("two_resolution", query, key, value):
         # Where there is no GPU for them, these kernels cannot even be imported.
         from vmonarch.kernels.hopper.two_resolution import two_resolution, two_resolution_fits
 
         if two_resolution_fits(n, query, key, value):
             two_resolution(query, key, value, k_mean, v_mean, gain, lists, number, out, lse, tiling=n, scale=scale)
             return
-    constants = _constants("two_resolution" if reach is None else "window", query, value, n)
+    constants = _constants("two_resolution", query, value, n)
     out_rows = (stride // out.shape[3] for stride in out.stride()[:3])
     launcher(two_resolution_kernel, (n.of_queries.tiles * constants["PARTS_M"] * B * H,))(
         query, key, value, k_mean, v_mean, gain, lists, number, key_mask, out, lse,
         *query.stride()[:3], *key.stride()[:3], *value.stride()[:3],
-        *out_rows, *lse.stride()[:2], H, lists.shape[3], unspecialised(n), reach and unspecialised(reach),
-        log2_scale_of(scale), REST=pooled is not None, FULL=_full(n) and key_mask is None and reach is None,
-        **constants,
+        *out_rows, *lse.stride()[:2], H, width, unspecialised(n), log2_scale_of(scale),
+        REST=pooled is not None, FULL=_full(n) and key_mask is None, **constants,
     )  # fmt: skip
 
 
 @two_resolution_forward.register_fake
 def _(query: torch.Tensor, key: Any, value: torch.Tensor, exact: Any, _mask: Any, numbers: Any, *_: Any) -> Any:
-    n, reach = _decoded(numbers)
-    given = exact is not None or reach is not None
-    chosen = (0,) if given else (query.shape[0], query.shape[2], n.of_queries.tiles, n.tiles)
+    n = Tiling(*numbers)
+    chosen = (0,) if exact is not None else (query.shape[0], query.shape[2], n.of_queries.tiles, n.tiles)
     return *new_results(query, key, value), query.new_empty(chosen, dtype=torch.bool)
 
 
@@ -292,20 +244,19 @@ def _(query: torch.Tensor, key: Any, value: torch.Tensor, exact: Any, _mask: Any
 def two_resolution_backward(*inputs: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(dq, dk, dv), contiguous, each in the shape and dtype of its input."""
     *gradients, query, key, value, exact, key_mask, out, lse, chosen, numbers, share, rest, scale = inputs
-    n, reach = _decoded(numbers)
-    pooled = pool(key, value, n, key_mask) if rest else None
-    exact, width = (chosen, exact_tiles(n, share)) if exact is None else (exact, n.tiles)
-    return backward(*gradients, query, key, value, exact, width, key_mask, out, lse, n, pooled, scale, reach=reach)
+    n, given = Tiling(*numbers), exact is not None
+    width, pooled = _width(n, share, given), pool(key, value, n, key_mask) if rest else None
+    exact = exact if given else chosen
+    return backward(*gradients, query, key, value, exact, width, key_mask, out, lse, n, pooled, scale)
 
 
 def backward(
-    *inputs: Any, added: tuple[torch.Tensor, torch.Tensor] | None = None, reach: Reach | None = None
+    *inputs: Any, added: tuple[torch.Tensor, torch.Tensor] | None = None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """What the operator computes; with a `Tiling` for the numbers, and for `rest` the means or None.
 
     Args:
         added: dk and dv, contiguous, to which the gradients of keys and values are added; None for new ones.
-        reach: as in `attend`.
     """
     grad_out, grad_lse, query, key, value, exact, width, key_mask, out, lse, n, pooled, scale = inputs
     B, S, H, D = query.shape
@@ -321,9 +272,8 @@ def backward(
     q_strides, g_strides = query.stride()[:3], grad_out.stride()[:3]
     kv_strides = (*key.stride()[:3], *value.stride()[:3])
     tiling, log2_scale, queries = unspecialised(n), log2_scale_of(scale), n.of_queries.tiles
-    windows, name = reach and unspecialised(reach), "two_resolution" if reach is None else "window"
-    lists, number, gain = _listed(query, exact, width, n, reach, log2_number)
-    on_hopper = reach is None and key_mask is None and hopper_fits("two_resolution", query, key, value, grad_out)
+    lists, number, gain = _lists(exact, width, log2_number)
+    on_hopper = key_mask is None and hopper_fits("two_resolution", query, key, value, grad_out)
     if on_hopper:
         from vmonarch.kernels.hopper.backward import two_resolution as hopper_kernels
 
@@ -335,11 +285,11 @@ def backward(
         )  # fmt: skip
     else:
         dq = query.new_empty(query.shape)
-        constants = _constants(f"{name}_rows", query, value, n)
+        constants = _constants("two_resolution_rows", query, value, n)
         launcher(two_resolution_rows_kernel, (queries * constants["PARTS_M"] * B * H,))(
             query, key, value, k_mean, v_mean, gain, lists, number, key_mask, grad_out, out, lse, grad_lse,
-            delta, dq, *q_strides, *kv_strides, *g_strides, *out.stride()[:3], H, S, lists.shape[3], tiling, windows,
-            scale, log2_scale, REST=rest, FULL=_full(n) and key_mask is None and reach is None, **constants,
+            delta, dq, *q_strides, *kv_strides, *g_strides, *out.stride()[:3], H, S, width, tiling, scale,
+            log2_scale, REST=rest, FULL=_full(n) and key_mask is None, **constants,
         )  # fmt: skip
     if rest:
         constants = _constants("two_resolution_means", query, value, n)
@@ -353,18 +303,18 @@ def backward(
             **constants,
         )  # fmt: skip
         dk_mean, dv_mean = dk_mean.sum(0), dv_mean.sum(0)
-    lists, number, _ = _listed(query, exact, queries, n, reach, of_keys=True)
+    lists, number, _ = _lists(exact.transpose(2, 3), queries)
     if on_hopper:
         hopper_kernels.launch_keys(
             query, key, value, log2_number, lists, number, grad_out, folded, dk_mean, dv_mean, dk, dv,
             tiling=n, scale=scale, add=added is not None,
         )  # fmt: skip
     else:
-        constants = _constants(f"{name}_keys", query, value, n)
+        constants = _constants("two_resolution_keys", query, value, n)
         launcher(two_resolution_keys_kernel, (n.tiles * constants["PARTS"] * B * H,))(
             query, key, value, log2_number, lists, number, key_mask, grad_out, lse, delta, dk_mean, dv_mean,
-            dk, dv, *q_strides, *kv_strides, *g_strides, H, S, lists.shape[3], tiling, windows, scale, log2_scale,
-            REST=rest, ADD=added is not None, **constants,
+            dk, dv, *q_strides, *kv_strides, *g_strides, H, S, tiling, scale, log2_scale, REST=rest,
+            ADD=added is not None, **constants,
         )  # fmt: skip
     return dq, dk, dv
 
@@ -391,6 +341,6 @@ def two_resolution_attention_triton(
     exact = None if selection is None else selection.expand(B, H, -1, -1).contiguous()
     mask = None if key_mask is None else key_mask.contiguous()
     numbers = list(tiling), options.share, options.rest, scale
-    attend = two_resolution_forward if needs_operator(query, key, value) else forward
-    out, lse, _ = attend(query, key, value, exact, mask, *numbers)
+    forward = two_resolution_forward if needs_operator(query, key, value) else _forward
+    out, lse, _ = forward(query, key, value, exact, mask, *numbers)
     return out, lse

@@ -63,23 +63,6 @@ class Tiling(NamedTuple):
         return self._replace(frames=self.query_frames, **tiles)
 
 
-class Reach(NamedTuple):
-    """How far the windows of queries reach (`kernels/window`).
-
-    Attributes:
-        skipped: frames before the first that has queries.
-        back_t, back_h, back_w, ahead_t, ahead_h, ahead_w: frames, rows and columns in front of a query and behind it.
-    """
-
-    skipped: int
-    back_t: int
-    back_h: int
-    back_w: int
-    ahead_t: int
-    ahead_h: int
-    ahead_w: int
-
-
 def tiling_of(grid: LatentGrid, options: TwoResolutionOptions, query_frames: int | None = None) -> Tiling:
     """The cut of a grid by `tile` and `query_tile`.
 

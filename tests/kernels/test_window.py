@@ -1,6 +1,6 @@
 """Attention in windows against a mask over all pairs of tokens, in float64: plain torch, and the kernels (Triton).
 
-Here the kernels run through Triton's interpreter on tiles of 16 tokens.
+Here the kernels run through Triton's interpreter on bricks of 16 tokens.
 """
 
 import math
@@ -84,8 +84,7 @@ KERNEL_CASES = {
 
 @in_interpreter
 @pytest.mark.parametrize("name", KERNEL_CASES)
-def test_the_kernels_compute_the_same(name, monkeypatch):
-    monkeypatch.setattr("vmonarch.kernels.window.op.TILE_TOKENS", 16)
+def test_the_kernels_compute_the_same(name):
     inputs, options = KERNEL_CASES[name]
     check_kernels(lambda how: attend(how, **options), inputs)
 
