@@ -31,6 +31,7 @@ from vmonarch.configs.methods import resolve_method
 from vmonarch.eval.evaluate import EvalConfig
 from vmonarch.families import FAMILIES
 from vmonarch.kernels.common.launch import HOPPER_HEAD_DIM, MAX_HEAD_DIM
+from vmonarch.pipelines.recipes import _FLOAT8_CAPABILITY
 from vmonarch.pipelines.traits import TRAITS
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -193,9 +194,12 @@ def test_the_support_matrix_is_what_the_code_supports():
         assert on == "yes" and refresh in ("yes", "untested")
         assert (parallel == "yes") == (getattr(model, "_cp_plan", None) is not None), model
         assert (command == "no") == all(model not in (found, *get_args(found)) for found in commands), model
-    heading = next(row for row in rows("docs/kernels.md") if row[0] == "GPU")
-    limits = [f"16 bit, head dimension ≤ {HOPPER_HEAD_DIM}", f"16 bit, ≤ {MAX_HEAD_DIM}", f"float32, ≤ {MAX_HEAD_DIM}"]
-    assert heading[1:4] == limits
+    text = " ".join(DOCUMENTS["docs/gpus.md"].split())
+    limits = re.findall(r"head dimensions up to (\d+)", text)
+    assert limits == [str(MAX_HEAD_DIM), str(HOPPER_HEAD_DIM)]
+    chips = {int(row[1].split("sm_")[1]): row[4] for row in rows("docs/gpus.md") if "sm_" in row[1]}
+    assert {100, 90, 86, 80} < set(chips)
+    assert all((float8 == "yes") == (divmod(chip, 10) >= _FLOAT8_CAPABILITY) for chip, float8 in chips.items())
 
 
 def test_errors_that_troubleshooting_explains_are_in_the_code():
@@ -375,3 +379,6 @@ def test_the_table_of_seconds_adds_up_as_many_steps_of_each_kind_as_videos_had()
         for name, found in seconds.items():
             assert shown[name] == f"{found:.1f} ({full['video_s'] / found:.2f}×)"
         assert shown["full attention, s"] == f"{full['video_s']:.1f}"
+    (short,) = (table for table in record["tables"] if table["name"] == "short")
+    columns = [table["header"].index(name) for name in short["header"][1:]]
+    assert [row[1:] for row in short["rows"]] == [[row[column] for column in columns] for row in table["rows"]]
