@@ -100,6 +100,7 @@ KNOWN_SPILLS = {
     # Of float16.
     ("3.6.0", "_hopper_state_kernel"): 72,
     ("3.7.1", "_hopper_state_kernel"): 88,
+    ("3.9.0", "_hopper_state_kernel"): 4,
     ("3.7.1", "_hopper_rows_kernel"): 12,
     ("3.9.0", "_hopper_rows_kernel"): 12,
     # Where keys stand for unequal numbers of keys (coarse, and cells that are not all full): places of columns.
