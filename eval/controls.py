@@ -280,6 +280,36 @@ class Nothing(Control):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Sol(Control):
+    """Sol-Attn: of blocks of 64 tokens in their order, those of keys are exact that score high; all others leave means.
+
+    A score is the product of the mean of a block of queries and that of a block of keys, less the mean of these. It is
+    high beyond `tau` standard deviations, which the variances of the mean keys, channel by channel, stand for. A block
+    itself and its neighbours are exact.
+
+    Args:
+        tau: standard deviations; the larger, the less is exact.
+
+    Source: Li et al., Sol-Attn (2026, arXiv:2607.24027).
+    """
+
+    tau: float = 1.0
+
+    def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, grid: LatentGrid) -> torch.Tensor:
+        line, tile = LatentGrid(1, 1, grid.tokens), (1, 1, 64)
+        options = TwoResolutionOptions(tile=tile, query_tile=tile)
+        tiling = tiling_of(line, options)
+        places = places_of(tiling, query.device)
+        (q, _), (k, _) = tile_means(query, places), tile_means(key, places)  # [B, H, m, D]
+        k = k - k.mean(2, keepdim=True)
+        deviation = (q.square() @ k.square().mean(2).unsqueeze(-1)).sqrt()  # [B, H, m, 1]
+        block = torch.arange(tiling.tiles, device=query.device)
+        near = (block[:, None] - block).abs() <= 1
+        exact = near | (q @ k.mT > self.tau * deviation)
+        return two_resolution_attention(query, key, value, grid=line, options=options, selection=exact)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Trained(TwoResolutionOptions, Control):
     """Block-sparse attention with a linear layer that is learnt, 0 at first, for the tiles of keys that it leaves out.
 
@@ -359,6 +389,7 @@ CONTROLS: dict[str, type[Options]] = {
     "factorised": Factorised,
     "local": Local,
     "none": Nothing,
+    "sol": Sol,
     "vsa": VSA,
     "sla": SLA,
     "exact": NoOptions,

@@ -171,6 +171,33 @@ def test_local_attention_is_softmax_over_the_pattern(pattern):
     torch.testing.assert_close(out, per_head(masked(allowed), q, k, v), rtol=0, atol=1e-12)
 
 
+@pytest.mark.parametrize("tau", [0.0, 0.8])
+def test_sol_attends_to_blocks_of_high_scores_and_to_the_means_of_others(tau):
+    grid = (5, 8, 16)
+    q, k, v = qkv(grid)
+    # Blocks differ, or all score alike.
+    k += 2 * torch.randn(2, 10, 1, 3, 8, dtype=k.dtype, generator=torch.Generator().manual_seed(1)).expand(
+        -1, -1, 64, -1, -1
+    ).flatten(1, 2)
+    block = torch.arange(640) // 64
+    mean = lambda x: x.unflatten(0, (10, 64)).mean(1)
+
+    def attention_map(Q, K):
+        means = mean(K)
+        centred = means - means.mean(0)
+        deviation = (mean(Q).square() @ centred.square().mean(0)).sqrt()
+        near = (torch.arange(10)[:, None] - torch.arange(10)).abs() <= 1
+        exact = (near | (mean(Q) @ centred.T > tau * deviation[:, None]))[block]  # [N, m]
+        assert 0.3 < exact.double().mean() < 0.8
+        logits = torch.cat([Q @ K.T, Q @ means.T + math.log(64)], 1)
+        weights = logits.masked_fill(~torch.cat([exact[:, block], ~exact], 1), -torch.inf).softmax(-1)
+        return weights[:, :640] + weights[:, 640:][:, block] / 64
+
+    torch.testing.assert_close(
+        attend("sol", q, k, v, grid, tau=tau), per_head(attention_map, q, k, v), rtol=0, atol=1e-12
+    )
+
+
 @pytest.mark.parametrize(
     ("control", "options"),
     [
@@ -201,6 +228,7 @@ NAMES = {
     "factorised": "monarch-w4:blocks=2",
     "local": "local",
     "none": "reuse:refresh=null",
+    "sol": "sol",
     "vsa": "vsa:tile=[2,2,2],query_tile=[2,2,2],share=0.5",
     "sla": "sla:share=0.5",
 }
@@ -213,7 +241,7 @@ def transformer():
 
 def forward(transformer):
     generator = torch.Generator().manual_seed(0)
-    latents = torch.randn(1, 16, 5, 6, 8, generator=generator)
+    latents = torch.randn(1, 16, 5, 12, 32, generator=generator)
     text = torch.randn(1, 7, 128, generator=generator)
     with torch.no_grad():
         return transformer(latents, torch.tensor([500.0]), text, return_dict=False)[0]
@@ -230,7 +258,7 @@ def test_a_method_runs_its_control_in_every_layer_and_goes_away(transformer, con
     again = ControlProcessor(**processors[0].config)
     assert again.config == processors[0].config == method.processor().config
     changed = forward(transformer)
-    assert (vmonarch.report(transformer).work is None) == (control in ("vsa", "sla"))
+    assert (vmonarch.report(transformer).work is None) == (control in ("vsa", "sla", "sol"))
     least, most = (0, 1e-4) if control == "exact" else (1e-3, math.inf)
     assert torch.isfinite(changed).all() and least < (changed - before).abs().max() < most
     resolve_method("full").install(transformer)
