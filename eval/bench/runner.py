@@ -64,7 +64,6 @@ class Way:
         expected: the same parts in float32, and maybe others.
         bounds: see `compare`.
         flops, bytes: its work; 0 if they are not counted.
-        input_bytes: of all tensors that must exist before the call.
         before: bytes that are not the call's; None for those that are allocated when it begins.
         more: adds to the row, by the clock that timed it.
     """
@@ -75,7 +74,6 @@ class Way:
     bounds: Mapping[str, float] | None = None
     flops: float = 0.0
     bytes: float = 0.0
-    input_bytes: int = 0
     before: int | None = None
     more: Callable[[Clock, dict[str, Any]], Any] = lambda clock, row: None
 
@@ -314,7 +312,6 @@ class Run:
         row["call_s"] = clock.time(way.run) / 1e3
         if on_gpu:
             row["peak_bytes"] = torch.cuda.max_memory_allocated(clock.device) - before
-            row["input_bytes"] = way.input_bytes
         return way
 
     def _agree(self, row: dict[str, Any]) -> None:
@@ -441,8 +438,7 @@ def _about(run: Run, command: str) -> dict[str, Any]:
             "rounds": run.rounds,
             "budget_s": run.budget,
             "bounds": {**BOUNDS[dtype], "row_factor": ROW_FACTOR},
-            "memory": "peak_bytes: the most that was allocated during a call beyond what was before it, results"
-            " counted; input_bytes: tensors that must exist before it, a written-out bias counted",
+            "memory": "peak_bytes: the most that was allocated during a call beyond what was before it",
             **bench.settings,
         },
         "rates": run.rates,

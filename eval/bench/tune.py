@@ -20,8 +20,7 @@ from typing import Any
 import torch
 
 from vmonarch.configs import InputError
-from vmonarch.eval.bench.attention import randn, with_gradients
-from vmonarch.eval.bench.kernels import parse_shape, read_head_dims
+from vmonarch.eval.bench.kernels import parse_shape, randn, read_head_dims, with_gradients
 from vmonarch.eval.bench.machine import check_device, measured_dtype
 from vmonarch.eval.bench.runner import Bench, Case, Way, Ways, choose, run_bench
 from vmonarch.files import AtomicFiles, check_output
