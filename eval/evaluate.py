@@ -417,6 +417,7 @@ def _finish(config: EvalConfig, folder: ModelFolder, output: Path, items: Sequen
     labels = config.labels
     baseline = config.baseline or ("vmonarch" if "vmonarch" in labels else labels[min(1, len(labels) - 1)])
     vbench = _vbench_scores(config, output, records)
+    work = {label: summary.values_of(records, label, "attention_work") for label in labels}
     record: dict[str, Any] = {
         "format": EVALUATION_FORMAT,
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -426,7 +427,7 @@ def _finish(config: EvalConfig, folder: ModelFolder, output: Path, items: Sequen
         "methods": labels,
         "measures": {key: dataclasses.asdict(measure) for key, measure in summary.MEASURES.items()},
         "intervals": summary.INTERVALS,
-        "attention_flops": _attention_flops(labels, records),
+        "attention_flops": {label: None if None in of else statistics.fmean(of) for label, of in work.items()},
         "statistics": summary.statistics(records, labels),
         "differences": summary.differences(records, labels, baseline),
         "vbench": vbench,
@@ -444,15 +445,6 @@ def _finish(config: EvalConfig, folder: ModelFolder, output: Path, items: Sequen
         for name, contents in {"evaluation.json": text, "report.html": page}.items():
             files.stage(output / name).write_text(contents, encoding="utf-8")
     return Evaluation(output, record, 0)
-
-
-def _attention_flops(labels: Sequence[str], records: Sequence[Mapping[str, Any]]) -> dict[str, float | None]:
-    """The mean attention FLOPs of a method's videos over those of full attention, by label; None where not known."""
-    work: dict[str, float | None] = {}
-    for label in labels:
-        shares = [row["attention_work"] for item in records for row in item["results"] if row["method"] == label]
-        work[label] = None if None in shares else statistics.fmean(shares)
-    return work
 
 
 def _vbench_scores(

@@ -45,9 +45,6 @@ class WanModel:
         boundary_ratio: noise level below which a second transformer takes over; None if there is none.
         expand_timesteps: the transformer gets a timestep for every token.
         folder: where the weights are; None for random ones.
-
-    Raises:
-        InputError: it is no text-to-video model.
     """
 
     name: str
@@ -57,10 +54,6 @@ class WanModel:
     boundary_ratio: float | None = None
     expand_timesteps: bool = False
     folder: ModelFolder | None = None
-
-    def __post_init__(self) -> None:
-        if self.transformer.get("image_dim") is not None or self.transformer.get("added_kv_proj_dim") is not None:
-            raise InputError("model", f"{self.name!r} takes an image; supported: text-to-video models")
 
     @property
     def transformers(self) -> tuple[str, ...]:

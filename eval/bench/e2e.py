@@ -78,31 +78,27 @@ SETTINGS = (
 )
 
 
-def choose_settings(words: Sequence[str] | None, model: str | None) -> tuple[Setting, ...]:
+def choose_settings(words: Sequence[str], model: str | None) -> tuple[Setting, ...]:
     """The settings that are asked for: names of SETTINGS, or FRAMESxHEIGHTxWIDTH of `model`.
 
     Args:
-        words: None for all settings.
-        model: measured in place of the settings' own models.
+        model: measured in place of the settings' own models, at each size once.
 
     Raises:
-        InputError: an unknown name, a size without a model, the same twice, or a model without sizes.
+        InputError: an unknown name, a size without a model, or none.
     """
     known = {setting.label: setting for setting in SETTINGS}
     if model is None:
-        return SETTINGS if words is None else tuple(known[word] for word in choose("settings", words, known))
-    if words is None:
-        raise InputError("settings", "must be given with --model, such as 61x448x832 or 1.3b-61x448x832")
-    chosen = []
+        return tuple(known[word] for word in choose("settings", words, known))
+    chosen = {}
     for word in words:
         own = re.fullmatch(r"(\d+)x(\d+)x(\d+)", word)
         if word not in known and own is None:
             problem = f"must be of {', '.join(known)}, or frames x height x width such as 61x448x832"
             raise InputError("settings", f"{problem}; got {word!r}{suggest(word, known)}")
         size = known[word].size if own is None else tuple(map(int, own.groups()))
-        chosen.append(Setting(f"{Path(model).name}-{'x'.join(map(str, size))}", model, size))
-    choose("settings", [setting.label for setting in chosen])
-    return tuple(chosen)
+        chosen[size] = Setting(f"{Path(model).name}-{'x'.join(map(str, size))}", model, size)
+    return tuple(chosen.values())
 
 
 @dataclass(frozen=True)
@@ -373,7 +369,7 @@ def finish(options: Options, case: dict[str, Any]) -> None:
 
 
 def bench(
-    settings: Sequence[str] | None = None,
+    settings: Sequence[str] = tuple(setting.label for setting in SETTINGS),
     model: str | None = None,
     methods: Sequence[str] = ("full", "stock:backend=fa3", "vmonarch"),
     **options: Any,

@@ -19,12 +19,10 @@ import torch
 
 from vmonarch.configs import InputError
 from vmonarch.kernels.common.launch import interpreted
-from vmonarch.pipelines.environment import choose_device, device_name, environment, git_commit, package_versions
+from vmonarch.pipelines.environment import PACKAGES, choose_device, device_name, git_commit, package_versions
 
 # Rounds that every way gets, however long its calls take.
 MIN_ROUNDS = 3
-# In place of a chip's name where times are of the interpreter, or of kernels in plain torch.
-NO_SPEED = "no speed: a test of the benchmark"
 
 
 def check_device(name: str) -> torch.device:
@@ -164,34 +162,22 @@ def measure_rates(device: torch.device) -> dict[str, float | str] | None:
 
 
 def provenance(device: torch.device, command: str) -> dict[str, Any]:
-    """What every record of a benchmark begins with: when, on what, with which versions and by which command."""
+    """What every record begins with: when, on what, with which versions and by which command."""
     import vmonarch
 
-    real = device.type == "cuda"
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "hardware": device_name(device) if real else NO_SPEED,
+        "hardware": device_name(device),
         "versions": {
             "vmonarch": vmonarch.__version__,
             "git_commit": git_commit(),
             "python": platform.python_version(),
-            **package_versions(("torch", "triton", "numpy")),
+            **package_versions((*PACKAGES, "numpy")),
             # The build says which CUDA it is for.
             "torch_build": torch.__version__,
             "cuda": torch.version.cuda,
-            "cudnn": str(torch.backends.cudnn.version()) if real else None,
+            "cudnn": str(torch.backends.cudnn.version()) if device.type == "cuda" else None,
         },
-        "command": command,
-    }
-
-
-def script_record(command: str, device: Any) -> dict[str, Any]:
-    """What the JSON of a script begins with: when and where it runs, with what, and how it was called."""
-    about = environment(device)
-    return {
-        "date": datetime.now(UTC).date().isoformat(),
-        "hardware": f"{about['device_name']}, {about['cpu_count']} cores",
-        "environment": about,
         "command": command,
     }
 

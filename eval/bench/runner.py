@@ -426,12 +426,15 @@ def run_bench(
 
 def _about(run: Run, command: str) -> dict[str, Any]:
     """What the JSON of a run begins with."""
-    bench, dtype = run.bench, measured_dtype(run.clock.device)
+    bench, device = run.bench, run.clock.device
+    dtype = measured_dtype(device)
     flushed = "" if bench.flushes == 1 else f"{bench.flushes} times "
     return {
         "format": FORMAT,
         "benchmark": bench.name,
-        **provenance(run.clock.device, command),
+        **provenance(device, command),
+        # Times of the interpreter, or of kernels in plain torch, are no chip's.
+        **({} if device.type == "cuda" else {"hardware": "no speed: a test of the benchmark"}),
         "settings": {
             "dtype": str(dtype).removeprefix("torch."),
             "timing": f"CUDA events, L2 overwritten {flushed}before each call, methods in turns",

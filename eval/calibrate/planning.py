@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -40,12 +41,6 @@ class InPlace:
     shares: Mapping[str, torch.Tensor]
 
 
-def measures_of(diagnosis: Mapping[str, Any]) -> tuple[str, ...]:
-    """Those of MEASURES that a diagnosis has: without gradients there is no "output_error"."""
-    have = [values for part in diagnosis["transformers"].values() for values in part["candidates"].values()]
-    return tuple(name for name in MEASURES if all(name in values for values in have))
-
-
 def over_steps(values: Any, measure: str) -> torch.Tensor:
     """[layers, heads], float64, of a measure [steps, layers, heads]: its mean; of "error" the root mean square."""
     steps = torch.tensor(values, dtype=torch.float64)
@@ -69,7 +64,6 @@ class _Choices:
     """
 
     def __init__(self, diagnosis: Mapping[str, Any]) -> None:
-        measures = measures_of(diagnosis)
         self.candidates, self.parts = diagnosis["candidates"], diagnosis["transformers"]
         self.grid = LatentGrid(*diagnosis["grid"])
         full = {"flops": ("flops", 1.0), "time": ("ms", diagnosis.get("full_ms"))}
@@ -82,7 +76,9 @@ class _Choices:
         plain = [name for name, entry in self.candidates.items() if not entry["options"]]
         self.default = self.names.index(plain[0]) if plain else None
         self.values = {}
-        for measure in measures:
+        have = [values for part in self.parts.values() for values in part["candidates"].values()]
+        # Without gradients there is no "output_error".
+        for measure in (name for name in MEASURES if all(name in values for values in have)):
             found = [
                 torch.stack([over_steps(part["candidates"][name][measure], measure) for name in self.candidates], -1)
                 for part in self.parts.values()
@@ -159,7 +155,14 @@ def plan(diagnosis: Mapping[str, Any], budget: Budget, found: Sequence[InPlace] 
         values = relative[0] + _LAYER_WEIGHT * relative[1]
     if found:
         values = _corrected(choices, values, found)
-    return choices.plan(_least(values, costs * choices.shares / (work * unit), cost), measure, asked)
+    made = choices.plan(_least(values, costs * choices.shares / (work * unit), cost), measure, asked)
+    if all(options is None for options in made.methods.values()):
+        warnings.warn(
+            "the plan is nothing but full attention, so it makes nothing faster: it may cost too much, or the videos"
+            " are so small that all candidates cost more",
+            stacklevel=2,
+        )
+    return made
 
 
 def _least(values: torch.Tensor, costs: torch.Tensor, argument: str) -> torch.Tensor:
