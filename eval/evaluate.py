@@ -129,20 +129,21 @@ def evaluate(
     """
     check_measures(config)
     folder = model.folder if model else find_model(config.model, config.revision)
-    shard = Shard() if isinstance(config, CompareConfig) else Shard.of_environment()
+    compares = isinstance(config, CompareConfig)
+    shard = Shard() if compares else Shard.of_environment()
     if shard.size > 1 and config.device == "auto" and choose_device("auto").type == "cuda":
         config = dataclasses.replace(config, device=f"cuda:{shard.local_rank}")
     config = complete(config, folder)
     output = prepare_output_dir(config.output_dir)
-    if not isinstance(config, CompareConfig):
+    if compares:
+        output /= f"{next_number(output)}-{short_hash(config.to_dict())}"
+        output.mkdir()
+    else:
         _check_settings(output, config, folder)
-        return _run_items(config, folder, output, progress, model, shard, command)
-    output /= f"{next_number(output)}-{short_hash(config.to_dict())}"
-    output.mkdir()
     try:
         return _run_items(config, folder, output, progress, model, shard, command)
     finally:
-        if not any(output.glob("items/*/item.json")):
+        if compares and not any(output.glob("items/*/item.json")):
             shutil.rmtree(output)
 
 
@@ -417,7 +418,7 @@ def _finish(config: EvalConfig, folder: ModelFolder, output: Path, items: Sequen
     labels = config.labels
     baseline = config.baseline or ("vmonarch" if "vmonarch" in labels else labels[min(1, len(labels) - 1)])
     vbench = _vbench_scores(config, output, records)
-    work = {label: summary.values_of(records, label, "attention_work") for label in labels}
+    work: dict[str, list[Any]] = {label: summary.values_of(records, label, "attention_work") for label in labels}
     record: dict[str, Any] = {
         "format": EVALUATION_FORMAT,
         "created": datetime.now(UTC).isoformat(timespec="seconds"),

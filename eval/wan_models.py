@@ -8,7 +8,6 @@ pipeline's folder and a model of the hub bring their own.
 
 from __future__ import annotations
 
-import copy
 import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -106,12 +105,6 @@ def random_model(cls: Any, config: Mapping[str, Any], device: torch.device, dtyp
             torch.nn.init.normal_(parameter, std=0.02)
     cast(model, dtype)
     return model.eval().requires_grad_(False)
-
-
-def share_weights(model: torch.nn.Module) -> Any:
-    """A copy of the modules with the same parameters and buffers: its processors and compiled code are its own."""
-    tensors = [*model.parameters(), *model.buffers()]
-    return copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
 
 
 def read_model_config(name: str) -> WanModel:

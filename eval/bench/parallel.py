@@ -31,10 +31,9 @@ MODELS = ("14b-93x704x1280", "1.3b-61x720x1280")
 # A process that fails ends the others; one that hangs does so after this.
 TIMEOUT = timedelta(seconds=120)
 FORMULAE = {
-    "step": "one forward call and one step of UniPC, of the slowest process",
+    **e2e.FORMULAE,
     "efficiency": "step of one process / (P · step of P processes), of the same row",
     "compiled": "compile_repeated_blocks(dynamic=False); of VMonarch on several processes all but self-attention",
-    "error": "‖x − x₀‖ / ‖x₀‖, x₀ by the same method, eager, in one process",
 }
 
 

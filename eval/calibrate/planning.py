@@ -41,12 +41,6 @@ class InPlace:
     shares: Mapping[str, torch.Tensor]
 
 
-def over_steps(values: Any, measure: str) -> torch.Tensor:
-    """[layers, heads], float64, of a measure [steps, layers, heads]: its mean; of "error" the root mean square."""
-    steps = torch.tensor(values, dtype=torch.float64)
-    return steps.square().mean(0).sqrt() if measure == "error" else steps.mean(0)
-
-
 def default_flops(grid: LatentGrid) -> float:
     """FLOPs of VMonarch with its defaults, relative to full attention."""
     return vmonarch_flops(grid, 1) / full_flops(grid, 1)
@@ -57,7 +51,8 @@ class _Choices:
 
     Attributes:
         names: of the methods, exact attention last.
-        values: by measure: [heads, methods], over the recorded steps; 0 for exact attention.
+        values: by measure: [heads, methods], the mean of the recorded steps, of "error" the root mean square; 0 for
+            exact attention.
         costs: by "flops" and, where it was measured, "time": [methods], relative to exact attention.
         shares: [heads, 1], of a head in the work of a whole sampling: transformers run for different numbers of steps.
         default: the method that is VMonarch with its defaults; None if that is no candidate.
@@ -79,15 +74,17 @@ class _Choices:
         have = [values for part in self.parts.values() for values in part["candidates"].values()]
         # Without gradients there is no "output_error".
         for measure in (name for name in MEASURES if all(name in values for values in have)):
-            found = [
-                torch.stack([over_steps(part["candidates"][name][measure], measure) for name in self.candidates], -1)
-                for part in self.parts.values()
-            ]
-            self.values[measure] = torch.nn.functional.pad(torch.cat([x.flatten(0, 1) for x in found]), (0, 1))
-        steps = sum(len(part["steps"]) for part in self.parts.values())
+            found = []
+            for part in self.parts.values():
+                measured = [part["candidates"][name][measure] for name in self.candidates]
+                steps = torch.tensor(measured, dtype=torch.float64)  # [methods, steps, layers, heads]
+                mean = steps.square().mean(1).sqrt() if measure == "error" else steps.mean(1)
+                found.append(mean.flatten(1).mT)
+            self.values[measure] = torch.nn.functional.pad(torch.cat(found), (0, 1))
+        total = sum(len(part["steps"]) for part in self.parts.values())
         ones = [torch.ones(part["layers"] * part["heads"], 1).double() for part in self.parts.values()]
         parts = zip(ones, self.parts.values(), strict=True)
-        self.shares = torch.cat([one / len(one) * len(part["steps"]) / steps for one, part in parts])
+        self.shares = torch.cat([one / len(one) * len(part["steps"]) / total for one, part in parts])
 
     def of(self, measure: str) -> torch.Tensor:
         """Values of a measure, [heads, methods], whose sum over heads means something."""
