@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +49,7 @@ class WanModel:
     name: str
     transformer: dict[str, Any]
     vae: dict[str, Any]
-    text_encoder: dict[str, Any] = field(default_factory=lambda: dict(UMT5_XXL))
+    text_encoder: dict[str, Any]
     boundary_ratio: float | None = None
     expand_timesteps: bool = False
     folder: ModelFolder | None = None
