@@ -123,6 +123,7 @@ def with_gradients(
 
 
 def attention_way(
+    method: str,
     attend: Callable[..., torch.Tensor],
     reference: Callable[..., torch.Tensor],
     tensors: Sequence[torch.Tensor],
@@ -134,6 +135,7 @@ def attention_way(
     These are the first and the last head, in training the first.
 
     Args:
+        method: what `attend` is called.
         grad: gradient of the output; None if nothing is trained.
         work: of the way.
     """
@@ -144,10 +146,12 @@ def attention_way(
         of_output = None if grad is None else grad[:, :, checked].float()
         return dict(zip(NAMES, with_gradients(lambda: reference(*copies), copies, of_output)(), strict=False))
 
+    run = with_gradients(lambda: attend(*tensors), tensors, grad)
     return Way(
-        run=with_gradients(lambda: attend(*tensors), tensors, grad),
+        run=run,
         found=lambda results: {name: x[:, :, checked] for name, x in zip(NAMES, results, strict=False)},
         expected=expected,
+        more=partial(more, method, run),
         **work,
     )
 
@@ -200,18 +204,15 @@ def ways(case: Case, device: torch.device, dtype: torch.dtype) -> Ways:
     def way(method: str) -> Way:
         done: dict[str, Any] = work(case, method, dtype.itemsize)
         if method in (*EXACT, INT8):
-            eight = method == INT8
-            attend = partial(int8_attention, implementation="triton") if eight else partial(sdpa, method)
-            made = attention_way(attend, exact, tensors, grad, **done)
-            expected = shared.setdefault("exact", cache(made.expected))
-            bounds = INT8_BOUNDS if eight else None
-            return dataclasses.replace(made, expected=expected, bounds=bounds, more=partial(more, method, made.run))
+            bounds = INT8_BOUNDS if method == INT8 else None
+            attend = partial(int8_attention, implementation="triton") if bounds else partial(sdpa, method)
+            made = attention_way(method, attend, exact, tensors, grad, bounds=bounds, **done)
+            return dataclasses.replace(made, expected=shared.setdefault("exact", cache(made.expected)))
         op = two_resolution_attention if method == "two-resolution" else vmonarch_attention
         attend = partial(op, grid=case.grid, **VMONARCH.get(method, {}))
         by = "torch" if method == "vmonarch-torch" else "triton"
         ours, reference = (partial(attend, implementation=implementation) for implementation in (by, "torch"))
-        made = attention_way(ours, reference, tensors, grad, **done)
-        return dataclasses.replace(made, more=partial(more, method, made.run))
+        return attention_way(method, ours, reference, tensors, grad, **done)
 
     return {method: partial(way, method) for method in METHODS if measures(case, method)}
 
