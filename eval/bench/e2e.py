@@ -28,7 +28,7 @@ from vmonarch.configs import InputError, read_document, suggest
 from vmonarch.configs.methods import AttentionMethod
 from vmonarch.eval.bench.machine import Clock, allocated, measured_dtype, release_memory, summary
 from vmonarch.eval.bench.rows import caption
-from vmonarch.eval.bench.runner import Bench, Way, Ways, choose, failure, profiled
+from vmonarch.eval.bench.runner import Bench, Way, Ways, check_names, failure, profiled
 from vmonarch.eval.render.tables import shown_number
 from vmonarch.eval.settings import resolved
 from vmonarch.eval.wan_models import WanModel, read_model
@@ -96,7 +96,8 @@ def choose_settings(words: Sequence[str], model: str | None) -> tuple[Setting, .
         InputError: an unknown name, a size without a model, or none.
     """
     if model is None:
-        return tuple(SETTINGS[word] for word in choose("settings", words, SETTINGS))
+        check_names("settings", words, SETTINGS)
+        return tuple(SETTINGS[word] for word in words)
     chosen = {}
     for word in words:
         own = re.fullmatch(r"(\d+)x(\d+)x(\d+)", word)
@@ -443,7 +444,7 @@ def bench(
         InputError: a model, a size, a method or an option cannot be used.
     """
     chosen, of = choose_settings(settings, model), Options(**options)
-    choose("modes", of.modes, MODES)
+    check_names("modes", of.modes, MODES)
     compared = resolved(methods, "methods")
     for method in compared:
         try:

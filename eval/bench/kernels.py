@@ -21,7 +21,7 @@ from vmonarch import flops
 from vmonarch.configs import InputError
 from vmonarch.engines import FA3, fa3_backend
 from vmonarch.eval.bench.machine import Clock
-from vmonarch.eval.bench.runner import NAMES, Bench, Case, Way, Ways, choose, profiled
+from vmonarch.eval.bench.runner import NAMES, Bench, Case, Way, Ways, check_names, profiled
 from vmonarch.flops import full_flops, least_bytes, two_resolution_flops, vmonarch_work
 from vmonarch.grid import LatentGrid
 from vmonarch.kernels.flash_bias.reference import flash_bias_attention_reference
@@ -238,9 +238,8 @@ def bench(
         InputError: a shape or a pass that there is not; no method is measured on any of the shapes.
     """
     check_head_dims(head_dims)
-    choose("passes", passes, ("forward", "backward"))
-    choose("methods", methods, METHODS)
-    choose("shapes", [shape_case(shape, 0, False).shape for shape in shapes])
+    check_names("passes", passes, ("forward", "backward"))
+    check_names("methods", methods, METHODS)
     cases = [shape_case(shape, dim, name == "backward") for dim in head_dims for name in passes for shape in shapes]
     # Fig. 8 is of d = 64; elsewhere its shape would only repeat what the others tell.
     cases = [case for case in cases if len(shapes) == 1 or case.shape != FIGURE_8 or case.head_dim == 64]

@@ -6,7 +6,7 @@ A benchmark is one record (`Bench`): its cases, and how each can be computed. A 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -321,19 +321,13 @@ class Run:
             error.update({of: max(r["errors"][name][of] for r in rows if name in r.get("errors", {})) for of in error})
 
 
-def choose(argument: str, names: Sequence[str], known: Iterable[str] | None = None) -> tuple[str, ...]:
-    """The names, in the order given.
-
-    Raises:
-        InputError: a name that is not known, given twice, or none at all.
-    """
-    listed = list(names if known is None else known)
+def check_names(argument: str, names: Sequence[str], known: Collection[str]) -> None:
+    """Raise InputError for a name that is not known, for one given twice, or for none at all."""
     for name in names:
-        if name not in listed:
-            raise InputError(argument, f"must be of {', '.join(listed)}; got {name!r}{suggest(name, listed)}")
+        if name not in known:
+            raise InputError(argument, f"must be of {', '.join(known)}; got {name!r}{suggest(name, known)}")
     if not names or len(set(names)) < len(names):
         raise InputError(argument, f"must be one or several different ones, got {', '.join(names) or 'none'}")
-    return tuple(names)
 
 
 def left_out(cases: Sequence[dict[str, Any]]) -> list[dict[str, str]]:

@@ -22,7 +22,7 @@ import torch
 from vmonarch.configs import InputError
 from vmonarch.eval.bench.kernels import check_head_dims, parse_shape, randn, with_gradients
 from vmonarch.eval.bench.machine import check_device, measured_dtype
-from vmonarch.eval.bench.runner import Bench, Case, Way, Ways, choose, run_bench
+from vmonarch.eval.bench.runner import Bench, Case, Way, Ways, check_names, run_bench
 from vmonarch.files import AtomicFiles, check_output
 from vmonarch.kernels.common import launch
 from vmonarch.kernels.common.launch import block_dim, launch_options, launch_overrides
@@ -227,7 +227,7 @@ def run_tune(
     if device == "cpu" and output is None:
         raise InputError("output", "is needed with --device cpu: the interpreter has nothing to tune")
     on = check_device(device)
-    choose("kernels", kernels, SWEEPS)
+    check_names("kernels", kernels, SWEEPS)
     check_head_dims(head_dims)
     cases = [
         Case(
