@@ -398,10 +398,10 @@ CONTROLS: dict[str, type[Options]] = {
 
 @dataclass(frozen=True)
 class KernelExact(Exact):
-    """Exact attention by our own op, whichever backend was chosen: who asks for the log-partition gets no other."""
+    """Exact attention by our own op, whichever backend was chosen, for which the log-partition is asked for."""
 
     def __call__(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Call) -> Result:
-        return super().__call__(query, key, value, call._replace(lse=True))
+        return super().__call__(query, key, value, call._replace(lse=True, backend=None))
 
 
 class ControlProcessor(VideoAttentionProcessor):

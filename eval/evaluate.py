@@ -38,7 +38,7 @@ from vmonarch.eval.settings import REFERENCE, CompareConfig, EvalConfig
 from vmonarch.files import AtomicFiles, file_name, short_hash
 from vmonarch.pipelines import recipes
 from vmonarch.pipelines.config import complete
-from vmonarch.pipelines.environment import choose_device, choose_dtype
+from vmonarch.pipelines.environment import choose_device, choose_dtype, environment
 from vmonarch.pipelines.loading import LoadedModel, complete_and_load
 from vmonarch.pipelines.model_folder import ModelFolder, find_model
 from vmonarch.pipelines.outputs import (
@@ -129,20 +129,33 @@ def evaluate(
     """
     check_measures(config)
     folder = model.folder if model else find_model(config.model, config.revision)
-    shard = Shard() if isinstance(config, CompareConfig) else Shard.of_environment()
+    compares = isinstance(config, CompareConfig)
+    shard = Shard() if compares else Shard.of_environment()
     if shard.size > 1 and config.device == "auto" and choose_device("auto").type == "cuda":
         config = dataclasses.replace(config, device=f"cuda:{shard.local_rank}")
     config = complete(config, folder)
     output = prepare_output_dir(config.output_dir)
-    if not isinstance(config, CompareConfig):
+    if compares:
+        output /= f"{next_number(output)}-{short_hash(config.to_dict())}"
+        output.mkdir()
+    else:
         _check_settings(output, config, folder)
-        return _run_items(config, folder, output, progress, model, shard, command)
-    output /= f"{next_number(output)}-{short_hash(config.to_dict())}"
-    output.mkdir()
     try:
-        return _run_items(config, folder, output, progress, model, shard, command)
+        numbers = iter(range(1, 1 + len(config.prompts) * len(config.seeds)))
+        batches = [[Item(next(numbers), *job) for job in batch] for batch in config.batches()]
+        items = [item for batch in batches for item in batch]
+        own = [batch for batch in batches[shard.rank :: shard.size] if not all(item.is_done(output) for item in batch)]
+        if own:
+            config, model = complete_and_load(config, model)
+            # What the pipeline cannot carry shows before minutes are spent.
+            for method in config.methods:
+                recipes.apply(model.pipe, method)
+            with recipes.room_for_versions(config.methods):
+                _Run(config, model, output, progress, environment(model.device)).run(own, len(items))
+        missing = sum(not item.is_done(output) for item in items)
+        return Evaluation(output, None, missing) if missing else _finish(config, folder, output, items, command)
     finally:
-        if not any(output.glob("items/*/item.json")):
+        if compares and not any(output.glob("items/*/item.json")):
             shutil.rmtree(output)
 
 
@@ -160,10 +173,7 @@ def check_measures(config: EvalConfig) -> None:
         from vmonarch.eval.vbench import installation, scoring
 
         scoring.check_dimensions(config.vbench, "vbench")
-        try:
-            installation.manifest(installation.default_folder())
-        except InputError as error:
-            raise InputError("vbench", f"cannot be scored: its {error}") from error
+        installation.manifest(installation.default_folder())
 
 
 def _check_settings(output: Path, config: EvalConfig, folder: ModelFolder) -> None:
@@ -191,35 +201,6 @@ def _check_settings(output: Path, config: EvalConfig, folder: ModelFolder) -> No
         raise InputError("output_dir", f"holds {path}, which cannot be read: {error}; give another folder") from error
     if changed := list(changes(before, settings)):
         raise InputError("output_dir", f"{str(output)!r} holds an evaluation with other settings: {'; '.join(changed)}")
-
-
-def _run_items(
-    config: EvalConfig,
-    folder: ModelFolder,
-    output: Path,
-    progress: bool,
-    model: LoadedModel | None,
-    shard: Shard,
-    command: str,
-) -> Evaluation:
-    """Make the items that are missing in `output`, and the report if none is left."""
-    from vmonarch.pipelines.environment import environment
-
-    numbers = iter(range(1, 1 + len(config.prompts) * len(config.seeds)))
-    batches = [[Item(next(numbers), *job) for job in batch] for batch in config.batches()]
-    items = [item for batch in batches for item in batch]
-    own = [batch for batch in batches[shard.rank :: shard.size] if not all(item.is_done(output) for item in batch)]
-    if own:
-        config, model = complete_and_load(config, model)
-        # What the pipeline cannot carry shows before minutes are spent.
-        for method in config.methods:
-            recipes.apply(model.pipe, method)
-        with recipes.room_for_versions(config.methods):
-            _Run(config, model, output, progress, environment(model.device)).run(own, len(items))
-    missing = sum(not item.is_done(output) for item in items)
-    if missing:
-        return Evaluation(output, None, missing)
-    return _finish(config, folder, output, items, command)
 
 
 @dataclass(frozen=True)
@@ -417,6 +398,7 @@ def _finish(config: EvalConfig, folder: ModelFolder, output: Path, items: Sequen
     labels = config.labels
     baseline = config.baseline or ("vmonarch" if "vmonarch" in labels else labels[min(1, len(labels) - 1)])
     vbench = _vbench_scores(config, output, records)
+    work: dict[str, list[Any]] = {label: summary.values_of(records, label, "attention_work") for label in labels}
     record: dict[str, Any] = {
         "format": EVALUATION_FORMAT,
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -426,7 +408,7 @@ def _finish(config: EvalConfig, folder: ModelFolder, output: Path, items: Sequen
         "methods": labels,
         "measures": {key: dataclasses.asdict(measure) for key, measure in summary.MEASURES.items()},
         "intervals": summary.INTERVALS,
-        "attention_flops": _attention_flops(labels, records),
+        "attention_flops": {label: None if None in of else statistics.fmean(of) for label, of in work.items()},
         "statistics": summary.statistics(records, labels),
         "differences": summary.differences(records, labels, baseline),
         "vbench": vbench,
@@ -444,15 +426,6 @@ def _finish(config: EvalConfig, folder: ModelFolder, output: Path, items: Sequen
         for name, contents in {"evaluation.json": text, "report.html": page}.items():
             files.stage(output / name).write_text(contents, encoding="utf-8")
     return Evaluation(output, record, 0)
-
-
-def _attention_flops(labels: Sequence[str], records: Sequence[Mapping[str, Any]]) -> dict[str, float | None]:
-    """The mean attention FLOPs of a method's videos over those of full attention, by label; None where not known."""
-    work: dict[str, float | None] = {}
-    for label in labels:
-        shares = [row["attention_work"] for item in records for row in item["results"] if row["method"] == label]
-        work[label] = None if None in shares else statistics.fmean(shares)
-    return work
 
 
 def _vbench_scores(

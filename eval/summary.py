@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from vmonarch.eval.render.tables import percent, shown_number
+from vmonarch.eval.render.tables import shown_number
 
 _RESAMPLES, _SEED = 10_000, 0
 INTERVALS = f"95 % percentile bootstrap over items, {_RESAMPLES} resamples, seed {_SEED}"
@@ -47,7 +47,7 @@ MEASURES = {
 TIMES = ("seconds", "transformer_seconds_per_step")
 
 
-def _values(records: Sequence[Mapping[str, Any]], label: str, measure: str) -> list[float | None]:
+def values_of(records: Sequence[Mapping[str, Any]], label: str, measure: str) -> list[float | None]:
     """A measure of one method, item by item; "inf" is infinity again. Prompts in words of their own have no score."""
     rows = [row for record in records for row in record["results"] if row["method"] == label]
     return [None if row[measure] is None else float(row[measure]) for row in rows]
@@ -82,7 +82,7 @@ def low_end(records: Sequence[Mapping[str, Any]], label: str) -> dict[str, Any]:
     """
     import numpy as np
 
-    psnr = sorted(value for value in _values(records, label, "psnr") if value is not None)
+    psnr = sorted(value for value in values_of(records, label, "psnr") if value is not None)
     # Not `numpy.percentile`, which is NaN between infinite numbers.
     p5 = np.interp(0.05 * (len(psnr) - 1), range(len(psnr)), psnr) if len(psnr) >= 20 else None
     return json_values({"p5": p5, "below_27": sum(value < 27 for value in psnr), "items": len(psnr)})
@@ -92,7 +92,7 @@ def statistics(records: Sequence[Mapping[str, Any]], labels: Sequence[str]) -> d
     """`interval` of every measure of every method, and `low_end` of PSNR; None for what was not measured."""
 
     def of(label: str, key: str) -> dict[str, Any] | None:
-        known = [value for value in _values(records, label, key) if value is not None]
+        known = [value for value in values_of(records, label, key) if value is not None]
         return interval(known) | (low_end(records, label) if key == "psnr" else {}) if known else None
 
     return {label: {key: of(label, key) for key in MEASURES} for label in labels}
@@ -104,7 +104,7 @@ def differences(
     """`interval` of the paired differences, method minus baseline, item by item; None for what one of them lacks."""
 
     def of(label: str, key: str) -> dict[str, Any] | None:
-        pairs = zip(_values(records, label, key), _values(records, baseline, key), strict=True)
+        pairs = zip(values_of(records, label, key), values_of(records, baseline, key), strict=True)
         # Two videos that both equal the reference do not differ, though infinity has no difference to itself.
         gaps = [0.0 if a == b else a - b for a, b in pairs if a is not None and b is not None]
         return interval(gaps) if gaps and not {math.inf, -math.inf} <= set(gaps) else None
@@ -123,7 +123,7 @@ def summary_rows(
     labels = record["methods"]
     columns = {
         "method": [label + " (reference)" * (label == record["reference"]) for label in labels],
-        "attention FLOPs": [percent(record["attention_flops"][label]) for label in labels],
+        "attention FLOPs": [shown_number(record["attention_flops"][label], 1, "{} %", factor=100) for label in labels],
     }
     for key in measures:
         found, measure = [record["statistics"][label][key] for label in labels], MEASURES[key]

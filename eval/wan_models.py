@@ -8,10 +8,9 @@ pipeline's folder and a model of the hub bring their own.
 
 from __future__ import annotations
 
-import copy
 import inspect
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -45,22 +44,15 @@ class WanModel:
         boundary_ratio: noise level below which a second transformer takes over; None if there is none.
         expand_timesteps: the transformer gets a timestep for every token.
         folder: where the weights are; None for random ones.
-
-    Raises:
-        InputError: it is no text-to-video model.
     """
 
     name: str
     transformer: dict[str, Any]
     vae: dict[str, Any]
-    text_encoder: dict[str, Any] = field(default_factory=lambda: dict(UMT5_XXL))
+    text_encoder: dict[str, Any]
     boundary_ratio: float | None = None
     expand_timesteps: bool = False
     folder: ModelFolder | None = None
-
-    def __post_init__(self) -> None:
-        if self.transformer.get("image_dim") is not None or self.transformer.get("added_kv_proj_dim") is not None:
-            raise InputError("model", f"{self.name!r} takes an image; supported: text-to-video models")
 
     @property
     def transformers(self) -> tuple[str, ...]:
@@ -113,12 +105,6 @@ def random_model(cls: Any, config: Mapping[str, Any], device: torch.device, dtyp
             torch.nn.init.normal_(parameter, std=0.02)
     cast(model, dtype)
     return model.eval().requires_grad_(False)
-
-
-def share_weights(model: torch.nn.Module) -> Any:
-    """A copy of the modules with the same parameters and buffers: its processors and compiled code are its own."""
-    tensors = [*model.parameters(), *model.buffers()]
-    return copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
 
 
 def read_model_config(name: str) -> WanModel:

@@ -8,6 +8,7 @@ once, because no method changes them. Seconds per video are extrapolated from me
 
 from __future__ import annotations
 
+import copy
 import itertools
 import multiprocessing
 import os
@@ -24,16 +25,18 @@ import torch
 from diffusers import ContextParallelConfig, UniPCMultistepScheduler, WanPipeline
 
 from vmonarch.configs import InputError, read_document, suggest
-from vmonarch.configs.methods import AttentionMethod, resolve_method
+from vmonarch.configs.methods import AttentionMethod
 from vmonarch.eval.bench.machine import Clock, allocated, measured_dtype, release_memory, summary
 from vmonarch.eval.bench.rows import caption
-from vmonarch.eval.bench.runner import Bench, Way, Ways, choose, failure, profiled
+from vmonarch.eval.bench.runner import Bench, Way, Ways, check_names, failure, profiled
 from vmonarch.eval.render.tables import shown_number
-from vmonarch.eval.step_kinds import STEP_KINDS, exact_kind, step_kinds, transformers_by_step
-from vmonarch.eval.wan_models import WanModel, read_model, share_weights
+from vmonarch.eval.settings import resolved
+from vmonarch.eval.wan_models import WanModel, read_model
 from vmonarch.files import check_output, write_json
 from vmonarch.hooks import record_of
 from vmonarch.pipelines import recipes
+from vmonarch.refresh import Refresh, Schedule
+from vmonarch.validation import DenseSet
 
 FORMAT = "vmonarch-e2e-1"
 MODES = ("eager", "compiled")
@@ -57,6 +60,8 @@ HOW = {
     "memory": "peak_bytes: the most that is allocated during steps, weights of all transformers and residuals"
     " counted, VAE and text encoder not",
 }
+# See `step_kinds`.
+STEP_KINDS = ("dense", "exact", "exact, int8", "kept", "kept, int8", "predicted", "approximate")
 Rows = Mapping[str, tuple[AttentionMethod, str]]
 
 
@@ -68,41 +73,40 @@ class Setting(NamedTuple):
     size: tuple[int, ...]
 
 
-# Table 1 of the VMonarch paper.
-SETTINGS = (
-    Setting("1.3b-61x448x832", "wan2.1-1.3b", (61, 448, 832)),
-    Setting("1.3b-141x448x832", "wan2.1-1.3b", (141, 448, 832)),
-    Setting("1.3b-61x720x1280", "wan2.1-1.3b", (61, 720, 1280)),
-    Setting("14b-93x704x1280", "wan2.1-14b", (93, 704, 1280)),
-    Setting("5b-93x704x1280", "wan2.2-5b", (93, 704, 1280)),
-)
+# Table 1 of the VMonarch paper; by their labels.
+SETTINGS = {
+    setting.label: setting
+    for setting in (
+        Setting("1.3b-61x448x832", "wan2.1-1.3b", (61, 448, 832)),
+        Setting("1.3b-141x448x832", "wan2.1-1.3b", (141, 448, 832)),
+        Setting("1.3b-61x720x1280", "wan2.1-1.3b", (61, 720, 1280)),
+        Setting("14b-93x704x1280", "wan2.1-14b", (93, 704, 1280)),
+        Setting("5b-93x704x1280", "wan2.2-5b", (93, 704, 1280)),
+    )
+}
 
 
-def choose_settings(words: Sequence[str] | None, model: str | None) -> tuple[Setting, ...]:
+def choose_settings(words: Sequence[str], model: str | None) -> tuple[Setting, ...]:
     """The settings that are asked for: names of SETTINGS, or FRAMESxHEIGHTxWIDTH of `model`.
 
     Args:
-        words: None for all settings.
-        model: measured in place of the settings' own models.
+        model: measured in place of the settings' own models, at each size once.
 
     Raises:
-        InputError: an unknown name, a size without a model, the same twice, or a model without sizes.
+        InputError: an unknown name, a size without a model, or none.
     """
-    known = {setting.label: setting for setting in SETTINGS}
     if model is None:
-        return SETTINGS if words is None else tuple(known[word] for word in choose("settings", words, known))
-    if words is None:
-        raise InputError("settings", "must be given with --model, such as 61x448x832 or 1.3b-61x448x832")
-    chosen = []
+        check_names("settings", words, SETTINGS)
+        return tuple(SETTINGS[word] for word in words)
+    chosen = {}
     for word in words:
         own = re.fullmatch(r"(\d+)x(\d+)x(\d+)", word)
-        if word not in known and own is None:
-            problem = f"must be of {', '.join(known)}, or frames x height x width such as 61x448x832"
-            raise InputError("settings", f"{problem}; got {word!r}{suggest(word, known)}")
-        size = known[word].size if own is None else tuple(map(int, own.groups()))
-        chosen.append(Setting(f"{Path(model).name}-{'x'.join(map(str, size))}", model, size))
-    choose("settings", [setting.label for setting in chosen])
-    return tuple(chosen)
+        if word not in SETTINGS and own is None:
+            problem = f"must be of {', '.join(SETTINGS)}, or frames x height x width such as 61x448x832"
+            raise InputError("settings", f"{problem}; got {word!r}{suggest(word, SETTINGS)}")
+        size = SETTINGS[word].size if own is None else tuple(map(int, own.groups()))
+        chosen[size] = Setting(f"{Path(model).name}-{'x'.join(map(str, size))}", model, size)
+    return tuple(chosen.values())
 
 
 @dataclass(frozen=True)
@@ -227,6 +231,57 @@ class Steps(WanPipeline):
         return {"step_s": {key: total(key) / len(kinds) for key in ("median", "min", "p20", "p80")}, "kinds": by_kind}
 
 
+def transformers_by_step(pipe: Any, steps: int) -> list[str]:
+    """Which of a pipeline's transformers computes every step: two share them at the pipeline's `boundary_ratio`."""
+    names = [name for name in ("transformer", "transformer_2") if getattr(pipe, name, None) is not None]
+    boundary = pipe.config.get("boundary_ratio")
+    if len(names) == 1 or boundary is None:
+        return names[:1] * steps
+    scheduler = copy.deepcopy(pipe.scheduler)
+    scheduler.set_timesteps(steps)
+    # Solvers of higher order have several timesteps a step.
+    timesteps = scheduler.timesteps[:: max(1, len(scheduler.timesteps) // steps)][:steps]
+    return [names[int(t < boundary * scheduler.config.num_train_timesteps)] for t in timesteps]
+
+
+def exact_kind(schedule: Schedule, step: int, kept: bool) -> str:
+    """Of `STEP_KINDS`, that of a step which `refresh` makes exact."""
+    precision = schedule.precision(step)
+    return ("kept" if kept else "exact") + ("" if precision is None else f", {precision}")
+
+
+def step_kinds(method: AttentionMethod, transformers: Sequence[str]) -> list[str]:
+    """What a method does in every denoising step, each of `STEP_KINDS`.
+
+    "dense": the model's own attention, by `dense_steps`. "exact": exact attention, by `refresh`; "kept": the same, and
+    its residual is kept; "exact, int8" and "kept, int8": in eight bits. "approximate": the method itself, with the last
+    residual if there is one. "predicted": none, by `refresh.cache`, which a run alone decides on.
+
+    Args:
+        transformers: of every step (`transformers_by_step`).
+
+    Raises:
+        ValueError: the method asks for more steps than there are.
+    """
+    steps = len(transformers)
+    dense = DenseSet("dense_steps", method.options.get("dense_steps", 0))
+    refresh = Refresh.parse(method.options.get("refresh"))
+    schedules = {name: Schedule(refresh, steps) for name in transformers if refresh is not None}
+    kinds = []
+    for step, name in enumerate(transformers):
+        schedule = schedules.get(name)
+        if schedule is not None:
+            schedule.enter(step)
+        if dense.contains(step, steps):
+            kinds.append("dense")
+        elif schedule is None or schedule.due < step:
+            kinds.append("approximate")
+        else:
+            schedule.computed = True
+            kinds.append(exact_kind(schedule, step, schedule.kept))
+    return kinds
+
+
 def steps_to_measure(kinds: Sequence[str]) -> list[int]:
     """Steps, as few as possible, among which there is one of every kind.
 
@@ -263,12 +318,13 @@ def ways(
     randn = partial(torch.randn, generator=torch.Generator(device).manual_seed(setting.size[0]), device=device)
     noise = randn(1, model.transformer["in_channels"], *model.latents(setting.size, argument="settings"))
     texts = randn(2, 1, TEXT_TOKENS, model.transformer["text_dim"]).to(dtype)
-    common = allocated(device)
+    common, weights = allocated(device), [*transformers[0].parameters(), *transformers[0].buffers()]
     torch.compiler.reset()
     graphs = counters["stats"]["unique_graphs"]
 
     def pipeline(method: AttentionMethod, mode: str, ranks: int) -> Steps:
-        transformer = share_weights(transformers[0])
+        # Its processors and compiled code are its own, the weights are everyone's.
+        transformer = copy.deepcopy(transformers[0], {id(tensor): tensor for tensor in weights})
         compiled, on_gpu = mode == "compiled", device.type == "cuda"
         transformer.set_attention_backend("_native_cudnn" if compiled and on_gpu else "native")
         recipes.apply(transformer, method, compile_backend=options.compile_backend)
@@ -373,7 +429,7 @@ def finish(options: Options, case: dict[str, Any]) -> None:
 
 
 def bench(
-    settings: Sequence[str] | None = None,
+    settings: Sequence[str] = tuple(SETTINGS),
     model: str | None = None,
     methods: Sequence[str] = ("full", "stock:backend=fa3", "vmonarch"),
     **options: Any,
@@ -388,22 +444,17 @@ def bench(
         InputError: a model, a size, a method or an option cannot be used.
     """
     chosen, of = choose_settings(settings, model), Options(**options)
-    choose("modes", of.modes, MODES)
-    resolved = [resolve_method(name, argument="methods", recipes=True) for name in methods]
-    choose("methods", [method.label for method in resolved])
-    for method in resolved:
+    check_names("modes", of.modes, MODES)
+    compared = resolved(methods, "methods")
+    for method in compared:
         try:
             step_kinds(method, ["transformer"] * of.steps)
         except ValueError as error:
             raise InputError("methods", f"{method.label!r} cannot compute this video: {error}") from error
     for setting in chosen:
         read_model(setting.model).latents(setting.size, argument="settings")
-    rows = {
-        f"{m.label} {mode}": (m, mode)
-        for m in resolved
-        for mode in of.modes
-        if mode == "compiled" or not m.additions.compile
-    }
+    pairs = itertools.product(compared, of.modes)
+    rows = {f"{m.label} {mode}": (m, mode) for m, mode in pairs if mode == "compiled" or not m.additions.compile}
     return Bench(
         name="e2e",
         methods=tuple(rows),
@@ -411,12 +462,7 @@ def bench(
         cases=chosen,
         ways=partial(ways, rows, of),
         formulae=FORMULAE,
-        settings={
-            "batch": 1,
-            **asdict(of),
-            "guidance": GUIDANCE if of.guidance else None,
-            **HOW,
-        },
+        settings={"batch": 1, **asdict(of), "guidance": GUIDANCE if of.guidance else None, **HOW},
         describe=partial(describe, of),
         finish=partial(finish, of),
         document=lambda run, base: document([run]),

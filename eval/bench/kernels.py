@@ -1,6 +1,8 @@
 """Time the attention kernels against exact attention and plain torch: `vmonarch bench kernels`.
 
-A case is a latent grid, a number of heads, a head dimension and a pass.
+A case is a latent grid, a number of heads, a head dimension and a pass. Results are compared on a few heads.
+
+Shapes: tensors are [B, S, H, D]; B batch, S tokens, H heads, D head dim.
 """
 
 from __future__ import annotations
@@ -17,12 +19,12 @@ import torch
 
 from vmonarch import flops
 from vmonarch.configs import InputError
-from vmonarch.engines import FA3
-from vmonarch.eval.bench.attention import ATTENTION, attention_way, case_of, exact, randn, sdpa
+from vmonarch.engines import FA3, fa3_backend
 from vmonarch.eval.bench.machine import Clock
-from vmonarch.eval.bench.runner import Bench, Case, Way, Ways, choose, profiled
+from vmonarch.eval.bench.runner import NAMES, Bench, Case, Way, Ways, check_names, profiled
 from vmonarch.flops import full_flops, least_bytes, two_resolution_flops, vmonarch_work
 from vmonarch.grid import LatentGrid
+from vmonarch.kernels.flash_bias.reference import flash_bias_attention_reference
 from vmonarch.kernels.int8.api import int8_attention
 from vmonarch.kernels.monarch.api import vmonarch_attention
 from vmonarch.kernels.two_resolution.api import two_resolution_attention
@@ -67,10 +69,11 @@ def parse_shape(text: str) -> tuple[LatentGrid, int]:
 
 
 def shape_case(text: str, head_dim: int, training: bool) -> Case:
-    """A latent grid with heads, by `parse_shape`."""
+    """A latent grid with heads, by `parse_shape`; `training` is forward and backward together."""
     grid, heads = parse_shape(text)
     shape = "x".join(map(str, grid)) + (f":{heads}" if heads != 12 else "")
-    return case_of(f"{shape} d={head_dim}", training, shape=shape, grid=grid, heads=heads, head_dim=head_dim)
+    label = f"{shape} d={head_dim} {'forward+backward' if training else 'forward'}"
+    return Case(label=label, training=training, shape=shape, grid=grid, heads=heads, head_dim=head_dim)
 
 
 def measures(case: Case, method: str) -> bool:
@@ -93,6 +96,88 @@ def work(case: Case, method: str, itemsize: int) -> dict[str, float]:
         flops = sum(vmonarch_work(*of, training=training, **VMONARCH.get(method, {})).values())
     moved = least_bytes(*of, itemsize=itemsize, training=training)
     return {"flops": case.heads * flops, "bytes": case.heads * moved}
+
+
+def randn(
+    seed: int, device: torch.device, dtype: torch.dtype, *sizes: Sequence[int], learn: bool = False
+) -> list[torch.Tensor]:
+    """Standard normal tensors of these sizes, the same on every run; with `learn` they have gradients."""
+    generator = torch.Generator(device).manual_seed(seed)
+    made = (torch.randn(*size, generator=generator, device=device) for size in sizes)
+    return [x.to(dtype).requires_grad_(learn) for x in made]
+
+
+def with_gradients(
+    attend: Callable[[], torch.Tensor], leaves: Sequence[torch.Tensor], grad_out: torch.Tensor | None
+) -> Callable[[], Sequence[torch.Tensor]]:
+    """The call that gives (out,), or with `grad_out` (out, gradients of the leaves)."""
+
+    def run() -> Sequence[torch.Tensor]:
+        if grad_out is None:
+            with torch.no_grad():
+                return (attend(),)
+        out = attend()
+        return (out.detach(), *torch.autograd.grad(out, leaves, grad_out))
+
+    return run
+
+
+def attention_way(
+    method: str,
+    attend: Callable[..., torch.Tensor],
+    reference: Callable[..., torch.Tensor],
+    tensors: Sequence[torch.Tensor],
+    grad: torch.Tensor | None,
+    **work: Any,
+) -> Way:
+    """`attend` of the tensors, compared with `reference` of float32 copies of some of their heads, all rows.
+
+    These are the first and the last head, in training the first.
+
+    Args:
+        method: what `attend` is called.
+        grad: gradient of the output; None if nothing is trained.
+        work: of the way.
+    """
+    checked = [0] if grad is not None else sorted({0, tensors[0].shape[2] - 1})
+
+    def expected() -> dict[str, torch.Tensor]:
+        copies = [x[:, :, checked].detach().float().requires_grad_(grad is not None) for x in tensors]
+        of_output = None if grad is None else grad[:, :, checked].float()
+        return dict(zip(NAMES, with_gradients(lambda: reference(*copies), copies, of_output)(), strict=False))
+
+    run = with_gradients(lambda: attend(*tensors), tensors, grad)
+    return Way(
+        run=run,
+        found=lambda results: {name: x[:, :, checked] for name, x in zip(NAMES, results, strict=False)},
+        expected=expected,
+        more=partial(more, method, run),
+        **work,
+    )
+
+
+def exact(*tensors: torch.Tensor) -> torch.Tensor:
+    """Exact attention in plain torch, with every score computed: that with a bias of rank 0."""
+    scale, none = tensors[0].shape[-1] ** -0.5, [x.new_empty(1, x.shape[1], 1, 0) for x in tensors[:2]]
+    return flash_bias_attention_reference(*tensors, *none, scale=scale, causal=False, key_mask=None)[0]
+
+
+def sdpa(backend: str, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """Exact attention of [B, S, H, D] by torch, on transposed views as diffusers has them, or by FlashAttention-3.
+
+    Args:
+        backend: "cudnn" or "fa2"; or "fa3", FlashAttention-3 without gradients.
+    """
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    if backend == FA3:
+        from diffusers.models.attention_dispatch import dispatch_attention_fn
+
+        return dispatch_attention_fn(query, key, value, backend=fa3_backend(query.device))
+    backends = {"cudnn": SDPBackend.CUDNN_ATTENTION, "fa2": SDPBackend.FLASH_ATTENTION}
+    with sdpa_kernel(backends[backend]):
+        q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2)
 
 
 def more(method: str, run: Callable[[], Any], clock: Clock, row: dict[str, Any]) -> None:
@@ -119,37 +204,28 @@ def ways(case: Case, device: torch.device, dtype: torch.dtype) -> Ways:
     def way(method: str) -> Way:
         done: dict[str, Any] = work(case, method, dtype.itemsize)
         if method in (*EXACT, INT8):
-            eight = method == INT8
-            attend = partial(int8_attention, implementation="triton") if eight else partial(sdpa, method)
-            made = attention_way(attend, exact, tensors, grad, **done)
-            expected = shared.setdefault("exact", cache(made.expected))
-            bounds = INT8_BOUNDS if eight else None
-            return dataclasses.replace(made, expected=expected, bounds=bounds, more=partial(more, method, made.run))
+            bounds = INT8_BOUNDS if method == INT8 else None
+            attend = partial(int8_attention, implementation="triton") if bounds else partial(sdpa, method)
+            made = attention_way(method, attend, exact, tensors, grad, bounds=bounds, **done)
+            return dataclasses.replace(made, expected=shared.setdefault("exact", cache(made.expected)))
         op = two_resolution_attention if method == "two-resolution" else vmonarch_attention
         attend = partial(op, grid=case.grid, **VMONARCH.get(method, {}))
         by = "torch" if method == "vmonarch-torch" else "triton"
         ours, reference = (partial(attend, implementation=implementation) for implementation in (by, "torch"))
-        made = attention_way(ours, reference, tensors, grad, **done)
-        return dataclasses.replace(made, more=partial(more, method, made.run))
+        return attention_way(method, ours, reference, tensors, grad, **done)
 
     return {method: partial(way, method) for method in METHODS if measures(case, method)}
 
 
-def read_head_dims(words: Sequence[str]) -> tuple[int, ...]:
-    """Head dimensions from 1 to 256.
-
-    Raises:
-        InputError: anything else.
-    """
-    dims = choose("head_dims", words)
-    if not all(dim.isdecimal() and 1 <= int(dim) <= 256 for dim in dims):
-        raise InputError("head_dims", f"must be integers from 1 to 256, got {', '.join(dims)}")
-    return tuple(map(int, dims))
+def check_head_dims(head_dims: Sequence[int]) -> None:
+    """Raise InputError for head dimensions that are not from 1 to 256."""
+    if not all(1 <= dim <= 256 for dim in head_dims):
+        raise InputError("head_dims", f"must be from 1 to 256, got {', '.join(map(str, head_dims))}")
 
 
 def bench(
     shapes: Sequence[str] = SHAPES,
-    head_dims: Sequence[str] = ("128", "64"),
+    head_dims: Sequence[int] = (128, 64),
     passes: Sequence[str] = ("forward", "backward"),
     methods: Sequence[str] = METHODS,
 ) -> Bench:
@@ -161,11 +237,10 @@ def bench(
     Raises:
         InputError: a shape or a pass that there is not; no method is measured on any of the shapes.
     """
-    dims = read_head_dims(head_dims)
-    choose("passes", passes, ("forward", "backward"))
-    choose("methods", methods, METHODS)
-    choose("shapes", [shape_case(shape, 0, False).shape for shape in shapes])
-    cases = [shape_case(shape, dim, name == "backward") for dim in dims for name in passes for shape in shapes]
+    check_head_dims(head_dims)
+    check_names("passes", passes, ("forward", "backward"))
+    check_names("methods", methods, METHODS)
+    cases = [shape_case(shape, dim, name == "backward") for dim in head_dims for name in passes for shape in shapes]
     # Fig. 8 is of d = 64; elsewhere its shape would only repeat what the others tell.
     cases = [case for case in cases if len(shapes) == 1 or case.shape != FIGURE_8 or case.head_dim == 64]
     cases = [case for case in cases if any(measures(case, method) for method in methods)]
@@ -182,7 +257,13 @@ def bench(
             (method, case.grid, case.head_dim, case.training) if method in OURS and measures(case, method) else None
         ),
         formulae=flops.__doc__,
-        settings={**ATTENTION, "batch": 1, "exact": "first_frame"},
+        settings={
+            "layout": "[B, S, H, D]; SDPA gets transposed views of it",
+            "inputs": "standard normal",
+            "reference": "float32 plain torch, all rows of the first and the last head; gradients of the first head",
+            "batch": 1,
+            "exact": "first_frame",
+        },
         way_seconds=5.0,
         # About four milliseconds, in which the host queues the longest call.
         flushes=64,

@@ -6,7 +6,6 @@ import gc
 import math
 import multiprocessing
 import os
-import platform
 import statistics
 import sys
 import time
@@ -19,12 +18,10 @@ import torch
 
 from vmonarch.configs import InputError
 from vmonarch.kernels.common.launch import interpreted
-from vmonarch.pipelines.environment import choose_device, device_name, environment, git_commit, package_versions
+from vmonarch.pipelines.environment import choose_device, environment
 
 # Rounds that every way gets, however long its calls take.
 MIN_ROUNDS = 3
-# In place of a chip's name where times are of the interpreter, or of kernels in plain torch.
-NO_SPEED = "no speed: a test of the benchmark"
 
 
 def check_device(name: str) -> torch.device:
@@ -164,45 +161,26 @@ def measure_rates(device: torch.device) -> dict[str, float | str] | None:
 
 
 def provenance(device: torch.device, command: str) -> dict[str, Any]:
-    """What every record of a benchmark begins with: when, on what, with which versions and by which command."""
-    import vmonarch
-
-    real = device.type == "cuda"
+    """What every record begins with: when, on what, with which versions and by which command."""
+    about = environment(device)
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "hardware": device_name(device) if real else NO_SPEED,
+        "hardware": about["device_name"],
         "versions": {
-            "vmonarch": vmonarch.__version__,
-            "git_commit": git_commit(),
-            "python": platform.python_version(),
-            **package_versions(("torch", "triton", "numpy")),
+            **about.pop("packages"),
+            **about,
             # The build says which CUDA it is for.
             "torch_build": torch.__version__,
-            "cuda": torch.version.cuda,
-            "cudnn": str(torch.backends.cudnn.version()) if real else None,
+            "cudnn": str(torch.backends.cudnn.version()) if device.type == "cuda" else None,
         },
         "command": command,
     }
 
 
-def script_record(command: str, device: Any) -> dict[str, Any]:
-    """What the JSON of a script begins with: when and where it runs, with what, and how it was called."""
-    about = environment(device)
-    return {
-        "date": datetime.now(UTC).date().isoformat(),
-        "hardware": f"{about['device_name']}, {about['cpu_count']} cores",
-        "environment": about,
-        "command": command,
-    }
-
-
-def count_done(function: Callable[[Any], Any], tasks: Sequence[Any], seconds: float, stalled: float = 120.0) -> int:
+def count_done(function: Callable[[Any], Any], tasks: Sequence[Any], seconds: float) -> int:
     """Call `function` with every task in processes of their own; how many were done in these seconds.
 
     Compiled kernels stay in Triton's cache on disk, where this process finds them.
-
-    Args:
-        stalled: seconds without a finished task after which the rest is given up: the process of a task has died.
     """
     done, deadline = 0, time.monotonic() + seconds
     if not tasks:
@@ -212,7 +190,8 @@ def count_done(function: Callable[[Any], Any], tasks: Sequence[Any], seconds: fl
         answers = pool.imap_unordered(function, tasks)
         for _ in tasks:
             try:
-                answers.next(max(0.0, min(stalled, deadline - time.monotonic())))
+                # A task whose process has died never ends.
+                answers.next(max(0.0, min(120.0, deadline - time.monotonic())))
                 done += 1
             except multiprocessing.TimeoutError:
                 break

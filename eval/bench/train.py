@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from diffusers import WanTransformer3DModel
 
-from vmonarch.configs import InputError
-from vmonarch.configs.methods import AttentionMethod, resolve_method
+from vmonarch.configs.methods import AttentionMethod
 from vmonarch.eval.bench.e2e import TEXT_TOKENS
-from vmonarch.eval.bench.runner import Bench, Case, Way, Ways, choose
+from vmonarch.eval.bench.runner import Bench, Case, Way, Ways
+from vmonarch.eval.settings import resolved
 from vmonarch.eval.wan_models import read_model_config
 from vmonarch.finetune.config import OptimizerConfig
 from vmonarch.finetune.objective import Objective
@@ -82,16 +82,14 @@ def bench(
     Args:
         model: of configs/models.yaml, or a YAML file.
         size: height and width of the clips.
-        methods: full attention among them, which the others are compared with.
+        methods: where full attention is among them, the others are compared with it.
 
     Raises:
         InputError: an argument cannot be used.
     """
     wan = read_model_config(model)
-    resolved = [resolve_method(name, argument="methods") for name in methods]
-    labels = choose("methods", [method.label for method in resolved])
-    if "full" not in labels:
-        raise InputError("methods", "must hold full, which the others are compared with")
+    compared = resolved(methods, "methods", recipes=False)
+    labels = tuple(method.label for method in compared)
     cases = []
     for clip in ((count, *size) for count in frames):
         latents, grid = wan.latents(clip, argument="frames"), wan.grid(clip, argument="frames")
@@ -104,7 +102,7 @@ def bench(
         methods=labels,
         ours=labels,
         cases=cases,
-        ways=partial(ways, resolved),
+        ways=partial(ways, compared),
         base="full",
         settings={
             "model": model,

@@ -20,10 +20,9 @@ from typing import Any
 import torch
 
 from vmonarch.configs import InputError
-from vmonarch.eval.bench.attention import randn, with_gradients
-from vmonarch.eval.bench.kernels import parse_shape, read_head_dims
+from vmonarch.eval.bench.kernels import check_head_dims, parse_shape, randn, with_gradients
 from vmonarch.eval.bench.machine import check_device, measured_dtype
-from vmonarch.eval.bench.runner import Bench, Case, Way, Ways, choose, run_bench
+from vmonarch.eval.bench.runner import Bench, Case, Way, Ways, check_names, run_bench
 from vmonarch.files import AtomicFiles, check_output
 from vmonarch.kernels.common import launch
 from vmonarch.kernels.common.launch import block_dim, launch_options, launch_overrides
@@ -38,7 +37,6 @@ BOUNDS = {torch.bfloat16: 1e-2, torch.float32: 1e-4}
 # A gain of the whole operator below this share is noise: the options in use stay.
 LEAST_GAIN = 0.005
 IN_USE = "in use"
-TUNED = ["kernel", "d", "before ms", "after ms", "faster", "options"]
 
 
 @dataclass(frozen=True)
@@ -205,30 +203,11 @@ def write_table(path: Path, chip: str, kernel: str, head_dim: int, options: Opti
     launch._tabled_options.cache_clear()
 
 
-def _cases(kernels: Sequence[str], head_dims: Sequence[str], on: torch.device) -> list[Case]:
-    """A case for every kernel and head dimension, of `run_tune`'s arguments, which are checked."""
-    choose("kernels", kernels, SWEEPS)
-    dims = read_head_dims(head_dims)
-    return [
-        Case(
-            label=f"{kernel} d={head_dim}",
-            kernel=kernel,
-            head_dim=head_dim,
-            heads=12,
-            training=SWEEPS[kernel].training,
-            in_use=launch_options(kernel, on, measured_dtype(on), head_dim),
-        )
-        for kernel in kernels
-        for head_dim in dims
-        if launch.on_hopper(on) or not SWEEPS[kernel].hopper
-    ]
-
-
 def run_tune(
     *,
     output: Path | None = None,
     kernels: Sequence[str] = tuple(SWEEPS),
-    head_dims: Sequence[str] = ("128", "64"),
+    head_dims: Sequence[int] = (128, 64),
     budget: float = 480.0,
     device: str = "cuda",
     say: Callable[[str], None] = lambda text: None,
@@ -248,7 +227,21 @@ def run_tune(
     if device == "cpu" and output is None:
         raise InputError("output", "is needed with --device cpu: the interpreter has nothing to tune")
     on = check_device(device)
-    cases = _cases(kernels, head_dims, on)
+    check_names("kernels", kernels, SWEEPS)
+    check_head_dims(head_dims)
+    cases = [
+        Case(
+            label=f"{kernel} d={head_dim}",
+            kernel=kernel,
+            head_dim=head_dim,
+            heads=12,
+            training=SWEEPS[kernel].training,
+            in_use=launch_options(kernel, on, measured_dtype(on), head_dim),
+        )
+        for kernel in kernels
+        for head_dim in head_dims
+        if launch.on_hopper(on) or not SWEEPS[kernel].hopper
+    ]
     chip = device_name(on) if on.type == "cuda" else "interpreter"
     check_output(path := output or table_path(chip))
     names = dict.fromkeys(name for kernel in kernels for name in SWEEPS[kernel].candidates())
@@ -281,4 +274,5 @@ def run_tune(
         finish=take,
     )
     results = run_bench(bench, output=None, rounds=9, budget=budget, device=device, command="vmonarch tune", say=say)
-    return results | {"table": path, "tables": [{"name": "tuned", "header": TUNED, "rows": rows}]}
+    header = ["kernel", "d", "before ms", "after ms", "faster", "options"]
+    return results | {"table": path, "tables": [{"name": "tuned", "header": header, "rows": rows}]}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -40,18 +41,6 @@ class InPlace:
     shares: Mapping[str, torch.Tensor]
 
 
-def measures_of(diagnosis: Mapping[str, Any]) -> tuple[str, ...]:
-    """Those of MEASURES that a diagnosis has: without gradients there is no "output_error"."""
-    have = [values for part in diagnosis["transformers"].values() for values in part["candidates"].values()]
-    return tuple(name for name in MEASURES if all(name in values for values in have))
-
-
-def over_steps(values: Any, measure: str) -> torch.Tensor:
-    """[layers, heads], float64, of a measure [steps, layers, heads]: its mean; of "error" the root mean square."""
-    steps = torch.tensor(values, dtype=torch.float64)
-    return steps.square().mean(0).sqrt() if measure == "error" else steps.mean(0)
-
-
 def default_flops(grid: LatentGrid) -> float:
     """FLOPs of VMonarch with its defaults, relative to full attention."""
     return vmonarch_flops(grid, 1) / full_flops(grid, 1)
@@ -62,14 +51,14 @@ class _Choices:
 
     Attributes:
         names: of the methods, exact attention last.
-        values: by measure: [heads, methods], over the recorded steps; 0 for exact attention.
+        values: by measure: [heads, methods], the mean of the recorded steps, of "error" the root mean square; 0 for
+            exact attention.
         costs: by "flops" and, where it was measured, "time": [methods], relative to exact attention.
         shares: [heads, 1], of a head in the work of a whole sampling: transformers run for different numbers of steps.
         default: the method that is VMonarch with its defaults; None if that is no candidate.
     """
 
     def __init__(self, diagnosis: Mapping[str, Any]) -> None:
-        measures = measures_of(diagnosis)
         self.candidates, self.parts = diagnosis["candidates"], diagnosis["transformers"]
         self.grid = LatentGrid(*diagnosis["grid"])
         full = {"flops": ("flops", 1.0), "time": ("ms", diagnosis.get("full_ms"))}
@@ -82,16 +71,20 @@ class _Choices:
         plain = [name for name, entry in self.candidates.items() if not entry["options"]]
         self.default = self.names.index(plain[0]) if plain else None
         self.values = {}
-        for measure in measures:
-            found = [
-                torch.stack([over_steps(part["candidates"][name][measure], measure) for name in self.candidates], -1)
-                for part in self.parts.values()
-            ]
-            self.values[measure] = torch.nn.functional.pad(torch.cat([x.flatten(0, 1) for x in found]), (0, 1))
-        steps = sum(len(part["steps"]) for part in self.parts.values())
+        have = [values for part in self.parts.values() for values in part["candidates"].values()]
+        # Without gradients there is no "output_error".
+        for measure in (name for name in MEASURES if all(name in values for values in have)):
+            found = []
+            for part in self.parts.values():
+                measured = [part["candidates"][name][measure] for name in self.candidates]
+                steps = torch.tensor(measured, dtype=torch.float64)  # [methods, steps, layers, heads]
+                mean = steps.square().mean(1).sqrt() if measure == "error" else steps.mean(1)
+                found.append(mean.flatten(1).mT)
+            self.values[measure] = torch.nn.functional.pad(torch.cat(found), (0, 1))
+        total = sum(len(part["steps"]) for part in self.parts.values())
         ones = [torch.ones(part["layers"] * part["heads"], 1).double() for part in self.parts.values()]
         parts = zip(ones, self.parts.values(), strict=True)
-        self.shares = torch.cat([one / len(one) * len(part["steps"]) / steps for one, part in parts])
+        self.shares = torch.cat([one / len(one) * len(part["steps"]) / total for one, part in parts])
 
     def of(self, measure: str) -> torch.Tensor:
         """Values of a measure, [heads, methods], whose sum over heads means something."""
@@ -159,7 +152,14 @@ def plan(diagnosis: Mapping[str, Any], budget: Budget, found: Sequence[InPlace] 
         values = relative[0] + _LAYER_WEIGHT * relative[1]
     if found:
         values = _corrected(choices, values, found)
-    return choices.plan(_least(values, costs * choices.shares / (work * unit), cost), measure, asked)
+    made = choices.plan(_least(values, costs * choices.shares / (work * unit), cost), measure, asked)
+    if all(options is None for options in made.methods.values()):
+        warnings.warn(
+            "the plan is nothing but full attention, so it makes nothing faster: it may cost too much, or the videos"
+            " are so small that all candidates cost more",
+            stacklevel=2,
+        )
+    return made
 
 
 def _least(values: torch.Tensor, costs: torch.Tensor, argument: str) -> torch.Tensor:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import functools
 import json
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -25,10 +24,9 @@ import torch
 from vmonarch import apply, restore
 from vmonarch.attend import Attend
 from vmonarch.base import Layer
-from vmonarch.configs import InputError, read_document
+from vmonarch.configs import InputError
 from vmonarch.eval.calibrate import planning
 from vmonarch.eval.calibrate.diagnosis import (
-    FORMAT,
     Recorder,
     Rerun,
     Watched,
@@ -105,27 +103,7 @@ def calibrate(config: CalibrateConfig, *, progress: bool = False) -> Calibration
         kept = f"the diagnosis is {target / 'diagnosis.json'}, from which --diagnosis makes other plans"
         raise InputError(error.argument, f"{error.problem}; {kept}") from error
     plan.save(target / "plan.json")
-    warn_if_full(plan)
     return Calibration(target, diagnosis, plan)
-
-
-def warn_if_full(plan: AttentionPlan) -> None:
-    """Warn of a plan that makes nothing faster, because all heads have full attention."""
-    if all(options is None for options in plan.methods.values()):
-        warnings.warn(
-            "the plan is nothing but full attention, so it makes nothing faster: it may cost too much, or the videos"
-            " are so small that all candidates cost more",
-            stacklevel=3,
-        )
-
-
-def read_diagnosis(path: str | Path) -> dict[str, Any]:
-    """What a `diagnosis.json` holds.
-
-    Raises:
-        InputError: it cannot be read, or is none.
-    """
-    return read_document("diagnosis", Path(path).expanduser(), FORMAT, "diagnosis of `vmonarch calibrate`")
 
 
 class SharesProcessor(VMonarchProcessor):

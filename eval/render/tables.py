@@ -43,11 +43,6 @@ def shown_number(value: Any, decimals: int = 1, form: str = "{}", *, factor: flo
     return form.format(f"{factor * value:{'+' if sign else ''}.{decimals}f}")
 
 
-def percent(share: float | None) -> str:
-    """A share, with one decimal; a dash for None."""
-    return shown_number(share, 1, "{} %", factor=100)
-
-
 def commits(results: dict[str, Any]) -> set[str]:
     """Of the trees that results were made with: the field `commit` at their top, else what every run has recorded."""
     if own := results.get("commit"):

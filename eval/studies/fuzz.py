@@ -34,7 +34,7 @@ from torch.utils._pytree import tree_map
 
 import vmonarch
 from vmonarch import ExactBlocks, taylor_attention, vmonarch_attention
-from vmonarch.eval.bench.machine import script_record
+from vmonarch.eval.bench.machine import provenance
 from vmonarch.files import write_json
 from vmonarch.kernels.common.launch import interpreted
 from vmonarch.pipelines.environment import shown_command
@@ -353,7 +353,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--output", type=Path, help="JSON to write")
     options = parser.parse_args(arguments)
     command = shown_command(("python", "-m", "vmonarch.eval.studies.fuzz"), arguments)
-    record = script_record(command, options.device)
+    record = provenance(torch.device(options.device), command)
     how = {name: getattr(options, name) for name in ("device", "implementation", "configurations", "ops")}
     # Those of a configuration one after the other.
     numbers = range(options.seed, options.seed + options.cases)

@@ -1,5 +1,6 @@
 """The benchmarks but those of whole models: wrong results have no speed, and what is measured is not lost."""
 
+import contextlib
 import dataclasses
 import functools
 import itertools
@@ -12,7 +13,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from vmonarch.cli import main
-from vmonarch.eval.bench import attention, kernels, machine, parallel, runner
+from vmonarch.eval.bench import kernels, machine, parallel, runner
 from vmonarch.eval.bench.rows import tables
 from vmonarch.eval.bench.runner import Bench, Case, Run, Way
 from vmonarch.flops import vmonarch_work
@@ -201,7 +202,9 @@ SLOW = ("vmonarch-t3", "vmonarch-coarse2", "vmonarch-coarse2-rows", "vmonarch-to
 @pytest.mark.parametrize("training", [False, True], ids=["forward", "backward"])
 def test_every_way_passes_the_gate_and_spoilt_results_do_not(training, monkeypatch):
     # Without a GPU torch has neither cuDNN nor flash attention of these shapes.
-    monkeypatch.setattr(kernels, "sdpa", lambda _, *qkv: attention.sdpa("sdpa", *qkv))
+    sdpa = kernels.sdpa
+    monkeypatch.setattr(torch.nn.attention, "sdpa_kernel", lambda backend: contextlib.nullcontext())
+    monkeypatch.setattr(kernels, "sdpa", lambda _, *qkv: sdpa("cudnn", *qkv))
     made = kernels.ways(kernels.shape_case("2x3x3:2", 16, training), CPU, torch.float32)
     assert len(made) >= 2
     for method in made.keys() - {*SLOW, "int8"}:
@@ -244,7 +247,7 @@ def test_the_flops_are_those_that_one_counts_and_those_of_plain_torch(grid, opti
     # Every product has two in its backward pass, which computes the scores once more.
     assert (forward, backward) == (3 * flops, 3 * (2 * flops + scores))
     if LatentGrid(*grid).tokens == 32:
-        tensors = attention.randn(0, CPU, torch.float32, *[(1, 32, 3, 8)] * 3)
+        tensors = kernels.randn(0, CPU, torch.float32, *[(1, 32, 3, 8)] * 3)
         with FlopCounterMode(display=False) as counter:
             kernels.vmonarch_attention(*tensors, grid=grid, implementation="torch", **options)
         assert counter.get_total_flops() == forward
@@ -272,16 +275,15 @@ def results(tiny_yaml, made_once, forkserver):
             patch.setattr(torch.multiprocessing, "spawn", start)
             patch.setattr(parallel, "run_rank", parallel_bench_rank.rank)
             told = {"rounds": 1, "budget": 300.0, "command": "the command", "say": said.append}
-            found = parallel.measure(job(tiny_yaml), device="cpu", output=folder / "parallel.json", **told)
+            with pytest.raises(RuntimeError, match="(?s)3 processes: .*Traceback.*three are too many"):
+                parallel.measure(job(tiny_yaml), device="cpu", output=folder / "parallel.json", **told)
         assert [text.split(" processes, ")[0] for text in said if " s for them" in text] == ["1", "2", "3"]
-        assert ["Traceback" in text for text in said] == [False] * 3 + [True], "what went wrong is shown whole"
-        assert json.loads((folder / "parallel.json").read_text()) == json.loads(json.dumps(found))
 
     return json.loads((made_once("parallel-bench", measure) / "parallel.json").read_text())
 
 
 @pytest.mark.deep
-def test_every_row_is_right_and_timed_and_bytes_are_those_of_the_formulae(results):
+def test_every_row_is_right_and_timed_and_a_number_of_processes_that_fails_loses_no_other(results):
     times = {}
     for case in results["cases"]:
         for row in case["rows"]:
@@ -292,14 +294,10 @@ def test_every_row_is_right_and_timed_and_bytes_are_those_of_the_formulae(result
             base = times[row["method"], row["mode"], 1]
             assert row["efficiency"] == pytest.approx(base / (case["ranks"] * row["step_s"]["median"]))
     assert len(times) == 2 * len(ROWS)
-    (wrong,), (table,) = results["wrong"], results["tables"]
-    assert wrong.startswith("3 processes: ") and " Failed: 3 processes: " in results["caption"]
-    sizes = {"batch": 1, "heads": 2, "head_dim": 16, "dtype": torch.float32}
-    # Two layers; eight tokens for each rank.
-    expected = [0, 2 * parallel.ulysses_bytes(tokens=(8, 8), rank=0, **sizes)]
-    assert [case["sent_bytes"] for case in results["cases"]] == expected
+    (table,) = results["tables"]
+    assert [case["ranks"] for case in results["cases"]] == [1, 2] and not results["wrong"]
     assert [line[1] for line in table["rows"]] == ROWS
-    assert all("%" not in line[2] and "%" in line[3] and line[4] == "–" for line in table["rows"])
+    assert all("%" not in line[2] and "%" in line[3] for line in table["rows"])
 
 
 def test_every_number_of_processes_gets_its_share_of_the_time_and_what_is_left_out_is_named(
@@ -320,4 +318,4 @@ def test_every_number_of_processes_gets_its_share_of_the_time_and_what_is_left_o
     # Who needs less leaves more to the others.
     assert given == [pytest.approx(30, abs=1), pytest.approx(45, abs=1), pytest.approx(90, abs=1)]
     assert found["left_out"] == [{"case": "a", "why": "the budget was used up"}] * 3
-    assert found["tables"][0]["rows"] == [["a", "full, eager", *["left out"] * 3, "–"]]
+    assert found["tables"][0]["rows"] == [["a", "full, eager", *["left out"] * 3]]

@@ -15,7 +15,8 @@ from vmonarch import ExactBlocks, LatentGrid, vmonarch_attention
 from vmonarch.call import Call
 from vmonarch.configs import InputError
 from vmonarch.configs.methods import resolve_method
-from vmonarch.eval.controls import CONTROLS, ControlProcessor
+from vmonarch.engines import FA3
+from vmonarch.eval.controls import CONTROLS, ControlProcessor, KernelExact
 from vmonarch.families import known_family
 from vmonarch.own import project
 from vmonarch.pipelines.embedded import embedded_model_path
@@ -291,6 +292,8 @@ def test_another_exact_kernel_attends_to_text_and_masks_it(monkeypatch):
     of_diffusers = "diffusers.models.attention_dispatch.dispatch_attention_fn"
     monkeypatch.setattr(of_diffusers, lambda *given, **options: pytest.fail("a backend attends"))
     torch.testing.assert_close(first(model(**inputs)), stock, rtol=1e-4, atol=1e-5)
+    # FlashAttention-3 gives the log-partition, too.
+    KernelExact("torch")(*[torch.randn(1, 4, 1, 8)] * 3, Call(LatentGrid(4, 1, 1), backend=FA3))
 
 
 def test_bad_options_are_errors_that_name_them():

@@ -213,11 +213,7 @@ def test_a_pipelines_folder_brings_its_own_weights(tiny, tmp_path):
         assert torch.equal(loaded.get_submodule(name).weight, getattr(pipe, part).get_submodule(name).weight)
 
 
-def test_bad_configs_are_refused_by_key(tmp_path):
-    for contents, message in (
-        ("heads: 2", "unexpected keyword argument 'heads'"),
-        ("image_dim: 1280", "supported: text-to-video models"),
-    ):
-        (tmp_path / "bad.yaml").write_text(contents)
-        with pytest.raises(InputError, match=f"^model .*{message}"):
-            read_model(str(tmp_path / "bad.yaml"))
+def test_a_bad_config_is_refused_by_key(tmp_path):
+    (tmp_path / "bad.yaml").write_text("heads: 2")
+    with pytest.raises(InputError, match="^model .*unexpected keyword argument 'heads'"):
+        read_model(str(tmp_path / "bad.yaml"))

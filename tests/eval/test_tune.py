@@ -63,7 +63,7 @@ def timed(monkeypatch):
 
 
 def run(path, *kernels, **options):
-    return run_tune(output=path, kernels=kernels, head_dims=("16",), device="cpu", **options)
+    return run_tune(output=path, kernels=kernels, head_dims=(16,), device="cpu", **options)
 
 
 def rows_of(results, kernel):

@@ -19,7 +19,7 @@ from op_checks import in_interpreter
 
 import vmonarch
 from vmonarch import LatentGrid, Refresh, VMonarchOptions, VMonarchProcessor, attend, own, residuals
-from vmonarch.eval.step_kinds import transformers_by_step
+from vmonarch.eval.bench.e2e import transformers_by_step
 from vmonarch.flops import full_flops, vmonarch_flops
 from vmonarch.kernels.residual.api import add_residual, attention_residual, residual_bytes
 from vmonarch.refresh import Schedule, spaced_steps

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from vmonarch.eval.bench.machine import script_record
+from vmonarch.eval.bench.machine import provenance
 from vmonarch.files import write_json
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -41,7 +41,7 @@ def main(arguments=None):
     options, others = parser.parse_known_args(arguments)
     command, log = ["pytest", "-v", "-m", "gpu", *options.words, *others], options.output.with_suffix(".log")
     shown = shlex.join(["python", "-m", *command])
-    record = script_record(shown, "cuda" if torch.cuda.is_available() else "cpu")
+    record = provenance(torch.device("cuda" if torch.cuda.is_available() else "cpu"), shown)
     with tempfile.TemporaryDirectory() as folder:
         junit = Path(folder) / "report.xml"
         # Straight into its place: an interrupted run is long, too, and leaves what it has shown.

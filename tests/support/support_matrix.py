@@ -14,10 +14,11 @@ import sys
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
+import torch
 from gpu_tests import outcome
 from tiny_families import FAMILIES as TINY
 
-from vmonarch.eval.bench.machine import script_record
+from vmonarch.eval.bench.machine import provenance
 from vmonarch.families import FAMILIES
 from vmonarch.files import write_json
 
@@ -86,9 +87,9 @@ def main(arguments=None):
     options = parser.parse_args(arguments)
     counts = count([report.read_text() for report in options.reports])
     words = map(str, [*options.reports, "--output", options.output])
-    record = script_record(shlex.join(["python", "tests/support/support_matrix.py", *words]), "cpu")
+    record = provenance(torch.device("cpu"), shlex.join(["python", "tests/support/support_matrix.py", *words]))
     passed = sum(n["passed"] for features in counts.values() for n in features.values())
-    caption = f"{passed} tests with tiny random models, {record['date']}. Made by `{record['command']}`."
+    caption = f"{passed} tests with tiny random models, {record['date'][:10]}. Made by `{record['command']}`."
     write_json(options.output, record | {"models": counts, "tables": [table(counts)], "caption": caption})
 
 

@@ -27,13 +27,14 @@ DEVICE: dict[str, Any] = {
     "help": "cuda (default), cuda:N; cpu with TRITON_INTERPRET=1",
 }
 _SEVERAL: dict[str, Any] = {"nargs": "+", "metavar": "NAME"}
+_HEAD_DIMS = {"type": int, "nargs": "+", "metavar": "N", "help": "default: 128 64"}
 _METHODS = {"nargs": "+", "metavar": "NAME", "help": "as `vmonarch compare` takes them (default: those of the docs)"}
 # Options of each: (name, what argparse is told).
 _OPTIONS: dict[str, list[tuple[str, dict[str, Any]]]] = {
     "kernels": [
         ("--shapes", {**_SEVERAL, "help": "frames x height x width of the latent, such as 43x28x52, or 24x44x80:40 for"
          " 40 heads in place of 12 (default: those of the docs)"}),
-        ("--head-dims", {**_SEVERAL, "help": "default: 128 64"}),
+        ("--head-dims", _HEAD_DIMS),
         ("--passes", {**_SEVERAL, "help": "forward, backward (forward and backward together); default: both"}),
         ("--methods", {**_SEVERAL, "help": "such as cudnn (default: all); an unknown one lists them"}),
     ],
@@ -138,7 +139,7 @@ def run_bench(arguments: argparse.Namespace) -> None:
 
 _TUNE: dict[str, dict[str, Any]] = {
     "kernels": _SEVERAL | {"help": "such as r_step l_output (default: all; an unknown one lists them)"},
-    "head-dims": _SEVERAL | {"help": "default: 128 64"},
+    "head-dims": _HEAD_DIMS,
     "budget": {"type": float, "metavar": "SECONDS", "help": "begin no kernel after this time (default 480)"},
     "output": {"type": Path, "metavar": "FILE", "help": "table to write or extend (default: the chip's own)"},
     "device": DEVICE,

@@ -20,7 +20,7 @@ from vmonarch.cli.arguments import (
     hide_loading_bars,
     sampling_config,
 )
-from vmonarch.configs import InputError, build
+from vmonarch.configs import InputError, build, read_document
 from vmonarch.eval.calibrate.settings import Budget, CalibrateConfig
 from vmonarch.eval.settings import CompareConfig, EvalConfig
 from vmonarch.eval.vbench import installation, scoring
@@ -136,19 +136,19 @@ def run_calibrate(arguments: argparse.Namespace) -> None:
 
 def _plan_again(arguments: argparse.Namespace) -> None:
     """Make another plan of a diagnosis."""
+    from vmonarch.eval.calibrate.diagnosis import FORMAT
     from vmonarch.eval.calibrate.planning import plan
-    from vmonarch.eval.calibrate.run import read_diagnosis, warn_if_full
 
     for name in ("prompts", "candidates", "refine"):
         if getattr(arguments, name):
             raise InputError(name, "must not be given with --diagnosis, which runs no model")
     budget = build(Budget, {name: getattr(arguments, name) for name in _BUDGET})
-    made = plan(read_diagnosis(arguments.diagnosis), budget)
-    path = Path(arguments.plan or Path(arguments.diagnosis).with_name("plan.json")).expanduser()
+    source = Path(arguments.diagnosis).expanduser()
+    path = source.with_name("plan.json") if arguments.plan is None else Path(arguments.plan).expanduser()
+    made = plan(read_document("diagnosis", source, FORMAT, "diagnosis of `vmonarch calibrate`"), budget)
     if path.exists():
         raise InputError("plan", f"{str(path)!r} exists; give another --plan")
     made.save(path)
-    warn_if_full(made)
     if not arguments.quiet:
         _tell(made)
     print(path)
