@@ -10,18 +10,18 @@ from pathlib import Path
 
 # By folder: the most lines that it may have now, and the aim.
 MOST_LINES = {
-    "vmonarch": (7_451, 6_500),
-    "vmonarch/cli": (1_016, 900),
-    "kernels": (14_206, 14_500),
-    "pipelines": (3_147, 2_700),
-    "finetune": (3_263, 2_700),
-    "eval": (6_226, 6_300),
-    "configs": (603, 400),
+    "vmonarch": (7_351, 6_500),
+    "vmonarch/cli": (1_012, 900),
+    "kernels": (14_069, 14_500),
+    "pipelines": (3_144, 2_700),
+    "finetune": (3_204, 2_700),
+    "eval": (6_203, 6_300),
+    "configs": (592, 400),
     "examples": (138, 200),
-    "tests": (18_811, 19_000),
-    "": (53_911, 53_000),
+    "tests": (18_950, 19_000),
+    "": (53_717, 53_000),
 }
-MOST_CHARACTERS_A_LINE, MOST_FILES, MOST_WORDS = (47, 47), (482, 430), (34_948, 36_000)
+MOST_CHARACTERS_A_LINE, MOST_FILES, MOST_WORDS = (47, 47), (446, 430), (35_992, 36_000)
 ROOT = Path(__file__).resolve().parents[1]
 
 
