@@ -26,6 +26,7 @@ from accelerate.tracking import get_available_trackers
 from accelerate.utils import DistributedDataParallelKwargs, InitProcessGroupKwargs, gather_object
 from diffusers.training_utils import EMAModel
 from safetensors.torch import save_file
+from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from tqdm import tqdm
 
@@ -212,7 +213,8 @@ class Trainer:
                 shadow = dict(zip(self.trained, self.average.shadow_params, strict=True))
                 checkpoints.load_weights(path / checkpoints.AVERAGE, shadow)
                 self.average.optimization_step = run["step"]
-        except Exception as error:
+        # That of torch is a BaseException.
+        except (Exception, CheckpointException) as error:
             problem = f"{path} cannot be loaded; without it, the run goes on from the one before"
             raise CheckpointError(f"{problem}: {error}") from error
         if not anew:

@@ -5,13 +5,16 @@ import json
 import math
 import shutil
 from itertools import islice
+from unittest import mock
 
 import diffusers
 import pytest
 import tiny_folders
 import tiny_wan as tiny
 import torch
+from accelerate import Accelerator
 from safetensors.torch import load_file
+from torch.distributed.checkpoint import CheckpointException
 
 import vmonarch
 from vmonarch.configs import InputError
@@ -315,7 +318,7 @@ def test_another_run_is_not_resumed(place, tmp_path):
     assert Trainer(settings(place, tmp_path, **free)).step == 2
 
 
-def test_a_checkpoint_that_has_been_damaged_is_named_and_the_one_before_serves(place, tmp_path):
+def test_a_checkpoint_that_has_been_damaged_is_named_and_the_one_before_serves(place, tmp_path, monkeypatch):
     options = {"steps": 2, "checkpoints": {"every": 1}}
     Trainer(settings(place, tmp_path, **options)).run()
     path = newest(tmp_path / "checkpoints")
@@ -331,6 +334,10 @@ def test_a_checkpoint_that_has_been_damaged_is_named_and_the_one_before_serves(p
     for use in (lambda: Trainer(settings(place, tmp_path, **options)), lambda: export(tmp_path, tmp_path / "exported")):
         with pytest.raises(CheckpointError, match="model.safetensors.*cannot be read"):
             use()
+    # As FSDP does where a process's part is damaged.
+    with monkeypatch.context() as patch, pytest.raises(CheckpointError, match="cannot be loaded; without it"):
+        patch.setattr(Accelerator, "load_state", mock.Mock(side_effect=CheckpointException("cut", {})))
+        Trainer(settings(place, tmp_path, **options))
     shutil.rmtree(path)
     assert Trainer(settings(place, tmp_path, **options)).step == 1
 
