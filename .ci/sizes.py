@@ -1,7 +1,8 @@
 """Lines of Python in each folder beside what it may have and what is aimed at; exit status 1 where one has more.
 
 A change that makes a folder larger than this removes something from it. A change that makes one smaller lowers its
-limit, until the aim is reached. Do not raise a number, join lines, cut docstrings, or move code into YAML or templates.
+limit, until the aim is reached. Do not raise a number beyond its aim, join lines, cut docstrings, or move code into
+YAML or templates.
 """
 
 import subprocess

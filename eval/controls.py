@@ -295,6 +295,11 @@ class Sol(Control):
 
     tau: float = 1.0
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if isinstance(self.tau, bool) or not isinstance(self.tau, int | float) or not math.isfinite(self.tau):
+            raise TypeError(f"tau must be a finite number, got {self.tau!r}")
+
     def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, grid: LatentGrid) -> torch.Tensor:
         line, tile = LatentGrid(1, 1, grid.tokens), (1, 1, 64)
         options = TwoResolutionOptions(tile=tile, query_tile=tile)

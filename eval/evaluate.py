@@ -57,10 +57,10 @@ if TYPE_CHECKING:
     import torch
     from numpy.typing import NDArray
 
-EVALUATION_FORMAT = "vmonarch-eval-2"
+EVALUATION_FORMAT = "vmonarch-eval-3"
 # How much stronger pictures show what videos differ by, and what they call a step.
 GAIN = 4
-KINDS = {"e": "exact steps", "a": "approximate", "p": "predicted"}
+KINDS = {"e": "exact", "a": "approximate", "p": "predicted"}
 # Settings that change no number of an item.
 _FREE = (
     *("output_dir", "device", "offload", "prompt_set", "num_prompts", "baseline"),
@@ -134,6 +134,7 @@ def evaluate(
     if shard.size > 1 and config.device == "auto" and choose_device("auto").type == "cuda":
         config = dataclasses.replace(config, device=f"cuda:{shard.local_rank}")
     config = complete(config, folder)
+    _check_frames(config)
     output = prepare_output_dir(config.output_dir)
     if compares:
         output /= f"{next_number(output)}-{short_hash(config.to_dict())}"
@@ -173,7 +174,21 @@ def check_measures(config: EvalConfig) -> None:
         from vmonarch.eval.vbench import installation, scoring
 
         scoring.check_dimensions(config.vbench, "vbench")
-        installation.manifest(installation.default_folder())
+        try:
+            installation.manifest(installation.default_folder())
+        except InputError as error:
+            raise InputError("vbench", f"cannot be scored: its {error}") from error
+
+
+def _check_frames(config: EvalConfig) -> None:
+    """Raise InputError if frames are too small for LPIPS or VMAF."""
+    from vmonarch.eval.similarity import LPIPS_LEAST, VMAF_LEAST
+
+    assert config.height is not None and config.width is not None
+    for name, least in (("lpips", LPIPS_LEAST), ("vmaf", VMAF_LEAST)):
+        if getattr(config, name) and min(config.height, config.width) < least:
+            problem = f"needs frames of at least {least}×{least} pixels, got {config.width}×{config.height}"
+            raise InputError(name, problem)
 
 
 def _check_settings(output: Path, config: EvalConfig, folder: ModelFolder) -> None:
@@ -185,7 +200,8 @@ def _check_settings(output: Path, config: EvalConfig, folder: ModelFolder) -> No
     """
     settings = {key: value for key, value in config.to_dict().items() if key not in _FREE}
     dtype = choose_dtype(config.dtype, choose_device(config.device))
-    settings |= {"dtype": str(dtype).removeprefix("torch."), "model_files": folder.fingerprint()}
+    settings |= {"format": EVALUATION_FORMAT, "dtype": str(dtype).removeprefix("torch.")}
+    settings["model_files"] = folder.fingerprint()
     if hashes := lora_sha256(config):
         settings["lora_sha256"] = hashes
     path = output / "settings.json"
@@ -352,15 +368,17 @@ def write_pictures(
         close = "reference" if row["psnr"] is None else f"PSNR {float(row['psnr']):.1f} dB · SSIM {row['ssim']:.3f}"
         notes[label] = f"{close} · {row['seconds']:.1f} s"
         exact, predicted = (row[key] or () for key in ("exact_steps", "predicted_steps"))
+        # Methods of nothing but exact attention do not count their steps.
+        exact = range(config.steps) if row["attention_work"] == 1 else exact
         kind = lambda step, exact=exact, predicted=predicted: (
             "e" if step in exact else "p" if step in predicted else "a"
         )
         steps = "".join(map(kind, range(config.steps)))
-        shown[label] = with_steps(pictures[label], "e" * config.steps if label == REFERENCE else steps)
+        shown[label] = with_steps(pictures[label], steps)
         if label != REFERENCE:
             gap = difference(pictures[label], pictures[REFERENCE], GAIN)
             gaps[name := f"{label}: {GAIN} times the difference"] = with_steps(gap, "")
-            notes[name] = ", ".join(f"{steps.count(k)} {what}" for k, what in KINDS.items() if k in steps)
+            notes[name] = "steps: " + ", ".join(f"{steps.count(k)} {what}" for k, what in KINDS.items() if k in steps)
     video = side_by_side(shown | gaps, notes=notes, columns=len(pictures))
     encode_video(files.stage(target / f"{item.number:04d}-side-by-side.mp4"), video, config.fps)
     picture = strips(pictures, notes=notes, title=f"{item.prompt} · seed {item.seed}")

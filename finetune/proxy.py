@@ -26,6 +26,7 @@ from diffusers.training_utils import EMAModel
 from torch import nn
 from transformers import AutoTokenizer, UMT5EncoderModel
 
+from vmonarch.configs import InputError
 from vmonarch.files import AtomicFiles, check_output, write_json
 from vmonarch.finetune.models import compile_options
 from vmonarch.finetune.objective import Draw, Expert, Objective
@@ -182,7 +183,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     output = parser.parse_args(arguments).output
     if output.exists():
         parser.error(f"--output: {output} exists; nothing is overwritten")
-    check_output(output)
+    try:
+        check_output(output)
+    except InputError as error:
+        parser.error(str(error))
     run(output, shown_command(("python", "-m", "vmonarch.finetune.proxy"), arguments))
     return 0
 

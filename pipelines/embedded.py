@@ -10,8 +10,6 @@ import importlib.util
 from pathlib import Path
 from types import SimpleNamespace
 
-from vmonarch.configs import InputError
-
 EMBEDDED_SETTINGS = SimpleNamespace(
     height=96, width=160, num_frames=61, num_inference_steps=20, guidance_scale=4.0, flow_shift=3.0, fps=15
 )
@@ -22,7 +20,7 @@ def embedded_model_path() -> Path:
     """Folder of the embedded model, for `from_pretrained`.
 
     Raises:
-        InputError: this is no checkout, and vmonarch-embedded is not installed.
+        ModelError: this is no checkout, and vmonarch-embedded is not installed.
     """
     return _folder() / "model"
 
@@ -33,7 +31,7 @@ def embedded_adapter_path() -> Path:
     It lies beside the model's folder, which thereby stays a plain diffusers pipeline of known contents.
 
     Raises:
-        InputError: see `embedded_model_path`.
+        ModelError: see `embedded_model_path`.
     """
     return _folder() / "based.safetensors"
 
@@ -46,5 +44,9 @@ def _folder() -> Path:
         return here
     found = importlib.util.find_spec(name)
     if found is None or not found.submodule_search_locations:
-        raise InputError("model", "'embedded' is a package of its own: pip install vmonarch-embedded")
+        # It imports this module.
+        from vmonarch.pipelines.model_folder import ModelError
+
+        problem = "the model 'embedded' is the package vmonarch-embedded, which is not installed"
+        raise ModelError(f"{problem}: pip install ./pipelines/embedded_wheel in a checkout of vmonarch")
     return Path(next(iter(found.submodule_search_locations)))

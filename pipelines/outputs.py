@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from vmonarch.pipelines.loading import LoadedModel
     from vmonarch.pipelines.model_folder import ModelFolder
 
-RECORD_FORMAT = "vmonarch-generate-1"
+RECORD_FORMAT = "vmonarch-generate-2"
 
 
 @dataclass(frozen=True)

@@ -192,8 +192,8 @@ def with_steps(video: NDArray[np.uint8], kinds: str) -> NDArray[np.uint8]:
     (approximate), a line for "p" (predicted); nothing for no steps.
     """
     frames, height, width, _ = video.shape
-    strip = np.full((height // 6, width, 3), _BACKGROUND, np.uint8)
-    tall = {"e": height // 8, "a": height // 16, "p": max(1, height // 96)}
+    strip = np.full((max(4, height // 6), width, 3), _BACKGROUND, np.uint8)
+    tall = {"e": max(3, height // 8), "a": max(2, height // 16), "p": max(1, height // 96)}
     edges = np.linspace(0, width, len(kinds) + 1).round().astype(int)
     for kind, left, right in zip(kinds, edges[:-1], edges[1:], strict=True):
         strip[-tall[kind] :, left : right - (right - left > 2)] = _INK if kind == "e" else _FAINT

@@ -94,7 +94,7 @@ def file_name(label: str) -> str:
 
 
 def check_output(path: Path) -> None:
-    """Check that a file can be written there, before anything is computed.
+    """Check that a file or a new folder can be written there, before anything is computed.
 
     Raises:
         InputError: the path is a folder, or in one that is missing or not writable.

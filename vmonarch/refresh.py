@@ -183,8 +183,8 @@ class Schedule:
     _next_forward: int = 0
     # Whether the next exact step comes later than wanted.
     _waited: bool = False
-    _errors: list[torch.Tensor] = dataclasses.field(default_factory=list)
-    _forward_errors: list[torch.Tensor] = dataclasses.field(default_factory=list)
+    _errors: list[_Error] = dataclasses.field(default_factory=list)
+    _forward_errors: list[_Error] = dataclasses.field(default_factory=list)
 
     def __post_init__(self) -> None:
         self._earliest = self.refresh.schedule(self.steps)
@@ -227,11 +227,11 @@ class Schedule:
     def measured(self, error: torch.Tensor) -> None:
         """A forward call in this step has found this error of residual sharing; a number on any device."""
         if self.due == self.step:
-            self._errors.append(error)
+            self._errors.append(_Error(error))
 
     def measured_forward(self, error: torch.Tensor) -> None:
         """A forward call in this step has found this error of predicting its output; a number on any device."""
-        self._forward_errors.append(error)
+        self._forward_errors.append(_Error(error))
 
     def precision(self, step: int) -> str | None:
         """Of exact attention in a step: None for that of the model."""
@@ -252,7 +252,7 @@ class Schedule:
         # Copies: a report of another thread may come amid a step.
         for errors, found in (([*self._errors], self.exact), ([*self._forward_errors], self.forward)):
             if errors:
-                found[self.step] = sum(map(float, errors)) / len(errors)
+                found[self.step] = sum(error.read() for error in errors) / len(errors)
 
     def _stays_below(self, tolerance: float, found: Mapping[int, float | None], following: int) -> bool:
         """Whether the error just before a step will be below the tolerance, by the last one that was measured."""
@@ -289,6 +289,26 @@ class Schedule:
             self.held |= self._waited and not error <= tolerance or earliest == self.steps and not small
         self._waited = earliest > following
         return max(following, earliest)
+
+
+class _Error:
+    """A number that a GPU is still computing: it is on its way to the host from now on.
+
+    Whoever reads it, in whatever thread and stream, waits for it alone, and a CUDA graph may write over the tensor.
+    """
+
+    def __init__(self, value: torch.Tensor) -> None:
+        self._event = None
+        self._value = value
+        if value.device.type == "cuda":
+            self._value = torch.empty_like(value, device="cpu", pin_memory=True).copy_(value, non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record(torch.cuda.current_stream(value.device))
+
+    def read(self) -> float:
+        if self._event is not None:
+            self._event.synchronize()
+        return float(self._value)
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:

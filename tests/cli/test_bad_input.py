@@ -54,6 +54,7 @@ EVAL = {
     "prompt twice": (["a red", "a red"], ["must differ"]),
     "prompt set": (["--prompt-set", "movies"], ["--prompt-set must be one of embedded"]),
     "vbench": (["a red", "--vbench", "imaging"], ["did you mean imaging_quality?"]),
+    "small frames": (["a red", "--vmaf", "--height", "16", "--width", "64"], ["--vmaf needs frames", "got 64×16"]),
 }
 
 CALIBRATE = {
@@ -100,7 +101,7 @@ def files(cli) -> dict[str, str]:
         "FILE": b"not a folder",
         "EMPTY": b"\n  \n",
         "TINY": b"num_layers: 1\n",
-        "PARTIAL": json.dumps({"format": "vmonarch-generate-1", "config": {}}).encode(),
+        "PARTIAL": json.dumps({"format": "vmonarch-generate-2", "config": {}}).encode(),
     }
     for name, data in contents.items():
         (cli.folder / name).write_bytes(data)

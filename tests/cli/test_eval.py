@@ -207,8 +207,8 @@ def test_folders_and_files_that_cannot_be_gone_on_with_are_named(loaded, copied:
             evaluate(config(loaded.folder.path, copied), model=loaded)
         (folder / name).write_bytes(contents)
     item = (folder / "item.json").read_text()
-    (folder / "item.json").write_text(item.replace("vmonarch-eval-2", "vmonarch-eval-1"))
-    with pytest.raises(GenerationError, match="its format is vmonarch-eval-1, this version reads vmonarch-eval-2"):
+    (folder / "item.json").write_text(item.replace("vmonarch-eval-3", "vmonarch-eval-2"))
+    with pytest.raises(GenerationError, match="its format is vmonarch-eval-2, this version reads vmonarch-eval-3"):
         evaluate(config(loaded.folder.path, copied), model=loaded)
     assert (copied / "report.html").stat().st_mtime_ns == page
 

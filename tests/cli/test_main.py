@@ -45,6 +45,13 @@ def test_every_command_has_help_with_its_options_and_examples(capsys: pytest.Cap
     assert all(name in out for name in COMMANDS)
 
 
+def test_the_value_of_an_option_is_no_override() -> None:
+    line = ["generate", "a", "--output-dir", "run=1", "steps=3", "--negative-prompt", "blur=bad"]
+    _, arguments = build_parser().parse(line)
+    found = arguments.prompts, arguments.output_dir, arguments.negative_prompt, arguments.overrides
+    assert found == (["a"], "run=1", "blur=bad", ["steps=3"])
+
+
 UNKNOWN: dict[str, str] = {
     "": "COMMAND",
     "paint": "invalid choice: 'paint' (choose from",

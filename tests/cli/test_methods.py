@@ -168,9 +168,9 @@ def test_without_the_package_of_the_embedded_model_the_error_says_what_to_instal
 
     monkeypatch.setattr(embedded, "__file__", str(tmp_path / "embedded.py"))
     code, _, err = cli("generate", "a red circle", tiny=False)
-    assert code == 2 and "--model 'embedded' is a package of its own: pip install vmonarch-embedded" in err
+    assert code == 1 and "'embedded' is the package vmonarch-embedded, which is not installed: pip install ./pi" in err
     code, out, _ = cli("info", tiny=False)
-    assert code == 0 and "pip install vmonarch-embedded" in out
+    assert code == 0 and "pip install ./pipelines/embedded_wheel" in out
 
 
 def test_options_go_with_the_adapter_or_are_refused(pipe, tiny_adapter: Path) -> None:

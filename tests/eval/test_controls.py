@@ -172,6 +172,12 @@ def test_local_attention_is_softmax_over_the_pattern(pattern):
     torch.testing.assert_close(out, per_head(masked(allowed), q, k, v), rtol=0, atol=1e-12)
 
 
+@pytest.mark.parametrize("tau", [True, "x", None, math.nan])
+def test_sol_refuses_what_is_no_number(tau):
+    with pytest.raises(TypeError, match="tau must be a finite number, got"):
+        ControlProcessor("sol", tau=tau)
+
+
 @pytest.mark.parametrize("tau", [0.0, 0.8])
 def test_sol_attends_to_blocks_of_high_scores_and_to_the_means_of_others(tau):
     grid = (5, 8, 16)

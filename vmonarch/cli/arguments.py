@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn, TypeVar
@@ -23,6 +24,9 @@ from vmonarch.configs import (
     suggest,
 )
 from vmonarch.pipelines.config import SamplingConfig, build_config, read_prompts
+
+# Arguments of several words, among which overrides may stand.
+_WITH_OVERRIDES = ("prompts", "videos", "methods", "candidates", "vbench", "seeds")
 
 
 class Parser(argparse.ArgumentParser):
@@ -42,17 +46,19 @@ class Parser(argparse.ArgumentParser):
         """(parser of the command that `words` begin with, its arguments), which may stand in any order.
 
         Prompts may follow options that take several values, which argparse cannot do for a whole tree of commands.
-        Of a command with settings, `key=value` overrides are taken out before: no other word is named like one.
+        `key=value` overrides are taken out from among prompts and such values, none of which is named like one.
         """
         if words and words[0] in self.commands:
             return self.commands[words[0]].parse(words[1:])
         if self.commands:
             # Help, the version, or the error that the command is missing or unknown.
             return self, self.parse_args(words[:1])
-        has_settings = any(action.dest == "config" for action in self._actions)
-        overrides = [word for word in words if has_settings and is_override(word)]
-        arguments = self.parse_intermixed_args([word for word in words if word not in overrides])
-        arguments.overrides = [*overrides, *getattr(arguments, "overrides", ())]
+        arguments = self.parse_intermixed_args(words)
+        arguments.overrides = getattr(arguments, "overrides", [])
+        for name in filter(functools.partial(hasattr, arguments), _WITH_OVERRIDES):
+            given = getattr(arguments, name) or ()
+            arguments.overrides += filter(is_override, given)
+            setattr(arguments, name, [word for word in given if not is_override(word)] or None)
         return self, arguments
 
     def error(self, message: str) -> NoReturn:
@@ -93,7 +99,7 @@ def add_options(parser: argparse._ActionsContainer, schema: type, *names: str) -
 
 def given_options(arguments: argparse.Namespace, *names: str) -> dict[str, Any]:
     """Those of these arguments that the command line gives, by their names."""
-    return {name: value for name in names if (value := getattr(arguments, name, None)) not in (None, [])}
+    return {name: value for name in names if (value := getattr(arguments, name, None)) is not None}
 
 
 Config = TypeVar("Config", bound=Settings)

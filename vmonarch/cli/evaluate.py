@@ -59,7 +59,7 @@ def run_compare(arguments: argparse.Namespace) -> None:
     comparison = evaluate(config, progress=not arguments.quiet, command=shown_command(("vmonarch",), arguments.words))
     if not arguments.quiet:
         print(comparison.table())
-        print("PSNR and SSIM against the reference, on float frames before mp4 encoding; means over all videos")
+        print("means over all videos, against the reference, measured on float frames before mp4 encoding")
         print(*sorted(comparison.folder.glob("0*-*")), sep="\n")
     print(comparison.folder / "evaluation.json")
     print(comparison.folder / "report.html")
@@ -77,7 +77,7 @@ def run_eval(arguments: argparse.Namespace) -> None:
     examples:
       vmonarch eval --config table2
       vmonarch eval --prompt-set embedded --num-prompts 8 --seed 0 1 --methods vmonarch vmonarch-t1 vmonarch-band1
-      vmonarch eval --prompt-file prompts.txt --config exact --model /path/to/a/wan/pipeline --output-dir outputs/exact
+      vmonarch eval --prompt-file prompts.txt --config exact --model Wan-AI/Wan2.1-T2V-1.3B-Diffusers
       accelerate launch --num_processes 8 -m vmonarch eval --config table2
 
     The folder gets evaluation.json and report.html, a single file with tables, plots and videos. The same
@@ -100,10 +100,8 @@ def run_eval(arguments: argparse.Namespace) -> None:
 def add_calibrate(parser: argparse.ArgumentParser) -> None:
     add_sampling_arguments(parser, group="calibrate")
     add_options(parser, CalibrateConfig, "candidates", "every", "sensitivity", "refine", *_BUDGET)
-    about = "make another plan from this one; nothing is sampled"
-    parser.add_argument("--diagnosis", metavar="FILE", help=about)
-    about = "where the plan goes with --diagnosis (default: plan.json beside)"
-    parser.add_argument("--plan", metavar="FILE", help=about)
+    parser.add_argument("--diagnosis", metavar="FILE", help="make another plan from this one; nothing is sampled")
+    parser.add_argument("--plan", metavar="FILE", help="where the plan of --diagnosis goes (default: plan.json beside)")
 
 
 def run_calibrate(arguments: argparse.Namespace) -> None:
@@ -144,8 +142,8 @@ def _plan_again(arguments: argparse.Namespace) -> None:
             raise InputError(name, "must not be given with --diagnosis, which runs no model")
     budget = build(Budget, {name: getattr(arguments, name) for name in _BUDGET})
     source = Path(arguments.diagnosis).expanduser()
-    path = source.with_name("plan.json") if arguments.plan is None else Path(arguments.plan).expanduser()
     made = plan(read_document("diagnosis", source, FORMAT, "diagnosis of `vmonarch calibrate`"), budget)
+    path = source.with_name("plan.json") if arguments.plan is None else Path(arguments.plan).expanduser()
     if path.exists():
         raise InputError("plan", f"{str(path)!r} exists; give another --plan")
     made.save(path)

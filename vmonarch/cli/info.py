@@ -55,12 +55,11 @@ def _devices() -> dict[str, str]:
 
 
 def _embedded_model() -> str:
-    from vmonarch.configs import InputError
     from vmonarch.pipelines.model_folder import ModelError, find_model, folder_bytes
 
     try:
         folder = find_model("embedded").path
-    except (InputError, ModelError) as error:
+    except ModelError as error:
         return str(error)
     return f"{folder_bytes(folder) / 2**20:.1f} MiB at {folder}"
 
