@@ -22,7 +22,7 @@ MOST_LINES = {
     "tests": (18_971, 19_000),
     "": (53_801, 53_000),
 }
-MOST_CHARACTERS_A_LINE, MOST_FILES, MOST_WORDS = (47, 47), (446, 430), (36_018, 36_000)
+MOST_CHARACTERS_A_LINE, MOST_FILES, MOST_WORDS = (47, 47), (446, 430), (35_982, 36_000)
 ROOT = Path(__file__).resolve().parents[1]
 
 
