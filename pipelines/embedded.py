@@ -20,7 +20,7 @@ def embedded_model_path() -> Path:
     """Folder of the embedded model, for `from_pretrained`.
 
     Raises:
-        ModelError: this is no checkout, and vmonarch-embedded is not installed.
+        FileNotFoundError: this is no checkout, and vmonarch-embedded is not installed.
     """
     return _folder() / "model"
 
@@ -31,7 +31,7 @@ def embedded_adapter_path() -> Path:
     It lies beside the model's folder, which thereby stays a plain diffusers pipeline of known contents.
 
     Raises:
-        ModelError: see `embedded_model_path`.
+        FileNotFoundError: see `embedded_model_path`.
     """
     return _folder() / "based.safetensors"
 
@@ -44,9 +44,6 @@ def _folder() -> Path:
         return here
     found = importlib.util.find_spec(name)
     if found is None or not found.submodule_search_locations:
-        # It imports this module.
-        from vmonarch.pipelines.model_folder import ModelError
-
         problem = "the model 'embedded' is the package vmonarch-embedded, which is not installed"
-        raise ModelError(f"{problem}: pip install ./pipelines/embedded_wheel in a checkout of vmonarch")
+        raise FileNotFoundError(f"{problem}: pip install ./pipelines/embedded_wheel in a checkout of vmonarch")
     return Path(next(iter(found.submodule_search_locations)))

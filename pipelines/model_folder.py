@@ -225,7 +225,10 @@ def _locate(name: str, revision: str | None) -> tuple[Path, str | None]:
     if name == "embedded" or (name.strip() and path.is_dir()):
         if revision is not None:
             raise InputError("revision", f"is for models of the hub, which {name!r} is not; got {revision!r}")
-        return embedded_model_path() if name == "embedded" else path.resolve(), None
+        try:
+            return embedded_model_path() if name == "embedded" else path.resolve(), None
+        except FileNotFoundError as error:
+            raise ModelError(str(error)) from error
     if name.strip() and path.exists():
         raise InputError("model", f"{supported}; {name!r} is a file")
     if not _HUB_ID.fullmatch(name) or name.startswith("."):
