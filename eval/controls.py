@@ -36,7 +36,7 @@ from vmonarch.kernels.two_resolution.reference import chosen_tiles, tile_means
 from vmonarch.kernels.two_resolution.tiling import Tiling, places_of, tiling_of
 from vmonarch.options import ExactBlocks, NoOptions, Options, TwoResolutionOptions, VMonarchOptions
 from vmonarch.own import Own, Rotary, project, run_stack
-from vmonarch.validation import check_flag, check_positive_integer
+from vmonarch.validation import check_flag, check_number, check_positive_integer
 
 # Which frames a term is held at its initial value for; the paper's superscripts 0, 1 and * (Table 5).
 FIXED = ("none", "first", "all")
@@ -297,8 +297,7 @@ class Sol(Control):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if isinstance(self.tau, bool) or not isinstance(self.tau, int | float) or not math.isfinite(self.tau):
-            raise TypeError(f"tau must be a finite number, got {self.tau!r}")
+        check_number("tau", self.tau)
 
     def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, grid: LatentGrid) -> torch.Tensor:
         line, tile = LatentGrid(1, 1, grid.tokens), (1, 1, 64)

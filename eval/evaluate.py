@@ -370,10 +370,7 @@ def write_pictures(
         exact, predicted = (row[key] or () for key in ("exact_steps", "predicted_steps"))
         # Methods of nothing but exact attention do not count their steps.
         exact = range(config.steps) if row["attention_work"] == 1 else exact
-        kind = lambda step, exact=exact, predicted=predicted: (
-            "e" if step in exact else "p" if step in predicted else "a"
-        )
-        steps = "".join(map(kind, range(config.steps)))
+        steps = "".join("e" if n in exact else "p" if n in predicted else "a" for n in range(config.steps))
         shown[label] = with_steps(pictures[label], steps)
         if label != REFERENCE:
             gap = difference(pictures[label], pictures[REFERENCE], GAIN)

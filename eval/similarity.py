@@ -124,8 +124,8 @@ class _Arrays(pickle.Unpickler):
 
 
 @functools.cache
-def _alexnet(device: torch.device) -> list[dict[str, Any]]:
-    """The convolutions of AlexNet: {weight, bias, stride, padding}, and `channels` [1, C, 1, 1], what they weigh."""
+def _alexnet(device: torch.device) -> list[tuple[dict[str, Any], torch.Tensor]]:
+    """The convolutions of AlexNet, {weight, bias, stride, padding}, each with what its channels weigh, [1, C, 1, 1]."""
     with lpips_weights().open("rb") as file:
         arrays = _Arrays(file).load()
     tensor = lambda array: torch.from_numpy(array.copy()).to(device)
@@ -136,7 +136,7 @@ def _alexnet(device: torch.device) -> list[dict[str, Any]]:
         own = arrays["AlexNet_0"][f"Conv_{n}"]
         channels = kernel(arrays[f"NetLinLayer_{n}"]["Conv_0"]["kernel"])
         layer = {"weight": kernel(own["kernel"]), "bias": tensor(own["bias"]), "stride": stride, "padding": padding}
-        layers.append(layer | {"channels": channels})
+        layers.append((layer, channels))
     return layers
 
 
@@ -145,12 +145,11 @@ def _frames_lpips(video: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
     x = torch.cat((video, reference)).float()
     mean, deviation = (x.new_tensor(v)[:, None, None] for v in ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)))
     x, distance = (x - mean) / deviation, x.new_zeros(len(video))
-    for n, layer in enumerate(_alexnet(x.device)):
-        convolution = {name: value for name, value in layer.items() if name != "channels"}
+    for n, (convolution, channels) in enumerate(_alexnet(x.device)):
         x = torch.nn.functional.max_pool2d(x, 3, 2) if n in (1, 2) else x
         x = torch.nn.functional.conv2d(x, **convolution).relu()
         one, other = (x / (x.square().sum(1, keepdim=True).sqrt() + 1e-10)).chunk(2)
-        distance += ((one - other).square() * layer["channels"]).sum(1).mean((1, 2))
+        distance += ((one - other).square() * channels).sum(1).mean((1, 2))
     return distance
 
 

@@ -92,11 +92,11 @@ class Exact:
             # As a bias of rank 1, which the kernels for Hopper take; they take no mask.
             ones = query.new_ones(1, 1, 1, 1).expand(1, query.shape[1], 1, 1)
             penalty = torch.zeros_like(mask, dtype=query.dtype).masked_fill(~mask, _NEVER)[:, :, None, None]
-            out, lse = flash_bias_attention(query, key, value, ones, penalty, return_lse=True, implementation=by)
-            return out, lse
-        if call.lse and getattr(call.backend, "value", call.backend) != FA3:
+            return flash_bias_attention(query, key, value, ones, penalty, return_lse=True, implementation=by)
+        backend = getattr(call.backend, "value", call.backend)
+        if call.lse and backend != FA3:
             return flash_entropy_attention(query, key, value, implementation=by)[:2]
-        if mask is None and not call.lse and getattr(call.backend, "value", call.backend) == CUDNN:
+        if mask is None and backend == CUDNN:
             return _by_cudnn(query, key, value), None
         # Whoever attends has loaded it; options are checked without.
         from diffusers.models.attention_dispatch import dispatch_attention_fn

@@ -26,6 +26,7 @@ from diffusers import ContextParallelConfig, UniPCMultistepScheduler, WanPipelin
 
 from vmonarch.configs import InputError, read_document, suggest
 from vmonarch.configs.methods import AttentionMethod
+from vmonarch.engines import CUDNN
 from vmonarch.eval.bench.machine import Clock, allocated, measured_dtype, release_memory, summary
 from vmonarch.eval.bench.rows import caption
 from vmonarch.eval.bench.runner import Bench, Way, Ways, check_names, failure, profiled
@@ -326,7 +327,7 @@ def ways(
         # Its processors and compiled code are its own, the weights are everyone's.
         transformer = copy.deepcopy(transformers[0], {id(tensor): tensor for tensor in weights})
         compiled, on_gpu = mode == "compiled", device.type == "cuda"
-        transformer.set_attention_backend("_native_cudnn" if compiled and on_gpu else "native")
+        transformer.set_attention_backend(CUDNN if compiled and on_gpu else "native")
         recipes.apply(transformer, method, compile_backend=options.compile_backend)
         pipe = Steps.of(transformer, model, noise, texts, options, clock)
         if ranks > 1:

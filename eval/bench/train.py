@@ -16,6 +16,7 @@ import torch
 from diffusers import WanTransformer3DModel
 
 from vmonarch.configs.methods import AttentionMethod
+from vmonarch.engines import CUDNN
 from vmonarch.eval.bench.e2e import TEXT_TOKENS
 from vmonarch.eval.bench.runner import Bench, Case, Way, Ways
 from vmonarch.eval.settings import resolved
@@ -38,7 +39,7 @@ def training_step(config: dict[str, Any], size: Sequence[int], device: torch.dev
     transformer.enable_gradient_checkpointing()
     on_gpu = device.type == "cuda"
     # Full attention, the text's too, and under every method.
-    transformer.set_attention_backend("_native_cudnn" if on_gpu else "native")
+    transformer.set_attention_backend(CUDNN if on_gpu else "native")
     parameters = list(transformer.parameters())
     optimizer = make_optimizer(parameters, OptimizerConfig(), device)
     objective = Objective()

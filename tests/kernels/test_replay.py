@@ -1,7 +1,6 @@
 """Calls are recorded once and replayed, bit by bit the same; what is like no call before, or not understood, is not."""
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -50,9 +49,9 @@ print("torch._dynamo" in sys.modules)
 """
 
 
-def test_the_first_call_waits_for_no_import_of_torch_compile():
-    run = [sys.executable, "-c", FIRST_CALL]
-    result = subprocess.run(run, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True)
+def test_the_first_call_waits_for_no_import_of_torch_compile(child_environment):
+    run, environment = [sys.executable, "-c", FIRST_CALL], child_environment | {"TRITON_INTERPRET": "1"}
+    result = subprocess.run(run, env=environment, capture_output=True, text=True)
     assert result.stdout.strip() == "False", result.stderr
 
 
