@@ -201,11 +201,8 @@ class Trainer:
             )
         if run["model"] != self.about["model"]:
             raise CheckpointError(f"{path} was trained from another model than {self.folder.name}")
-        if run["data"] != self.about["data"] and not self.config.checkpoints.any_processes:
-            raise CheckpointError(
-                f"{path} was trained from other clips than those in {self.config.data.path};"
-                " checkpoints.any_processes=true lets the data begin anew"
-            )
+        if run["data"] != self.about["data"] and not anew:
+            raise CheckpointError(f"{path} was trained from other clips than those in {self.config.data.path}")
         free = (*FREE, "steps") if self.config.optimizer.schedule == "constant" else FREE
         if changed := "; ".join(changes(run["config"], self.about["config"], free)):
             raise CheckpointError(f"{path} cannot be resumed with other settings: {changed}; give another output_dir")
