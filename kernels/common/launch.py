@@ -99,6 +99,14 @@ def unit_stride(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
+def positively_scaled(query: torch.Tensor, scale: float) -> tuple[torch.Tensor, float]:
+    """A query and a softmax scale with the same logits, the scale not negative.
+
+    Only such a scale keeps raw scores, of which the kernels take the maximum, in the order of the logits.
+    """
+    return (-query, -scale) if scale < 0 else (query, scale)
+
+
 def learns(*tensors: torch.Tensor) -> bool:
     """Whether gradients of any of these are recorded."""
     return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)

@@ -1,6 +1,6 @@
 """FlashBias as a torch operator, on the kernels of flash attention (`flash_entropy`), which add the bias to the logits.
 
-It is opaque to torch.compile, differentiable, and without views of its inputs. Shapes: B batch, Sq queries, Sk keys, H
+Shapes: B batch, Sq queries, Sk keys, H
 heads, D head dim, E value dim, R bias rank. Factors are [B or 1, S, H or 1, R].
 """
 
@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from vmonarch.kernels.common.launch import block_dim, hopper_fits, needs_operator, tma_fits, unit_stride
-from vmonarch.kernels.common.operators import differentiable, new_results
+from vmonarch.kernels.common.launch import block_dim, hopper_fits, tma_fits, unit_stride
+from vmonarch.kernels.common.operators import operator
 from vmonarch.kernels.flash_bias.factors import gradients_of_cut, in_dtype
 from vmonarch.kernels.flash_entropy.backward import flash_backward
 from vmonarch.kernels.flash_entropy.forward import HOPPER_KEYS, Bias, flash_forward
@@ -22,8 +22,6 @@ HOPPER_RANK = 64
 HOPPER_ROWS = 128
 # Heads and ranks up to this leave registers for two programs.
 NARROW = 32
-_TENSORS = "Tensor query, Tensor key, Tensor value, Tensor query_factor, Tensor key_factor, Tensor? key_mask"
-_NUMBERS = "float scale, bool causal"
 
 
 def bias_for_kernels(
@@ -84,18 +82,7 @@ def _forward(*inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
     return out, lse
 
 
-flash_bias_forward = torch.library.custom_op(
-    "vmonarch::flash_bias_forward", _forward, mutates_args=(), schema=f"({_TENSORS}, {_NUMBERS}) -> (Tensor, Tensor)"
-)
-
-
-@torch.library.custom_op(
-    "vmonarch::flash_bias_backward",
-    mutates_args=(),
-    schema=f"(Tensor grad_out, Tensor? grad_lse, {_TENSORS}, Tensor out, Tensor lse, {_NUMBERS})"
-    " -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
-)
-def flash_bias_backward(*inputs: Any) -> tuple[torch.Tensor, ...]:
+def _backward(*inputs: Any) -> tuple[torch.Tensor, ...]:
     """(dq, dk, dv, dφq, dφk), each in the shape and dtype of its input."""
     grad_out, grad_lse, query, key, value, *factors, key_mask, out, lse, scale, causal = inputs
     B, Sq, H, _ = query.shape
@@ -123,8 +110,14 @@ def flash_bias_backward(*inputs: Any) -> tuple[torch.Tensor, ...]:
     )
 
 
-flash_bias_forward.register_fake(new_results)
-differentiable(flash_bias_forward, flash_bias_backward, tensors=6, gradients=5)
+_operator = operator(
+    "vmonarch::flash_bias",
+    _forward,
+    _backward,
+    "Tensor query, Tensor key, Tensor value, Tensor query_factor, Tensor key_factor, Tensor? key_mask,"
+    " float scale, bool causal",
+    gradients=5,
+)
 
 
 def flash_bias_attention_triton(
@@ -134,6 +127,4 @@ def flash_bias_attention_triton(
     if scale <= 0:
         # The kernels divide the bias by the scale and take the maximum of what is left.
         query, scale = (-query, -scale) if scale < 0 else (query * 0, 1.0)
-    forward = flash_bias_forward if needs_operator(query, *others) else _forward
-    out, lse = forward(query, *others, key_mask, scale, causal)
-    return out, lse
+    return _operator(query, *others, key_mask, scale, causal)

@@ -1,4 +1,4 @@
-"""Flash-Entropy-Attention as a torch operator: opaque to torch.compile, differentiable, without views of its inputs.
+"""Flash-Entropy-Attention as a torch operator.
 
 Shapes: B batch, Sq queries, Sk keys, H heads, D head dim, Dv value dim.
 """
@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from vmonarch.kernels.common.launch import needs_operator
-from vmonarch.kernels.common.operators import differentiable
+from vmonarch.kernels.common.launch import positively_scaled
+from vmonarch.kernels.common.operators import new_results, operator
 from vmonarch.kernels.common.replay import replayed
 from vmonarch.kernels.flash_entropy.backward import flash_backward
 from vmonarch.kernels.flash_entropy.forward import flash_forward
@@ -27,29 +27,13 @@ def _forward(*inputs: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return out, lse, entropy
 
 
-flash_entropy_forward = torch.library.custom_op(
-    "vmonarch::flash_entropy_forward",
-    _forward,
-    mutates_args=(),
-    schema="(Tensor query, Tensor key, Tensor value, float scale, bool entropy_grad) -> (Tensor, Tensor, Tensor)",
-)
+def _fake(*inputs: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    out, lse = new_results(*inputs)
+    return out, lse, torch.empty_like(lse)
 
 
-@flash_entropy_forward.register_fake
-def _(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any) -> Any:
-    B, Sq, H, _D = query.shape
-    statistic = query.new_empty(B, H, Sq, dtype=torch.float32)
-    return query.new_empty(B, Sq, H, value.shape[3]), statistic, torch.empty_like(statistic)
-
-
-@torch.library.custom_op(
-    "vmonarch::flash_entropy_backward",
-    mutates_args=(),
-    schema="(Tensor grad_out, Tensor? grad_lse, Tensor? grad_entropy, Tensor query, Tensor key, Tensor value,"
-    " Tensor out, Tensor lse, Tensor entropy, float scale, bool entropy_grad) -> (Tensor, Tensor, Tensor)",
-)
 @replayed
-def flash_entropy_backward(*inputs: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _backward(*inputs: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(dq, dk, dv), each in the shape and dtype of its input."""
     grad_out, grad_lse, grad_entropy, query, key, value, out, lse, entropy, scale, entropy_grad = inputs
     segments = all_pairs(query.shape[1], key.shape[1])
@@ -57,16 +41,22 @@ def flash_entropy_backward(*inputs: Any) -> tuple[torch.Tensor, torch.Tensor, to
     return flash_backward(grad_out, grad_lse, grad_entropy, query, key, value, out, lse, entropy, segments, scale=scale)
 
 
-differentiable(flash_entropy_forward, flash_entropy_backward, tensors=3, gradients=3, results=3)
+_operator = operator(
+    "vmonarch::flash_entropy",
+    _forward,
+    _backward,
+    "Tensor query, Tensor key, Tensor value, float scale, bool entropy_grad",
+    fake=_fake,
+    results=3,
+    smooth=3,
+    gradients=3,
+)
 
 
 def flash_entropy_attention_triton(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, scale: float, entropy_grad: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Flash-Entropy-Attention by the kernels; arguments as in `flash_entropy_attention`, already checked."""
-    if scale < 0:
-        # The kernels take the maximum of raw scores, which only a scale that is not negative keeps in order.
-        query, scale = -query, -scale
-    forward = flash_entropy_forward if needs_operator(query, key, value) else _forward
-    out, lse, entropy = forward(query, key, value, scale, entropy_grad)
+    query, scale = positively_scaled(query, scale)
+    out, lse, entropy = _operator(query, key, value, scale, entropy_grad)
     return out, lse, entropy if entropy_grad else entropy.detach()

@@ -12,8 +12,8 @@ import torch
 import triton
 import triton.language as tl
 
-from vmonarch.kernels.common.launch import block_dim, hopper_enabled, needs_operator
-from vmonarch.kernels.common.operators import new_results
+from vmonarch.kernels.common.launch import block_dim, hopper_enabled, positively_scaled
+from vmonarch.kernels.common.operators import new_results, operator
 from vmonarch.kernels.common.replay import launcher, replayed
 from vmonarch.kernels.common.softmax import LOG2_E
 from vmonarch.kernels.common.tiles import nearest_int8
@@ -285,22 +285,14 @@ def _forward(
     return out, lse.add_(bytes_of.query_mean, alpha=1 / LOG2_E)
 
 
-int8_forward = torch.library.custom_op(
-    "vmonarch::int8_attention",
-    _forward,
-    mutates_args=(),
-    schema="(Tensor query, Tensor key, Tensor value, Tensor? key_mask, float scale) -> (Tensor, Tensor)",
+_operator = operator(
+    "vmonarch::int8", _forward, None, "Tensor query, Tensor key, Tensor value, Tensor? key_mask, float scale"
 )
-int8_forward.register_fake(new_results)
 
 
 def int8_attention_triton(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, scale: float, key_mask: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(out, lse) by the kernels; arguments as in `int8_attention`, already checked."""
-    if scale < 0:
-        # The kernels take the maximum of raw scores, which only a scale that is not negative keeps in order.
-        query, scale = -query, -scale
-    if needs_operator(query, key, value):
-        return int8_forward(query, key, value, key_mask, scale)
-    return _forward(query, key, value, key_mask, scale)
+    query, scale = positively_scaled(query, scale)
+    return _operator(query, key, value, key_mask, scale)

@@ -1,4 +1,4 @@
-"""Monarch attention as a torch operator: opaque to torch.compile, differentiable, without views of its inputs.
+"""Monarch attention as a torch operator.
 
 An operator takes numbers, not objects: a `MonarchCall` travels as a list of integers and one of floats.
 Shapes: B batch, S tokens, H heads, D head dim, E value dim, m blocks, b positions per block, t iterations.
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from vmonarch.kernels.common.launch import learns, needs_operator
-from vmonarch.kernels.common.operators import differentiable, new_results
+from vmonarch.kernels.common.operators import new_results, operator
 from vmonarch.kernels.common.replay import replayed
 from vmonarch.kernels.monarch.call import MonarchCall
 from vmonarch.kernels.monarch.fused import backward, forward, saved_shapes
@@ -49,17 +49,8 @@ def _decode(numbers: list[int], reals: list[float]) -> MonarchCall:
     return MonarchCall(places, VMonarchOptions(exact=exact, **options), scale)
 
 
-_INPUTS = "Tensor query, Tensor key, Tensor value, Tensor? key_mask"
-
-
-@torch.library.custom_op(
-    "vmonarch::monarch_forward",
-    mutates_args=(),
-    schema=f"({_INPUTS}, int[] numbers, float[] reals, bool save)"
-    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
-)
 @replayed
-def monarch_forward(*inputs: Any) -> tuple[torch.Tensor, ...]:
+def _forward(*inputs: Any) -> tuple[torch.Tensor, ...]:
     """(out [B, S, H, E], lse [B, H, S]) and what the backward pass needs, empty unless `save`; see `fused.forward`."""
     *tensors, numbers, reals, save = inputs
     call = _decode(numbers, reals)
@@ -68,28 +59,30 @@ def monarch_forward(*inputs: Any) -> tuple[torch.Tensor, ...]:
     return *found, *(tensors[0].new_empty(shape, dtype=dtype) for shape, dtype in nothing)
 
 
-@monarch_forward.register_fake
-def _(query: torch.Tensor, key: Any, value: torch.Tensor, key_mask: Any, numbers: Any, reals: Any, save: bool) -> Any:
+def _fake(
+    query: torch.Tensor, key: Any, value: torch.Tensor, key_mask: Any, numbers: Any, reals: Any, save: bool
+) -> Any:
     shapes = saved_shapes(query, value, _decode(numbers, reals), save)
     return *new_results(query, key, value), *(query.new_empty(shape, dtype=dtype) for shape, dtype in shapes)
 
 
-@torch.library.custom_op(
-    "vmonarch::monarch_backward",
-    mutates_args=(),
-    schema=f"(Tensor grad_out, Tensor? grad_lse, {_INPUTS}, Tensor out, Tensor lse, Tensor blocks, Tensor y,"
-    " Tensor stats, Tensor row_stats, Tensor out_exact, Tensor lse_exact, int[] numbers, float[] reals, bool save)"
-    " -> (Tensor, Tensor, Tensor)",
-)
 @replayed
-def monarch_backward(*inputs: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _backward(*inputs: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(dq, dk, dv), each in the shape and dtype of its input."""
     *tensors, numbers, reals, _ = inputs
     arguments: dict[str, Any] = dict(saved=tuple(tensors[8:]), call=_decode(numbers, reals))
     return backward(*tensors[:8], **arguments)
 
 
-differentiable(monarch_forward, monarch_backward, tensors=4, gradients=3)
+_operator = operator(
+    "vmonarch::monarch",
+    _forward,
+    _backward,
+    "Tensor query, Tensor key, Tensor value, Tensor? key_mask, int[] numbers, float[] reals, bool save",
+    fake=_fake,
+    results=8,
+    gradients=3,
+)
 
 
 def monarch_attention_triton(
@@ -105,7 +98,7 @@ def monarch_attention_triton(
         query, call = -query, dataclasses.replace(call, scale=-call.scale)
     tensors = (query, key, value)
     if needs_operator(*tensors):
-        out, lse, *_ = monarch_forward(*tensors, key_mask, *_encode(call), learns(*tensors))
+        out, lse, *_ = _operator(*tensors, key_mask, *_encode(call), learns(*tensors))
     else:
         out, lse = forward(*tensors, key_mask, call, False)
     return out, lse

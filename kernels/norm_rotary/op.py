@@ -1,4 +1,4 @@
-"""RMS norm and rotary embedding as a torch operator: opaque to torch.compile, differentiable in x and weight.
+"""RMS norm and rotary embedding as a torch operator, differentiable in x and weight.
 
 Shapes: B batch, S tokens, H heads, D head dim, C = H·D channels.
 """
@@ -10,8 +10,8 @@ from typing import Any
 import torch
 import triton
 
-from vmonarch.kernels.common.launch import learns, needs_operator, unit_stride
-from vmonarch.kernels.common.operators import differentiable
+from vmonarch.kernels.common.launch import learns, unit_stride
+from vmonarch.kernels.common.operators import operator
 from vmonarch.kernels.common.replay import launcher, replayed
 from vmonarch.kernels.norm_rotary.kernels import norm_rotary_backward_kernel, norm_rotary_kernel
 
@@ -26,14 +26,18 @@ def _constants(x: torch.Tensor, cosines: torch.Tensor) -> dict[str, int]:
     return {"C": C, "D": cosines.shape[-1], "P": P, "num_warps": min(max(P // 256, 1), 16)}
 
 
+def _new_result(x: torch.Tensor, weight: Any, cosines: Any, sines: Any, heads: int, *_: Any) -> torch.Tensor:
+    return x.new_empty(x.shape[0], x.shape[1], heads, x.shape[2] // heads)
+
+
 @replayed
 def _forward(
     x: torch.Tensor, weight: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor, heads: int, eps: float
 ) -> torch.Tensor:
     """out [B, S, H, D]."""
-    B, S, C = x.shape
+    B, S, _ = x.shape
     x, cosines, sines = unit_stride(x), unit_stride(cosines), unit_stride(sines)
-    out = x.new_empty(B, S, heads, C // heads)
+    out = _new_result(x, weight, cosines, sines, heads)
     launcher(norm_rotary_kernel, (B * S,))(
         x, weight.contiguous(), cosines, sines, out, x.stride(0), x.stride(1), cosines.stride(1), sines.stride(1),
         S, eps, **_constants(x, cosines),
@@ -41,27 +45,8 @@ def _forward(
     return out
 
 
-norm_rotary_forward = torch.library.custom_op(
-    "vmonarch::norm_rotary_forward",
-    _forward,
-    mutates_args=(),
-    schema="(Tensor x, Tensor weight, Tensor cosines, Tensor sines, int heads, float eps) -> Tensor",
-)
-
-
-@norm_rotary_forward.register_fake
-def _(x: torch.Tensor, weight: Any, cosines: Any, sines: Any, heads: int, eps: float) -> torch.Tensor:
-    return x.new_empty(x.shape[0], x.shape[1], heads, x.shape[2] // heads)
-
-
-@torch.library.custom_op(
-    "vmonarch::norm_rotary_backward",
-    mutates_args=(),
-    schema="(Tensor grad, Tensor x, Tensor weight, Tensor cosines, Tensor sines, int heads, float eps)"
-    " -> (Tensor, Tensor)",
-)
 @replayed
-def norm_rotary_backward(*inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def _backward(*inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """(dx [B, S, C], dw [C]), in the dtypes of x and weight."""
     grad, x, weight, cosines, sines, _heads, eps = inputs
     B, S, C = x.shape
@@ -76,7 +61,17 @@ def norm_rotary_backward(*inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
     return dx, parts.sum(0).to(weight.dtype)
 
 
-differentiable(norm_rotary_forward, norm_rotary_backward, tensors=4, gradients=2, results=1, kept=slice(0, 0))
+_operator = operator(
+    "vmonarch::norm_rotary",
+    _forward,
+    _backward,
+    "Tensor x, Tensor weight, Tensor cosines, Tensor sines, int heads, float eps",
+    fake=_new_result,
+    results=1,
+    smooth=1,
+    gradients=2,
+    kept=slice(0, 0),
+)
 
 
 def norm_rotary_triton(
@@ -84,7 +79,4 @@ def norm_rotary_triton(
 ) -> torch.Tensor:
     """out [B, S, H, D] by the kernels, arguments already checked."""
     # A parameter is no plain tensor.
-    plain = (x, weight.detach(), cosines, sines)
-    if learns(weight) or needs_operator(*plain):
-        return norm_rotary_forward(x, weight, cosines, sines, heads, eps)
-    return _forward(*plain, heads, eps)
+    return _operator(x, weight if learns(weight) else weight.detach(), cosines, sines, heads, eps)

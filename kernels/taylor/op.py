@@ -1,4 +1,4 @@
-"""Linear attention as a torch operator: opaque to torch.compile, differentiable, without views of its inputs.
+"""Linear attention as a torch operator.
 
 Shapes: B batch, S tokens, H heads, d' dims of query and key, E value dim, F rows of a state, T frames.
 """
@@ -21,7 +21,7 @@ from vmonarch.kernels.common.launch import (
     tma_fits,
     unit_stride,
 )
-from vmonarch.kernels.common.operators import differentiable, new_results
+from vmonarch.kernels.common.operators import operator
 from vmonarch.kernels.flash_entropy.backward import row_deltas
 from vmonarch.kernels.flash_entropy.segments import all_pairs, row_work
 from vmonarch.kernels.taylor.kernels import gradient_kernel, read_kernel, state_kernel
@@ -217,8 +217,7 @@ def _mixed(sums: torch.Tensor, frame_weights: torch.Tensor) -> torch.Tensor:
     return (weights @ sums.flatten(2)).view(sums.shape)
 
 
-@torch.library.custom_op("vmonarch::taylor_forward", mutates_args=())
-def taylor_forward(
+def _forward(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -242,13 +241,7 @@ def taylor_forward(
     return out, weight
 
 
-@torch.library.custom_op(
-    "vmonarch::taylor_backward",
-    mutates_args=(),
-    schema="(Tensor grad_out, Tensor? grad_weight, Tensor query, Tensor key, Tensor value, Tensor? frame_weights,"
-    " Tensor out, Tensor weight, float scale, bool causal) -> (Tensor, Tensor, Tensor, Tensor)",
-)
-def taylor_backward(*inputs: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+def _backward(*inputs: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """(dq, dk, dv, gradient of the frames' weights), each like its input; the last one is empty without them."""
     grad_out, grad_weight, query, key, value, frame_weights, out, weight, *numbers = inputs
     launch = _Launch(query, value.shape[3], frame_weights, *numbers)
@@ -280,8 +273,13 @@ def taylor_backward(*inputs: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Ten
     return dq, dk, dv, d_frames
 
 
-taylor_forward.register_fake(new_results)
-differentiable(taylor_forward, taylor_backward, tensors=4, gradients=4)
+_operator = operator(
+    "vmonarch::taylor",
+    _forward,
+    _backward,
+    "Tensor query, Tensor key, Tensor value, Tensor? frame_weights, float scale, bool causal",
+    gradients=4,
+)
 
 
 def taylor_attention_triton(
@@ -295,5 +293,5 @@ def taylor_attention_triton(
     return_lse: bool,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """(out, lse) by the kernels, the latter if asked for; arguments are checked already."""
-    out, weight = taylor_forward(query, key, value, frame_weights, scale, causal)
+    out, weight = _operator(query, key, value, frame_weights, scale, causal)
     return out, log_partition(weight) if return_lse else None

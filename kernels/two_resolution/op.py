@@ -1,4 +1,4 @@
-"""Attention in two resolutions as a torch operator: opaque to torch.compile, differentiable.
+"""Attention in two resolutions as a torch operator.
 
 Shapes: B batch, S tokens, H heads, D head dim, E value dim; n tiles of queries, m tiles of keys. An operator
 takes numbers, not objects: a `Tiling` travels as a list of integers.
@@ -17,11 +17,11 @@ from vmonarch.kernels.common.launch import (
     dot_precision,
     hopper_fits,
     launch_options,
-    needs_operator,
+    positively_scaled,
     unit_stride,
     unspecialised,
 )
-from vmonarch.kernels.common.operators import differentiable, new_results
+from vmonarch.kernels.common.operators import new_results, operator
 from vmonarch.kernels.common.replay import launcher, replayed
 from vmonarch.kernels.common.softmax import log2_scale_of
 from vmonarch.kernels.flash_entropy.segments import processors
@@ -174,15 +174,6 @@ def _forward(*inputs: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return out, lse, exact.new_empty(0) if given else exact
 
 
-two_resolution_forward = torch.library.custom_op(
-    "vmonarch::two_resolution_forward",
-    _forward,
-    mutates_args=(),
-    schema="(Tensor query, Tensor key, Tensor value, Tensor? exact, Tensor? key_mask, int[] numbers, float share,"
-    " bool rest, float scale) -> (Tensor, Tensor, Tensor)",
-)
-
-
 def _width(n: Tiling, share: float, given: bool) -> int:
     """At least the most exact tiles of a tile of queries."""
     return n.tiles if given else exact_tiles(n, share)
@@ -226,22 +217,14 @@ def attend(
     )  # fmt: skip
 
 
-@two_resolution_forward.register_fake
-def _(query: torch.Tensor, key: Any, value: torch.Tensor, exact: Any, _mask: Any, numbers: Any, *_: Any) -> Any:
+def _fake(query: torch.Tensor, key: Any, value: torch.Tensor, exact: Any, _mask: Any, numbers: Any, *_: Any) -> Any:
     n = Tiling(*numbers)
     chosen = (0,) if exact is not None else (query.shape[0], query.shape[2], n.of_queries.tiles, n.tiles)
     return *new_results(query, key, value), query.new_empty(chosen, dtype=torch.bool)
 
 
-@torch.library.custom_op(
-    "vmonarch::two_resolution_backward",
-    mutates_args=(),
-    schema="(Tensor grad_out, Tensor? grad_lse, Tensor query, Tensor key, Tensor value, Tensor? exact,"
-    " Tensor? key_mask, Tensor out, Tensor lse, Tensor chosen, int[] numbers, float share, bool rest, float scale)"
-    " -> (Tensor, Tensor, Tensor)",
-)
 @replayed
-def two_resolution_backward(*inputs: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _backward(*inputs: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(dq, dk, dv), contiguous, each in the shape and dtype of its input."""
     *gradients, query, key, value, exact, key_mask, out, lse, chosen, numbers, share, rest, scale = inputs
     n, given = Tiling(*numbers), exact is not None
@@ -319,7 +302,16 @@ def backward(
     return dq, dk, dv
 
 
-differentiable(two_resolution_forward, two_resolution_backward, tensors=5, gradients=3)
+_operator = operator(
+    "vmonarch::two_resolution",
+    _forward,
+    _backward,
+    "Tensor query, Tensor key, Tensor value, Tensor? exact, Tensor? key_mask,"
+    " int[] numbers, float share, bool rest, float scale",
+    fake=_fake,
+    results=3,
+    gradients=3,
+)
 
 
 def two_resolution_attention_triton(
@@ -334,13 +326,10 @@ def two_resolution_attention_triton(
     key_mask: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(out, lse) by the kernels; arguments as in `two_resolution_attention`, already checked."""
-    if scale < 0:
-        # The kernels take the maximum of raw scores, which only a scale that is not negative keeps in order.
-        query, scale = -query, -scale
+    query, scale = positively_scaled(query, scale)
     B, _, H, _ = query.shape
     exact = None if selection is None else selection.expand(B, H, -1, -1).contiguous()
     mask = None if key_mask is None else key_mask.contiguous()
     numbers = list(tiling), options.share, options.rest, scale
-    forward = two_resolution_forward if needs_operator(query, key, value) else _forward
-    out, lse, _ = forward(query, key, value, exact, mask, *numbers)
+    out, lse, _ = _operator(query, key, value, exact, mask, *numbers)
     return out, lse

@@ -1,4 +1,4 @@
-"""Attention in windows as a torch operator: opaque to torch.compile, differentiable, without views of its inputs.
+"""Attention in windows as a torch operator.
 
 Shapes: B batch, Sq queries, Sk keys, H heads, D head dim, E value dim. An operator takes numbers, not objects: a
 `Neighbourhood` travels as a list of integers.
@@ -13,8 +13,15 @@ import torch
 import triton
 
 from vmonarch.grid import LatentGrid
-from vmonarch.kernels.common.launch import block_dim, dot_precision, launch_options, unit_stride, unspecialised
-from vmonarch.kernels.common.operators import differentiable, new_results
+from vmonarch.kernels.common.launch import (
+    block_dim,
+    dot_precision,
+    launch_options,
+    positively_scaled,
+    unit_stride,
+    unspecialised,
+)
+from vmonarch.kernels.common.operators import new_results, operator
 from vmonarch.kernels.common.softmax import log2_scale_of
 from vmonarch.kernels.window.kernels import Neighbourhood, window_kernel, window_keys_kernel, window_rows_kernel
 from vmonarch.kernels.window.reference import Window, extents
@@ -46,12 +53,7 @@ def _launch(
     }  # fmt: skip
 
 
-@torch.library.custom_op(
-    "vmonarch::window_forward",
-    mutates_args=(),
-    schema="(Tensor query, Tensor key, Tensor value, int[] numbers, float scale) -> (Tensor, Tensor)",
-)
-def window_forward(
+def _forward(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, numbers: list[int], scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(out [B, Sq, H, E], lse [B, H, Sq])."""
@@ -67,13 +69,7 @@ def window_forward(
     return out, lse
 
 
-@torch.library.custom_op(
-    "vmonarch::window_backward",
-    mutates_args=(),
-    schema="(Tensor grad_out, Tensor? grad_lse, Tensor query, Tensor key, Tensor value, Tensor out, Tensor lse,"
-    " int[] numbers, float scale) -> (Tensor, Tensor, Tensor)",
-)
-def window_backward(*inputs: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _backward(*inputs: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(dq, dk, dv), each in the shape and dtype of its input."""
     grad_out, grad_lse, query, key, value, out, lse, numbers, scale = inputs
     B, Sq, H, _ = query.shape
@@ -99,8 +95,13 @@ def window_backward(*inputs: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Ten
     return dq, dk, dv
 
 
-window_forward.register_fake(new_results)
-differentiable(window_forward, window_backward, tensors=3, gradients=3)
+_operator = operator(
+    "vmonarch::window",
+    _forward,
+    _backward,
+    "Tensor query, Tensor key, Tensor value, int[] numbers, float scale",
+    gradients=3,
+)
 
 
 def window_attention_triton(
@@ -114,11 +115,9 @@ def window_attention_triton(
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(out, lse) by the kernels; arguments as in `window_attention_reference`, already checked."""
-    if scale < 0:
-        # The kernels take the maximum of raw scores, which only a scale that is not negative keeps in order.
-        query, scale = -query, -scale
+    query, scale = positively_scaled(query, scale)
     reach = [extents(size, axis == causal_axis) for axis, size in enumerate(window)]
     n = Neighbourhood(
         *grid, key.shape[1] - query.shape[1], *(back for back, _ in reach), *(ahead for _, ahead in reach)
     )
-    return window_forward(query, key, value, list(n), scale)
+    return _operator(query, key, value, list(n), scale)
