@@ -1,23 +1,313 @@
-"""Monarch attention as a torch operator.
+"""Monarch attention in Triton, forward and backward: the order of the stages, and their registration with torch.
 
-An operator takes numbers, not objects: a `MonarchCall` travels as a list of integers and one of floats.
-Shapes: B batch, S tokens, H heads, D head dim, E value dim, m blocks, b positions per block, t iterations.
+The stages are those of `reference.monarch_attention_reference`: exact part, R-steps, L-steps, last L-step. Shapes:
+B batch, S tokens, H heads, D head dim, E value dim, m blocks, b positions per block, t = `num_iterations`, u updates of
+L, which are t or, without the last, t - 1; in `Rows`, n tiles of queries of a frame and m tiles of all keys.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from vmonarch.kernels.common.launch import learns, needs_operator
+from vmonarch.grid import LatentGrid
+from vmonarch.kernels.common.launch import learns, needs_operator, unit_stride
 from vmonarch.kernels.common.operators import new_results, operator
 from vmonarch.kernels.common.replay import replayed
+from vmonarch.kernels.flash_entropy.backward import flash_backward
+from vmonarch.kernels.flash_entropy.forward import flash_forward
 from vmonarch.kernels.monarch.call import MonarchCall
-from vmonarch.kernels.monarch.fused import backward, forward, saved_shapes
+from vmonarch.kernels.monarch.l_step import LStep
 from vmonarch.kernels.monarch.places import Places
-from vmonarch.options import ExactBlocks, VMonarchOptions
+from vmonarch.kernels.monarch.r_step import RStep
+from vmonarch.kernels.two_resolution import op as two_resolution
+from vmonarch.kernels.two_resolution.tiling import exact_tiles, tiling_of
+from vmonarch.options import ExactBlocks, VMonarchOptions, row_options
+
+
+@dataclass
+class _Buffers:
+    """Intermediates by iteration. In training each has its own memory; in inference it is used again."""
+
+    aL: list[torch.Tensor]
+    z: list[torch.Tensor]
+    cL: list[torch.Tensor]
+    lse_r: list[torch.Tensor]
+    cR: list[torch.Tensor]
+    lse_l: list[torch.Tensor]
+
+
+def _slices(call: MonarchCall, blocks: torch.Tensor, stats: torch.Tensor, row_stats: torch.Tensor) -> _Buffers:
+    """Name the parts of the saved tensors: [u + t - 1, B·H·m, b, D], [u + 2t - 1, B·H·m, b] and [t - 1, B, H, S]."""
+    t, u = call.options.num_iterations, call.l_updates
+    return _Buffers(
+        aL=list(blocks[:u]),
+        z=list(blocks[u:]),
+        cL=list(stats[:u]),
+        lse_r=list(stats[u : u + t]),
+        cR=list(stats[u + t :]),
+        lse_l=list(row_stats),
+    )
+
+
+def saved_shapes(
+    query: torch.Tensor, value: torch.Tensor, call: MonarchCall, save: bool
+) -> list[tuple[tuple[int, ...], torch.dtype]]:
+    """Shapes and dtypes of (blocks, y, stats, row_stats, out_exact, lse_exact), which `forward` saves."""
+    (B, S, H, D), E, dtype = query.shape, value.shape[3], query.dtype
+    t, u = call.options.num_iterations, call.l_updates
+    none: tuple[int, ...] = (0,)
+    if not save:
+        return [(none, dtype)] * 2 + [(none, torch.float32)] * 2 + [(none, dtype), (none, torch.float32)]
+    block = (B * H * call.places.blocks, call.places.positions)
+    exact = call.exact
+    return [
+        ((u + t - 1, *block, D), dtype),
+        ((*block, E), dtype),
+        ((u + 2 * t - 1, *block), torch.float32),
+        ((t - 1, B, H, S), torch.float32),
+        (none if exact is None or exact.whole_rows else (B, S, H, E), dtype),
+        (none if exact is None else (B, H, S), torch.float32),
+    ]
+
+
+class Rows:
+    """The frames of exact rows in two resolutions (`reference.exact_parts`), and what kernels need to attend from them.
+
+    Args:
+        query, key: [B, S, H, D]. value: [B, S, H, E].
+    """
+
+    def __init__(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: MonarchCall) -> None:
+        assert call.exact is not None
+        grid = LatentGrid(call.places.blocks, call.places.height, call.places.width)
+        self.query, self.key, self.value, self.scale = query, key, value, call.scale
+        self.frames, self.positions = call.exact.rows, grid.tokens_per_frame
+        self.share = call.options.row_share
+        self.tiling = tiling_of(grid, row_options(call.options), query_frames=1)
+        self.width = exact_tiles(self.tiling, self.share)
+
+    def _selected(self, pooled: two_resolution.Pooled) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
+        """Of every frame its tokens, their queries, and their exact tiles [B, H, n, m]."""
+        for frame in self.frames:
+            tokens = slice(frame * self.positions, (frame + 1) * self.positions)
+            # The frames of several samples have to follow each other for the copy engine.
+            query = self.query[:, tokens].contiguous()
+            yield tokens, query, two_resolution.choose(query, self.key, self.tiling, self.share, None, pooled)
+
+    def forward(self, out: torch.Tensor, lse: torch.Tensor) -> None:
+        """Write out [B, S, H, E] and lse [B, H, S] of the rows, contiguous."""
+        pooled = two_resolution.pool(self.key, self.value, self.tiling, None)
+        for tokens, query, exact in self._selected(pooled):
+            two_resolution.attend(
+                query, self.key, self.value, exact, self.width, None, self.tiling, pooled, self.scale,
+                out[:, tokens], lse[:, :, tokens],
+            )  # fmt: skip
+
+    def backward(
+        self, do: torch.Tensor, dlse: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
+        *, dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor,
+    ) -> None:  # fmt: skip
+        """Add what the rows give to the gradients dq, dk and dv."""
+        pooled = two_resolution.pool(self.key, self.value, self.tiling, None)
+        for tokens, query, exact in self._selected(pooled):
+            do_row, out_row = (x[:, tokens].contiguous() for x in (do, out))
+            dlse_row, lse_row = (x[:, :, tokens].contiguous() for x in (dlse, lse))
+            dq_row, _, _ = two_resolution.backward(
+                do_row, dlse_row, query, self.key, self.value, exact, self.width, None, out_row, lse_row,
+                self.tiling, pooled, self.scale, added=(dk, dv),
+            )  # fmt: skip
+            dq[:, tokens] += dq_row
+
+
+def _exact_forward(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: MonarchCall, out: torch.Tensor
+) -> torch.Tensor:
+    """lse [B, H, S] of the exact part, whose output is written to `out`."""
+    exact = call.exact
+    assert exact is not None
+    if exact.segments:
+        _, lse, _ = flash_forward(query, key, value, exact.segments, scale=call.scale, entropy=False, out=out)
+    else:
+        B, S, H, _ = query.shape
+        lse = query.new_full((B, H, S), -torch.inf, dtype=torch.float32)
+    if exact.rows:
+        Rows(query, key, value, call).forward(out, lse)
+    return lse
+
+
+@replayed
+def forward(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    key_mask: torch.Tensor | None,
+    call: MonarchCall,
+    save: bool,
+) -> tuple[torch.Tensor, ...]:
+    """Monarch attention.
+
+    Args:
+        query, key: [B, S, H, D]. value: [B, S, H, E]. key_mask: [B, S] or None.
+        save: keep what `backward` needs.
+
+    Returns:
+        (out [B, S, H, E], lse [B, H, S]) and, with `save`, what `backward` needs: (blocks, y, stats, row_stats,
+        out_exact, lse_exact).
+    """
+    B, S, H, D = query.shape
+    E = value.shape[3]
+    places, t = call.places, call.options.num_iterations
+    groups, b = B * H * places.blocks, places.positions
+    out, lse = new_results(query, key, value)
+    own = t if save else 1
+    saved = []
+    if save:
+        saved = [query.new_empty(shape, dtype=dtype) for shape, dtype in saved_shapes(query, value, call, save)]
+    exact = call.exact
+    out_exact = lse_exact = None
+    if exact is not None:
+        # Rows that are exact throughout lie in `out` already; others are merged there, unless training needs them.
+        out_exact = saved[4] if save and not exact.whole_rows else out
+        lse_exact = _exact_forward(query, key, value, call, out_exact)
+
+    if save:
+        blocks, y, stats, row_stats = saved[:4]
+        buffers = _slices(call, blocks, stats, row_stats)
+    else:
+        blocks = query.new_empty(min(t, 2), groups, b, D)
+        stats = query.new_empty(1, groups, b, dtype=torch.float32)
+        # In an R-step that sums the keys, a row tile of the last z is read by the program that writes the same rows of
+        # y, and by no other.
+        y = blocks[1] if t > 1 and D == E and call.options.last_l_update else query.new_empty(groups, b, E)
+        buffers = _Buffers([blocks[0]], [blocks[-1]], [stats[0]], [], [], [])
+
+    r, l = RStep(key, value, key_mask, call), LStep(query, call)
+    pooled = r.pooled()
+    z = query
+    for i in range(t - 1):
+        n = i % own
+        aL, cL = buffers.aL[n], buffers.cL[n]
+        r.forward(z, pooled, aL=aL, cL=cL, lse=buffers.lse_r[n] if save else None)
+        z = buffers.z[n]
+        l.centroids(
+            aL,
+            cL,
+            z=z,
+            lse=buffers.lse_l[n] if save else lse,
+            cR=buffers.cR[n] if save else None,
+            lse_exact=lse_exact if exact is not None and exact.aware else None,
+        )
+    aL, cL = buffers.aL[-1], buffers.cL[-1]
+    last_lse = buffers.lse_r[-1] if save else None
+    sums = dict(aL=aL, cL=cL) if call.options.last_l_update else {}
+    r.forward(z, None, y=y, lse=last_lse, **sums)
+    l.output(aL, cL, y, out=out, lse=lse, lse_exact=lse_exact, out_exact=out_exact)
+    if save and lse_exact is not None:
+        saved[5] = lse_exact
+    return out, lse, *saved
+
+
+@replayed
+def _backward(
+    grad_out: torch.Tensor,
+    grad_lse: torch.Tensor | None,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    key_mask: torch.Tensor | None,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    blocks: torch.Tensor,
+    y: torch.Tensor,
+    stats: torch.Tensor,
+    row_stats: torch.Tensor,
+    out_exact: torch.Tensor | None,
+    lse_exact: torch.Tensor | None,
+    numbers: list[int],
+    reals: list[float],
+    _save: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gradients of query, key and value; R and L are recomputed from z, aL and the log-partitions."""
+    call = _decode(numbers, reals)
+    t = call.options.num_iterations
+    buffers = _slices(call, blocks, stats, row_stats)
+    exact = call.exact
+    grad_out = unit_stride(grad_out)
+    if grad_lse is not None:
+        grad_lse = grad_lse.contiguous()
+
+    dq = query.new_empty(query.shape)
+    dk = key.new_empty(key.shape)
+    dv = value.new_empty(value.shape)
+    daL = torch.empty_like(blocks[0])
+    dy = torch.empty_like(y)
+    # A row tile of dy is read last by the program that writes the same rows of daR.
+    daR = dy if dy.shape == daL.shape else torch.empty_like(daL)
+    delta_r, dcR = (torch.empty_like(stats[0]) for _ in range(2))
+    dlse_exact = do_exact = None
+    if exact is None:
+        out_exact = lse_exact = None
+    else:
+        out_exact = out if exact.whole_rows else out_exact
+        dlse_exact, do_exact = torch.empty_like(lse), None if exact.whole_rows else torch.empty_like(out)
+    aware: dict[str, Any] = {}
+    if exact is not None and exact.aware:
+        aware = dict(lse_exact=lse_exact, dlse_exact=dlse_exact)
+
+    r, l = RStep(key, value, key_mask, call), LStep(query, call)
+    pooled = r.pooled()
+    l.backward(
+        buffers.aL[-1], buffers.cL[-1], lse, dq=dq, daL=daL, delta_r=delta_r, y=y, out=out, do=grad_out, dlse=grad_lse,
+        dy=dy, lse_exact=lse_exact, dlse_exact=dlse_exact, out_exact=out_exact, do_exact=do_exact,
+    )  # fmt: skip
+    for i in reversed(range(t)):
+        last, values_alone = i == t - 1, i == call.l_updates
+        r.backward(
+            buffers.z[i - 1] if i > 0 else query,
+            None if last else pooled,
+            lse=buffers.lse_r[i],
+            daL=None if values_alone else daL,
+            dy=dy if last else None,
+            delta=r.row_dots(dy, y) if values_alone else delta_r,
+            dq=dq,
+            dk=dk,
+            dv=dv,
+            cR=buffers.cR[i - 1] if i > 0 else None,
+            daR=daR,
+            dcR=dcR,
+        )
+        if i == 0:
+            break
+        # The L that this iteration has not updated mixes the values, too.
+        first = daL if values_alone else None
+        if first is not None:
+            daL = torch.empty_like(daL)
+        l.backward(
+            buffers.aL[i - 1], buffers.cL[i - 1], buffers.lse_l[i - 1], dq=dq, daL=daL, delta_r=delta_r,
+            daR=daR, dcR=dcR, cR=buffers.cR[i - 1], **aware,
+        )  # fmt: skip
+        if first is not None:
+            # What `l.backward` of the output has left in `delta_r` has the values in it.
+            delta_r += r.row_dots(first, buffers.aL[i - 1])
+            daL += first
+    # The exact part needs room of its own, where its keys are split.
+    del daL, dy, daR, pooled
+    if exact is not None and out_exact is not None and lse_exact is not None and dlse_exact is not None:
+        do = grad_out if do_exact is None else do_exact
+        if exact.rows:
+            Rows(query, key, value, call).backward(do, dlse_exact, out_exact, lse_exact, dq=dq, dk=dk, dv=dv)
+        if exact.segments:
+            flash_backward(
+                do, dlse_exact, None, query, key, value, out_exact, lse_exact, None, exact.segments,
+                scale=call.scale, dq=dq, dk=dk, dv=dv,
+            )  # fmt: skip
+    return dq, dk, dv
+
 
 _PLACES = len(Places._fields)
 # Options that are one number; places and the pattern of exact blocks hold the others.
@@ -51,7 +341,7 @@ def _decode(numbers: list[int], reals: list[float]) -> MonarchCall:
 
 @replayed
 def _forward(*inputs: Any) -> tuple[torch.Tensor, ...]:
-    """(out [B, S, H, E], lse [B, H, S]) and what the backward pass needs, empty unless `save`; see `fused.forward`."""
+    """(out [B, S, H, E], lse [B, H, S]) and what the backward pass needs, empty unless `save`; see `forward`."""
     *tensors, numbers, reals, save = inputs
     call = _decode(numbers, reals)
     found = forward(*tensors, call, save)
@@ -64,14 +354,6 @@ def _fake(
 ) -> Any:
     shapes = saved_shapes(query, value, _decode(numbers, reals), save)
     return *new_results(query, key, value), *(query.new_empty(shape, dtype=dtype) for shape, dtype in shapes)
-
-
-@replayed
-def _backward(*inputs: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(dq, dk, dv), each in the shape and dtype of its input."""
-    *tensors, numbers, reals, _ = inputs
-    arguments: dict[str, Any] = dict(saved=tuple(tensors[8:]), call=_decode(numbers, reals))
-    return backward(*tensors[:8], **arguments)
 
 
 _operator = operator(

@@ -1,16 +1,23 @@
-"""Attention in windows as a torch operator.
+"""Attention in windows in Triton: tokens in bricks, so that a tile of queries meets few tiles of keys (Based, §4.2).
 
-Shapes: B batch, Sq queries, Sk keys, H heads, D head dim, E value dim. An operator takes numbers, not objects: a
-`Neighbourhood` travels as a list of integers.
+A brick is a small box of neighbouring tokens, BT frames × BH rows × BW columns; a sequence is a video of one row. A
+program takes one brick of queries and goes through the bricks that the windows of its queries touch; what lies outside
+of a window is masked. Tokens are found by arithmetic and stay where they are.
+
+One kernel owns queries (out; dq) and another keys (dk, dv), so there are no atomics and every sum has one order.
+
+Shapes: B batch, Sq queries, Sk keys, H heads, D head dim, E value dim; M queries or keys of a brick. Tensors are
+[B, S, H, D] with any strides but the last; lse and δ [B, H, Sq] in float32.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
+import triton.language as tl
 
 from vmonarch.grid import LatentGrid
 from vmonarch.kernels.common.launch import (
@@ -22,9 +29,240 @@ from vmonarch.kernels.common.launch import (
     unspecialised,
 )
 from vmonarch.kernels.common.operators import new_results, operator
-from vmonarch.kernels.common.softmax import log2_scale_of
-from vmonarch.kernels.window.kernels import Neighbourhood, window_kernel, window_keys_kernel, window_rows_kernel
+from vmonarch.kernels.common.softmax import log2_partition, log2_scale_of, online_softmax, probabilities, row_delta
+from vmonarch.kernels.common.tiles import load_rows, store_rows
 from vmonarch.kernels.window.reference import Window, extents
+
+
+class Neighbourhood(NamedTuple):
+    """Run-time numbers of a call.
+
+    Attributes:
+        frames, rows, columns: of the keys' grid.
+        skipped: tokens before the first query; not 0 in sequences only.
+        back_t, back_h, back_w, ahead_t, ahead_h, ahead_w: how far a window reaches from its query.
+    """
+
+    frames: int
+    rows: int
+    columns: int
+    skipped: int
+    back_t: int
+    back_h: int
+    back_w: int
+    ahead_t: int
+    ahead_h: int
+    ahead_w: int
+
+
+@triton.jit
+def _plain(n):
+    """The inverse of `unspecialised`."""
+    return Neighbourhood(
+        n.frames >> 4, n.rows >> 4, n.columns >> 4, n.skipped >> 4, n.back_t >> 4, n.back_h >> 4, n.back_w >> 4,
+        n.ahead_t >> 4, n.ahead_h >> 4, n.ahead_w >> 4,
+    )  # fmt: skip
+
+
+@triton.jit
+def _tokens_of(brick, n, first_column, BT: tl.constexpr, BH: tl.constexpr, BW: tl.constexpr):
+    """Tokens [M] of a brick, whether they exist, their frames, rows and columns; columns begin at `first_column`."""
+    bricks_w = tl.cdiv(n.columns - first_column, BW)
+    bricks_h = tl.cdiv(n.rows, BH)
+    i = tl.arange(0, BT * BH * BW)
+    t = brick // (bricks_h * bricks_w) * BT + i // (BH * BW)
+    h = brick // bricks_w % bricks_h * BH + i // BW % BH
+    w = first_column + brick % bricks_w * BW + i % BW
+    exists = (t < n.frames) & (h < n.rows) & (w < n.columns)
+    return (t * n.rows + h) * n.columns + w, exists, t, h, w
+
+
+@triton.jit
+def _touched(first, stop, size, before, after, begin, BLOCK: tl.constexpr):
+    """First brick along an axis that holds a place up to `before` in front of or `after` behind [first, stop), and
+    how many there are; places go from `begin` to `size`, and so do bricks.
+    """
+    low = (tl.maximum(first - before, begin) - begin) // BLOCK
+    high = (tl.minimum(stop - 1 + after, size - 1) - begin) // BLOCK
+    return low, tl.maximum(high - low + 1, 0)
+
+
+@triton.jit
+def _near(t, h, w, kt, kh, kw, n):
+    """Whether keys (kt, kh, kw) lie in the windows of queries (t, h, w); they broadcast."""
+    near = (kt >= t - n.back_t) & (kt <= t + n.ahead_t)
+    near = near & (kh >= h - n.back_h) & (kh <= h + n.ahead_h)
+    return near & (kw >= w - n.back_w) & (kw <= w + n.ahead_w)
+
+
+@triton.jit
+def _bricks_around(
+    brick, n, own_column, column, before_t, before_h, before_w, after_t, after_h, after_w,
+    BT: tl.constexpr, BH: tl.constexpr, BW: tl.constexpr,
+):  # fmt: skip
+    """The bricks of the other side within reach of a brick: the first along each axis, and how many.
+
+    own_column, column: where columns begin on this side, and on the other.
+    """
+    bricks_w = tl.cdiv(n.columns - own_column, BW)
+    bricks_h = tl.cdiv(n.rows, BH)
+    t = brick // (bricks_h * bricks_w) * BT
+    h = brick // bricks_w % bricks_h * BH
+    w = own_column + brick % bricks_w * BW
+    low_t, count_t = _touched(t, tl.minimum(t + BT, n.frames), n.frames, before_t, after_t, 0, BT)
+    low_h, count_h = _touched(h, tl.minimum(h + BH, n.rows), n.rows, before_h, after_h, 0, BH)
+    low_w, count_w = _touched(w, tl.minimum(w + BW, n.columns), n.columns, before_w, after_w, column, BW)
+    return low_t, low_h, low_w, count_t, count_h, count_w
+
+
+@triton.jit
+def _brick_at(step, low_t, low_h, low_w, count_h, count_w, n, column, BH: tl.constexpr, BW: tl.constexpr):
+    """Number of the brick that a walk through the bricks around comes to."""
+    bricks_w = tl.cdiv(n.columns - column, BW)
+    bricks_h = tl.cdiv(n.rows, BH)
+    t = low_t + step // (count_h * count_w)
+    h = low_h + step // count_w % count_h
+    return (t * bricks_h + h) * bricks_w + low_w + step % count_w
+
+
+@triton.jit
+def _keys_at(
+    step, low_t, low_h, low_w, count_h, count_w, n, t, h, w, BT: tl.constexpr, BH: tl.constexpr, BW: tl.constexpr
+):
+    """Keys [N] of the brick that a walk comes to, whether they exist, and whether they lie in the windows of queries
+    (t, h, w) [M, N].
+    """
+    brick = _brick_at(step, low_t, low_h, low_w, count_h, count_w, n, 0, BH, BW)
+    key, there, kt, kh, kw = _tokens_of(brick, n, 0, BT, BH, BW)
+    near = _near(t[:, None], h[:, None], w[:, None], kt[None, :], kh[None, :], kw[None, :], n)
+    return key, there, near & there[None, :]
+
+
+@triton.jit(do_not_specialize=["H", "Sq", "bricks"])
+def window_kernel(
+    q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr,
+    stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
+    stride_ob, stride_os, stride_oh, H, Sq, bricks, neighbourhood, log2_scale,
+    D: tl.constexpr, E: tl.constexpr, PRECISION: tl.constexpr,
+    BT: tl.constexpr, BH: tl.constexpr, BW: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
+):  # fmt: skip
+    """out and lse of one brick of queries of one head."""
+    n = _plain(neighbourhood)
+    pid = tl.program_id(0)
+    brick = pid % bricks
+    bh = (pid // bricks).to(tl.int64)
+    b = bh // H
+    head = bh % H
+    token, exists, t, h, w = _tokens_of(brick, n, n.skipped, BT, BH, BW)
+    row = token - n.skipped
+    q = load_rows(q_ptr + b * stride_qb + head * stride_qh, stride_qs, row, exists, D, BLOCK_D, True)
+    k_ptr += b * stride_kb + head * stride_kh
+    v_ptr += b * stride_vb + head * stride_vh
+    acc = tl.zeros([BT * BH * BW, BLOCK_E], tl.float32)
+    row_max = tl.full([BT * BH * BW], -float("inf"), tl.float32)
+    row_sum = tl.zeros([BT * BH * BW], tl.float32)
+    low_t, low_h, low_w, count_t, count_h, count_w = _bricks_around(
+        brick, n, n.skipped, 0, n.back_t, n.back_h, n.back_w, n.ahead_t, n.ahead_h, n.ahead_w, BT, BH, BW
+    )
+    for step in range(count_t * count_h * count_w):
+        key, there, near = _keys_at(step, low_t, low_h, low_w, count_h, count_w, n, t, h, w, BT, BH, BW)
+        k = load_rows(k_ptr, stride_ks, key, there, D, BLOCK_D, True)
+        scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+        scores = tl.where(near, scores, -float("inf"))
+        p, alpha, row_max, row_sum, _ = online_softmax(scores, row_max, row_sum, row_sum, log2_scale, False, True)
+        v = load_rows(v_ptr, stride_vs, key, there, E, BLOCK_E, True)
+        acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision=PRECISION)
+    out = acc * (1.0 / tl.where(row_sum == 0, 1.0, row_sum))[:, None]
+    store_rows(out_ptr + b * stride_ob + head * stride_oh, stride_os, row, exists, out, E, BLOCK_E)
+    tl.store(lse_ptr + bh * Sq + row, log2_partition(row_max, row_sum) * 0.6931471805599453, mask=exists)
+
+
+@triton.jit(do_not_specialize=["H", "Sq", "bricks"])
+def window_rows_kernel(
+    q_ptr, k_ptr, v_ptr, do_ptr, out_ptr, lse_ptr, dlse_ptr, delta_ptr, dq_ptr,
+    stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
+    stride_gb, stride_gs, stride_gh, stride_ob, stride_os, stride_oh, H, Sq, bricks, neighbourhood, scale, log2_scale,
+    D: tl.constexpr, E: tl.constexpr, PRECISION: tl.constexpr,
+    BT: tl.constexpr, BH: tl.constexpr, BW: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
+):  # fmt: skip
+    """dq [B, Sq, H, D], contiguous, of one brick of queries; and δ = rowsum(dO ∘ O) - dlse for the keys' kernel."""
+    n = _plain(neighbourhood)
+    pid = tl.program_id(0)
+    brick = pid % bricks
+    bh = (pid // bricks).to(tl.int64)
+    b = bh // H
+    head = bh % H
+    token, exists, t, h, w = _tokens_of(brick, n, n.skipped, BT, BH, BW)
+    row = token - n.skipped
+    q = load_rows(q_ptr + b * stride_qb + head * stride_qh, stride_qs, row, exists, D, BLOCK_D, True)
+    do = load_rows(do_ptr + b * stride_gb + head * stride_gh, stride_gs, row, exists, E, BLOCK_E, True)
+    out = load_rows(out_ptr + b * stride_ob + head * stride_oh, stride_os, row, exists, E, BLOCK_E, True)
+    lse = tl.load(lse_ptr + bh * Sq + row, mask=exists, other=float("inf"))
+    delta = row_delta(do, out, dlse_ptr, bh * Sq + row, exists)
+    tl.store(delta_ptr + bh * Sq + row, delta, mask=exists)
+    k_ptr += b * stride_kb + head * stride_kh
+    v_ptr += b * stride_vb + head * stride_vh
+    dq = tl.zeros([BT * BH * BW, BLOCK_D], tl.float32)
+    low_t, low_h, low_w, count_t, count_h, count_w = _bricks_around(
+        brick, n, n.skipped, 0, n.back_t, n.back_h, n.back_w, n.ahead_t, n.ahead_h, n.ahead_w, BT, BH, BW
+    )
+    for step in range(count_t * count_h * count_w):
+        key, there, near = _keys_at(step, low_t, low_h, low_w, count_h, count_w, n, t, h, w, BT, BH, BW)
+        k = load_rows(k_ptr, stride_ks, key, there, D, BLOCK_D, True)
+        v = load_rows(v_ptr, stride_vs, key, there, E, BLOCK_E, True)
+        scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+        dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)
+        scores = tl.where(near, scores, -float("inf"))
+        ds = probabilities(scores, lse[:, None], log2_scale) * (dp - delta[:, None])
+        dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
+    store_rows(dq_ptr, D, (b * Sq + row) * H + head, exists, dq * scale, D, BLOCK_D)
+
+
+@triton.jit(do_not_specialize=["H", "Sq", "Sk", "bricks"])
+def window_keys_kernel(
+    q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr,
+    stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
+    stride_gb, stride_gs, stride_gh, H, Sq, Sk, bricks, neighbourhood, scale, log2_scale,
+    D: tl.constexpr, E: tl.constexpr, PRECISION: tl.constexpr,
+    BT: tl.constexpr, BH: tl.constexpr, BW: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
+):  # fmt: skip
+    """dk [B, Sk, H, D] and dv [B, Sk, H, E], contiguous, of one brick of keys; tiles are [keys, queries]."""
+    n = _plain(neighbourhood)
+    pid = tl.program_id(0)
+    brick = pid % bricks
+    bh = (pid // bricks).to(tl.int64)
+    b = bh // H
+    head = bh % H
+    key, there, kt, kh, kw = _tokens_of(brick, n, 0, BT, BH, BW)
+    k = load_rows(k_ptr + b * stride_kb + head * stride_kh, stride_ks, key, there, D, BLOCK_D, True)
+    v = load_rows(v_ptr + b * stride_vb + head * stride_vh, stride_vs, key, there, E, BLOCK_E, True)
+    q_ptr += b * stride_qb + head * stride_qh
+    do_ptr += b * stride_gb + head * stride_gh
+    dk = tl.zeros([BT * BH * BW, BLOCK_D], tl.float32)
+    dv = tl.zeros([BT * BH * BW, BLOCK_E], tl.float32)
+    # A key lies in the windows of queries that are as far ahead of it as windows reach back.
+    low_t, low_h, low_w, count_t, count_h, count_w = _bricks_around(
+        brick, n, 0, n.skipped, n.ahead_t, n.ahead_h, n.ahead_w, n.back_t, n.back_h, n.back_w, BT, BH, BW
+    )
+    for step in range(count_t * count_h * count_w):
+        other = _brick_at(step, low_t, low_h, low_w, count_h, count_w, n, n.skipped, BH, BW)
+        token, exists, t, h, w = _tokens_of(other, n, n.skipped, BT, BH, BW)
+        row = token - n.skipped
+        q = load_rows(q_ptr, stride_qs, row, exists, D, BLOCK_D, True)
+        do = load_rows(do_ptr, stride_gs, row, exists, E, BLOCK_E, True)
+        # Where there is no query, lse = inf makes p = 0.
+        lse = tl.load(lse_ptr + bh * Sq + row, mask=exists, other=float("inf"))
+        delta = tl.load(delta_ptr + bh * Sq + row, mask=exists, other=0.0)
+        scores = tl.dot(k, tl.trans(q), input_precision=PRECISION)
+        near = _near(t[None, :], h[None, :], w[None, :], kt[:, None], kh[:, None], kw[:, None], n)
+        p = probabilities(tl.where(near, scores, -float("inf")), lse[None, :], log2_scale)
+        dv = tl.dot(p.to(do.dtype), do, dv, input_precision=PRECISION)
+        dp = tl.dot(v, tl.trans(do), input_precision=PRECISION)
+        ds = p * (dp - delta[None, :])
+        dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
+    target = (b * Sk + key) * H + head
+    store_rows(dk_ptr, D, target, there, dk * scale, D, BLOCK_D)
+    store_rows(dv_ptr, E, target, there, dv, E, BLOCK_E)
 
 
 def brick_of(n: Neighbourhood, tokens: int) -> tuple[int, int, int]:

@@ -73,16 +73,16 @@ def rows_of(results, kernel):
 
 @in_interpreter
 def test_candidates_that_are_wrong_or_fail_or_bring_little_are_not_taken(tables, few, timed, monkeypatch):
-    from vmonarch.kernels.monarch import fused
+    from vmonarch.kernels.monarch import op
 
-    right = fused.RStep.forward
+    right = op.RStep.forward
 
     def wrong(self, *arguments, aL, **others):
         right(self, *arguments, aL=aL, **others)
         if launch_options("r_step", CPU, torch.float32, 16)["BLOCK_N"] == 32:
             aL[0, 0] += 0.1
 
-    monkeypatch.setattr(fused.RStep, "forward", wrong)
+    monkeypatch.setattr(op.RStep, "forward", wrong)
     few("r_step", {"BLOCK_N": (0, 32, 64, 128)})
     timed.update({"BLOCK_N=32": 0.1, "BLOCK_N=0": 0.1, "BLOCK_N=64": 0.5, "BLOCK_N=128": 0.6})
     path = tables / "interpreter.json"
@@ -91,7 +91,7 @@ def test_candidates_that_are_wrong_or_fail_or_bring_little_are_not_taken(tables,
     assert rows["BLOCK_N=32"]["status"] == "wrong" and " is off by" in rows["BLOCK_N=32"]["problem"]
     assert rows["BLOCK_N=0"]["status"] == "failed" and "ms" not in rows["BLOCK_N=0"]
     assert results["tables"][0]["rows"] == [["r_step", "16", "1.000", "0.500", "2.00x", "BLOCK_N=64"]]
-    monkeypatch.setattr(fused.RStep, "forward", right)
+    monkeypatch.setattr(op.RStep, "forward", right)
     timed.clear()
     timed["BLOCK_N=128"] = 0.998
     assert run(path, "r_step")["tables"][0]["rows"][0][2:] == ["1.000", "1.000", "1.00x", "as before"]

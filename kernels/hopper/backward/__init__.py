@@ -11,7 +11,7 @@ A producer warp copies tiles into stages of shared memory, two warpgroups of 64 
 the program keeps (its rows or keys) and every stage have two barriers: `full` (the copies have arrived) and `empty`
 (both warpgroups are done); `n` counts stages, `t` items of work.
 
-Statistics of the rows are folded beforehand (`statistics.py`): p = 2^(s·log2_scale + shift_s) and
+Statistics of the rows are folded beforehand (`fold` in `common.py`): p = 2^(s·log2_scale + shift_s) and
 scale·dS = p·(scale·dP + shift_dp). They are sums because a minus would cost the loop an instruction.
 
 FACTORS and CHAINED are those of `attend.py`. `bias` is (descriptor of φq, of φk, their places in shared memory, what
@@ -21,9 +21,8 @@ Legend: B batch, S tokens, H heads, D head dim, R bias rank, m blocks, b positio
 tile.
 """
 
-from vmonarch.kernels.hopper.backward.common import TILE
+from vmonarch.kernels.hopper.backward.common import TILE, fold
 from vmonarch.kernels.hopper.backward.keys import keys_choice, launch_keys
 from vmonarch.kernels.hopper.backward.rows import launch_rows, rows_choice
-from vmonarch.kernels.hopper.backward.statistics import fold
 
 __all__ = ["TILE", "fold", "keys_choice", "launch_keys", "launch_rows", "rows_choice"]

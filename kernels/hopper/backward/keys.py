@@ -31,12 +31,12 @@ from vmonarch.kernels.hopper.backward.common import (
     allocate_barriers,
     allocate_factors,
     bias_arguments,
+    folded_descriptor,
     r_item,
     rank_of,
     sizes_of,
     store_factor_gradient,
 )
-from vmonarch.kernels.hopper.backward.statistics import folded_descriptor
 from vmonarch.kernels.hopper.gluon import async_load
 from vmonarch.kernels.hopper.schedule import even_order
 from vmonarch.kernels.monarch.places import Places

@@ -29,8 +29,7 @@ from vmonarch.kernels.hopper.attend import (
     operand_layout,
     shared_layout,
 )
-from vmonarch.kernels.hopper.backward.common import NOWHERE, allocate_barriers
-from vmonarch.kernels.hopper.backward.statistics import folded_descriptor
+from vmonarch.kernels.hopper.backward.common import NOWHERE, allocate_barriers, folded_descriptor
 from vmonarch.kernels.hopper.gluon import async_load
 from vmonarch.kernels.hopper.two_resolution import (
     copy_tile,
