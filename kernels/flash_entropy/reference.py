@@ -6,6 +6,8 @@ Nothing of size M×N lives longer than one chunk of rows; with gradients, chunks
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
@@ -16,11 +18,18 @@ MAX_CHUNK_SCORES = 2**25
 SCALE_BLOCK = 256
 
 
-def in_row_chunks(function, query: torch.Tensor, key: torch.Tensor, *others: torch.Tensor | None):
-    """Apply `function(query, key, *others)` a chunk of scores at a time.
+def in_row_chunks(
+    function,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    *others: torch.Tensor | None,
+    by_row: Sequence[torch.Tensor | None] = (),
+):
+    """Apply `function(query, key, *others, *by_row)` a chunk of scores at a time.
 
     Args:
-        function: maps query [G, M, D], key [G, N, D] and tensors [G, …] to a tuple of tensors [G, M, …], row by row.
+        function: maps query [G, M, D], key [G, N, D], `others` [G, …] and `by_row` [G, M, …] to a tuple of tensors
+            [G, M, …], row by row.
 
     Returns:
         What `function` would return on the whole.
@@ -29,12 +38,13 @@ def in_row_chunks(function, query: torch.Tensor, key: torch.Tensor, *others: tor
     rows = min(M, max(1, MAX_CHUNK_SCORES // N))
     groups = min(G, max(1, MAX_CHUNK_SCORES // (rows * N)))
     if rows == M and groups == G:
-        return function(query, key, *others)
+        return function(query, key, *others, *by_row)
     parts = []
     for g in range(0, G, groups):
         grouped = [None if tensor is None else tensor[g : g + groups] for tensor in (key, *others)]
         for r in range(0, M, rows):
-            parts.append(recomputed(function, query[g : g + groups, r : r + rows], *grouped))
+            q, *of_rows = (None if x is None else x[g : g + groups, r : r + rows] for x in (query, *by_row))
+            parts.append(recomputed(function, q, *grouped, *of_rows))
     # A chunk holds either whole groups or rows of one group, so concatenation keeps the order [G, M].
     return tuple(
         torch.cat([part.flatten(0, 1) for part in column]).unflatten(0, (G, M)) for column in zip(*parts, strict=True)

@@ -5,12 +5,10 @@ block k; R[k,j,i] distribution over the keys i of block k for position j; aL, cL
 z = αR / cR kept as one well-scaled tensor, the centroid query of position j for key block k.
 
 Shapes: B batch, S tokens, H heads, D head dim, E value dim, m blocks, b positions per block, c pooled cells per block.
-Block tensors are [B, H, m, b, D].
+Block tensors are [B, H, m, b, D]; in L-steps they lie by position, [G, m, D] with G = B·H·b.
 """
 
 from __future__ import annotations
-
-from collections.abc import Iterator
 
 import torch
 
@@ -57,12 +55,12 @@ def l_logits(
     """Z[j,l,k] = q[l,j]·aL[k,j] - cL[k,j], -inf in exact blocks, with the exact part as one more column.
 
     Args:
-        query: [G, b, l, D], position-major. aL: [G, b, m, D]. cL: [G, b, m].
-        exact: [l, m] true in exact blocks, or None.
-        lse_exact: [G, b, l] log-weight of the exact part, -inf where there is none; or None.
+        query: [G, l, D] of one position. aL: [G, m, D]. cL: [G, m].
+        exact: [l, m] or [G, l, m] true in exact blocks, or None.
+        lse_exact: [G, l] log-weight of the exact part, -inf where there is none; or None.
 
     Returns:
-        [G, b, l, m], or [G, b, l, m + 1] with `lse_exact`.
+        [G, l, m], or [G, l, m + 1] with `lse_exact`.
     """
     Z = query @ aL.transpose(-1, -2) - cL.unsqueeze(-2)
     if exact is not None:
@@ -82,10 +80,10 @@ def l_step(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Update L at every position and sum it over the queries: αR = Σ_l L q, cR = Σ_l L (Eq. 3, 4).
 
-    Arguments as in `l_logits`; query_valid: [b, l], false where a place holds no query, which then counts for nothing.
+    Arguments as in `l_logits`; query_valid: [G, l], false where a place holds no query, which then counts for nothing.
 
     Returns:
-        (aR [G, b, m, D], cR [G, b, m]).
+        (aR [G, m, D], cR [G, m]).
     """
     m = aL.shape[-2]
     p, row_sum, _ = softmax_parts(l_logits(query, aL, cL, exact, lse_exact))
@@ -106,10 +104,10 @@ def last_l_step(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Update L a last time and apply it: o[l,j] = Σ_k L[j,l,k] y[k,j], merged with the exact part (Eq. 6).
 
-    Arguments as in `l_logits`; y: [G, b, m, E]; out_exact: [G, b, l, E].
+    Arguments as in `l_logits`; y: [G, m, E]; out_exact: [G, l, E].
 
     Returns:
-        (o [G, b, l, E], lse [G, b, l]: the log-partition of the row; docs/attention.md, "The log-partition").
+        (o [G, l, E], lse [G, l]: the log-partition of the row; docs/attention.md, "The log-partition").
     """
     m = aL.shape[-2]
     p, row_sum, lse = softmax_parts(l_logits(query, aL, cL, exact, lse_exact))
@@ -117,35 +115,6 @@ def last_l_step(
     if out_exact is not None:
         o = o + p[..., m:] * out_exact
     return o / row_sum, lse
-
-
-def _chunks(length: int, size: int) -> list[slice]:
-    return [slice(start, min(start + size, length)) for start in range(0, length, size)]
-
-
-def _slice_or_none(tensor: torch.Tensor | None, *index: slice) -> torch.Tensor | None:
-    return None if tensor is None else tensor[index]
-
-
-# A slice of query rows, their queries [G, b, l, D], and exact and lse_exact as `l_logits` takes them.
-_Rows = tuple[slice, torch.Tensor, tuple[torch.Tensor | None, torch.Tensor | None]]
-
-
-def _in_chunks(
-    query: torch.Tensor, blocks: int, exact: torch.Tensor | None, lse_exact: torch.Tensor | None
-) -> Iterator[tuple[slice, list[_Rows]]]:
-    """Slices of positions, each with its slices of query rows, whose logits stay within the chunk budget."""
-    groups, positions, rows = query.shape[:3]
-    budget = max(1, softmax.MAX_CHUNK_SCORES // groups)
-    rows_per_chunk = min(rows, max(1, budget // blocks))
-    for j in _chunks(positions, max(1, budget // (rows_per_chunk * blocks))):
-        yield (
-            j,
-            [
-                (l, query[:, j, l], (_slice_or_none(exact, l), _slice_or_none(lse_exact, slice(None), j, l)))
-                for l in _chunks(rows, rows_per_chunk)
-            ],
-        )
 
 
 def centroids(
@@ -157,35 +126,19 @@ def centroids(
     query_valid: torch.Tensor | None,
     options: VMonarchOptions,
 ) -> torch.Tensor:
-    """The centroid queries z = αR / max(cR, min_mass) of all positions [G, b, m, D], by `l_step`, a chunk at a time."""
+    """The centroid queries z = αR / max(cR, min_mass) [G, m, D], by `l_step`, which sums over the rows of a position.
+
+    Arguments as there; of so many positions at a time that their logits stay within the chunk budget.
+    """
+    step = max(1, softmax.MAX_CHUNK_SCORES // (query.shape[1] * aL.shape[1]))
     z = []
-    for j, rows in _in_chunks(query, aL.shape[2], exact, lse_exact):
-        sums = [l_step(q, aL[:, j], cL[:, j], *known, _slice_or_none(query_valid, j, l)) for l, q, known in rows]
-        aR, cR = (sum(parts[1:], parts[0]) for parts in zip(*sums, strict=True))
+    for first in range(0, len(query), step):
+        chunk = slice(first, first + step)
+        lse, valid = (None if x is None else x[chunk] for x in (lse_exact, query_valid))
+        aR, cR = l_step(query[chunk], aL[chunk], cL[chunk], exact, lse, valid)
         # The clamp (VMonarch, §4.1) keeps blocks that nobody looks at from being divided by nearly nothing.
         z.append(aR / cR.clamp(min=max(options.min_mass, torch.finfo(cR.dtype).tiny)).unsqueeze(-1))
-    return torch.cat(z, 1)
-
-
-def output(
-    query: torch.Tensor,
-    aL: torch.Tensor,
-    cL: torch.Tensor,
-    y: torch.Tensor,
-    exact: torch.Tensor | None,
-    lse_exact: torch.Tensor | None,
-    out_exact: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(o [G, b, l, E], lse [G, b, l]) of all positions, by `last_l_step`, a chunk at a time."""
-    outs, lses = [], []
-    for j, rows in _in_chunks(query, aL.shape[2], exact, lse_exact):
-        parts = [
-            last_l_step(q, aL[:, j], cL[:, j], y[:, j], *known, _slice_or_none(out_exact, slice(None), j, l))
-            for l, q, known in rows
-        ]
-        outs.append(torch.cat([o for o, _ in parts], 2))
-        lses.append(torch.cat([lse for _, lse in parts], 2))
-    return torch.cat(outs, 1), torch.cat(lses, 1)
+    return torch.cat(z)
 
 
 def exact_part(
@@ -293,14 +246,14 @@ def monarch_attention_reference(
     # Whether all L-steps know of the exact blocks, or only the last.
     known = (exact, lse_exact) if options.pattern is not None and options.pattern.aware else (None, None)
 
-    q_positions = position_major(q)  # [B·H, b, m, D]
-    query_valid = None if layout.valid is None else layout.valid.T
+    q_positions = position_major(q)
+    query_valid = None if layout.valid is None else layout.valid.T.repeat(B * H, 1)
     z = q  # L starts as the identity, so every centroid is the block's own query
     for _ in range(options.num_iterations - 1):
         aL, cL, _ = r_step(z, coarse_key, coarse_bias, None)
         aL, cL = position_major(aL), position_major(cL)
         z = centroids(q_positions, aL, cL, *known, query_valid, options)
-        z = z.unflatten(0, (B, H)).transpose(2, 3)
+        z = z.unflatten(0, (B, H, -1)).transpose(2, 3)
 
     if options.last_l_update:
         aL, cL, y = r_step(z, k, key_bias, v)
@@ -309,9 +262,11 @@ def monarch_attention_reference(
     else:
         _, y = in_row_chunks(attend, z.flatten(0, 2), k.flatten(0, 2), None, v.flatten(0, 2))
         y = y.unflatten(0, z.shape[:3])
-    o, lse = output(q_positions, aL, cL, position_major(y), exact, lse_exact, out_exact)
-    o = o.unflatten(0, (B, H)).transpose(2, 3)  # [B, H, m, b, E]
-    lse = lse.unflatten(0, (B, H)).transpose(2, 3)  # [B, H, m, b]
+    exact = None if exact is None else exact.expand(len(aL), -1, -1)
+    by_row = (exact, lse_exact, out_exact)
+    o, lse = in_row_chunks(last_l_step, q_positions, aL, cL, position_major(y), by_row=by_row)
+    o = o.unflatten(0, (B, H, -1)).transpose(2, 3)  # [B, H, m, b, E]
+    lse = lse.unflatten(0, (B, H, -1)).transpose(2, 3)  # [B, H, m, b]
     out = layout.to_tokens(o).transpose(1, 2).to(query.dtype).contiguous()
     return out, layout.to_tokens(lse)
 
@@ -324,5 +279,5 @@ def _with_frame(tokens: torch.Tensor, frame: torch.Tensor, l: int, dim: int) -> 
 
 
 def position_major(blocks: torch.Tensor) -> torch.Tensor:
-    """[B, H, m, b, …] -> [B·H, b, m, …]."""
-    return blocks.transpose(2, 3).flatten(0, 1)
+    """[B, H, m, b, …] -> [B·H·b, m, …]."""
+    return blocks.transpose(2, 3).flatten(0, 2)
