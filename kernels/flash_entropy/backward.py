@@ -30,7 +30,15 @@ from vmonarch.kernels.flash_entropy.forward import (
     load_transposed,
     scores_of_keys,
 )
-from vmonarch.kernels.flash_entropy.segments import Segment, Work, column_work, one_range, processors, row_work
+from vmonarch.kernels.flash_entropy.segments import (
+    Segment,
+    Work,
+    all_pairs,
+    column_work,
+    one_range,
+    processors,
+    row_work,
+)
 
 
 @triton.jit(do_not_specialize=["num_items", "H", "Sq"])
@@ -89,16 +97,19 @@ def row_deltas(
     entropy: torch.Tensor | None,
     grad_entropy: torch.Tensor | None,
     delta: torch.Tensor,
-    rows: Work,
-    block_rows: int,
+    rows: Work | None = None,
+    block_rows: int = 64,
 ) -> None:
-    """Write what every dP of a row is lessened by, of the rows of `rows`, whose keys are not split.
+    """Write what every dP of a row is lessened by.
 
     Args:
         grad_out, out: [B, Sq, H, Dv]. grad_lse, entropy, grad_entropy, delta: [B, H, Sq].
+        rows: which rows, whose keys are not split; None for all.
         block_rows: of an item of `rows`.
     """
     _, Sq, H, Dv = out.shape
+    if rows is None:
+        rows = row_work(all_pairs(Sq, Sq), block_rows, block_rows, 1, 1, 1, out.device)
     num_items = rows.items.shape[0]
     if num_items == 0:
         return

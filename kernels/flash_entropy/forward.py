@@ -13,7 +13,7 @@ whose partial results the combine kernel merges (docs/attention.md, "Merging").
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -24,10 +24,7 @@ from vmonarch.kernels.common.replay import launcher
 from vmonarch.kernels.common.softmax import entropy_of, log2_partition, log2_scale_of, online_softmax
 from vmonarch.kernels.common.tiles import store_rows
 from vmonarch.kernels.flash_entropy.reference import SCALE_BLOCK
-from vmonarch.kernels.flash_entropy.segments import Segment, Work, processors, row_work
-
-if TYPE_CHECKING:
-    from vmonarch.kernels.hopper.schedule import Schedule
+from vmonarch.kernels.flash_entropy.segments import Segment, processors, row_work
 
 # Rows that one program of the combine kernel merges; divides every BLOCK_M.
 COMBINE_ROWS = 16
@@ -465,7 +462,7 @@ def combine_parts(
     """Write the outputs, log-partitions and entropies of rows whose keys were split.
 
     Args:
-        merges: of a `Work` or a `Schedule`.
+        merges: of a `Work`.
         out: [B, Sq, H, Dv]. lse, entropy: [B, H, Sq], consecutive queries of contiguous tensors.
     """
     if merges is None:
@@ -519,7 +516,7 @@ def flash_forward(
         if bias is not NO_BIAS:
             options = {**options, "BLOCK_N": HOPPER_KEYS // bias.programs}
         BLOCK_M = hopper_kernels.BLOCK_M
-        work: Schedule | Work = hopper_kernels.schedule(
+        work = hopper_kernels.schedule(
             segments, BLOCK_M, options["BLOCK_N"], B * H, bias.programs * processors(device), device
         )
     else:
@@ -535,14 +532,13 @@ def flash_forward(
         out = query.new_empty(B, Sq, H, Dv) if whole else query.new_zeros(B, Sq, H, Dv)
     lse = statistic(-torch.inf)
     row_entropy = statistic(0.0) if entropy else None
-    # The slots of a `Work` are those of one head.
-    parts = new_parts(query, work.slots * (1 if on_hopper else B * H), BLOCK_M, Dv, entropy)
+    parts = new_parts(query, work.slots * (B * H if work.firsts is None else 1), BLOCK_M, Dv, entropy)
     num_items = work.items.shape[0]
     out_strides = out.stride()[:3]
     with torch.cuda.device_of(query):
         if on_hopper and num_items > 0:
             hopper_kernels.flash(
-                query, key, value, cast("Schedule", work), scale=scale, out=out, lse=lse, entropy=row_entropy,
+                query, key, value, work, scale=scale, out=out, lse=lse, entropy=row_entropy,
                 parts=parts, options=options, factors=bias.factors, causal=bias.causal, programs=bias.programs,
             )  # fmt: skip
         elif num_items > 0:

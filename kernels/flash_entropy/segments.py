@@ -106,12 +106,14 @@ class Work:
     """Tables that the programs of one kernel read, int32 on the device.
 
     Args:
-        items: [I, 5] = (row start, row stop, first range, last range + 1, slot of the partial result or -1).
+        items: [I, 5] = (row start, row stop, first range, last range + 1, slot of the partial result or -1); of
+            persistent programs as `hopper.schedule.schedule` has them.
         ranges: [R, 2] = (start, stop) of the columns.
         merges: [J, 5] = (row start, row stop, first slot of all, slots, head) of the rows whose columns are split, for
             every head; None without.
-        slots: the number of partial results of one head.
-        covered: the number of rows that are in any segment.
+        slots: the number of partial results of one head; with `firsts`, of all heads.
+        covered: the number of rows of one head that are in any segment.
+        firsts: [P + 1], the first item of every persistent program; None without.
     """
 
     items: torch.Tensor
@@ -119,6 +121,7 @@ class Work:
     merges: torch.Tensor | None
     slots: int
     covered: int
+    firsts: torch.Tensor | None = None
 
 
 def tiles_of(ranges: Iterable[Range], block: int) -> list[Range]:

@@ -18,6 +18,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from vmonarch.kernels.common.launch import block_dim
 from vmonarch.kernels.common.replay import launcher
 from vmonarch.kernels.common.softmax import log2_scale_of
+from vmonarch.kernels.flash_entropy.segments import Work
 from vmonarch.kernels.hopper.attend import (
     BLOCK_M,
     HALF,
@@ -37,7 +38,7 @@ from vmonarch.kernels.hopper.attend import (
     skip_keys,
     stages_that_fit,
 )
-from vmonarch.kernels.hopper.schedule import Schedule, schedule
+from vmonarch.kernels.hopper.schedule import schedule
 
 __all__ = ["BLOCK_M", "flash", "schedule"]
 
@@ -223,7 +224,7 @@ def flash(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    work: Schedule,
+    work: Work,
     *,
     scale: float,
     out: torch.Tensor,
@@ -245,6 +246,7 @@ def flash(
         causal: query i attends to the keys up to i + Sk - Sq; `work` must end the keys of a tile of rows at its last.
         programs: that share a processor, 1 or 2; `work` is for all of them. Two have registers for narrow heads only.
     """
+    assert work.firsts is not None
     block_n = options["BLOCK_N"]
     descriptors: Sequence[TensorDescriptor | None] = (None, None)
     shares: tuple[int, ...] = (0, 0, 0, 0)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import heapq
-from dataclasses import dataclass
 
 import torch
 import triton
@@ -13,6 +12,7 @@ from vmonarch.kernels.flash_entropy.segments import (
     MAX_SPLITS,
     Range,
     Segment,
+    Work,
     device_table,
     parts_of,
     simplified,
@@ -23,28 +23,6 @@ from vmonarch.kernels.flash_entropy.segments import (
 ITEM_COST, PART_COST = 1, 2
 # What a tile of rows costs, and one that has rows for one of the two warpgroups only.
 TILE_COST, HALF_TILE_COST = 10, 7
-
-
-@dataclass(frozen=True)
-class Schedule:
-    """Tables of a persistent kernel, int32 on the device.
-
-    Args:
-        items: [I, 8] = (batch·H + head, row start, row stop, slot of the partial result or -1, first range,
-            last range + 1, start and stop of the first range); the items of one program are consecutive.
-        firsts: [P + 1], the first item of every program.
-        ranges: [R, 2] = (start, stop) of the keys.
-        merges: [J, 5] = (row start, row stop, first slot, slots, batch·H + head) of rows whose keys are split.
-        slots: the number of partial results.
-        covered: the number of rows of one head that are in any segment.
-    """
-
-    items: torch.Tensor
-    firsts: torch.Tensor
-    ranges: torch.Tensor
-    merges: torch.Tensor | None
-    slots: int
-    covered: int
 
 
 def _assigned(costs: list[int], processors: int) -> tuple[int, list[list[int]]]:
@@ -66,7 +44,7 @@ def schedule(
     heads: int,
     processors: int,
     device: torch.device,
-) -> Schedule:
+) -> Work:
     """Whole row blocks for as long as every processor gets one, then the rest with their keys in parts.
 
     Row blocks of one head and part of the keys follow each other, so that programs at work at the same time read the
@@ -74,6 +52,10 @@ def schedule(
 
     Args:
         heads: batch × heads. processors: programs that run at a time.
+
+    Returns:
+        the tables, whose items are [I, 8] = (batch·H + head, row start, row stop, slot of the partial result or -1,
+        first range, last range + 1, start and stop of the first range); those of one program are consecutive.
     """
 
     def cost_of(ranges: tuple[Range, ...]) -> int:
@@ -135,13 +117,13 @@ def schedule(
         firsts.append(len(rows))
 
     covered = sum(segment.query_stop - segment.query_start for segment in segments)
-    return Schedule(
+    return Work(
         device_table(rows, 8, device),
-        device_table([(first,) for first in firsts], 1, device),
         device_table(range_rows, 2, device),
         device_table(merges, 5, device) if merges else None,
         slots,
         covered,
+        device_table([(first,) for first in firsts], 1, device),
     )
 
 

@@ -19,12 +19,8 @@ from vmonarch.kernels.common.replay import launcher
 from vmonarch.kernels.common.softmax import log2_partition, log2_scale_of, online_softmax, probabilities
 from vmonarch.kernels.common.tiles import load_rows, store_rows
 from vmonarch.kernels.flash_entropy.backward import row_deltas
-from vmonarch.kernels.flash_entropy.segments import Segment, row_work
 from vmonarch.kernels.monarch.call import MonarchCall
 from vmonarch.kernels.monarch.places import plain_places, token_at, token_in_cell
-
-# Rows of which a program takes the products.
-_DOTS_BLOCK = 64
 
 
 @triton.jit
@@ -640,7 +636,6 @@ class RStep:
         """a·b of every row of two block tensors, [B·H·m, b] in float32; every block is a frame."""
         B, S, H, _ = self.key.shape
         dots = a.new_empty(a.shape[:2], dtype=torch.float32)
-        rows = row_work((Segment(0, S, ((0, S),)),), _DOTS_BLOCK, _DOTS_BLOCK, 1, 1, 1, a.device)
         a, b = (blocks.view(B, H, S, -1).transpose(1, 2) for blocks in (a, b))
-        row_deltas(a, b, None, None, None, dots.view(B, H, S), rows, _DOTS_BLOCK)
+        row_deltas(a, b, None, None, None, dots.view(B, H, S))
         return dots

@@ -23,15 +23,12 @@ from vmonarch.kernels.common.launch import (
 )
 from vmonarch.kernels.common.operators import operator
 from vmonarch.kernels.flash_entropy.backward import row_deltas
-from vmonarch.kernels.flash_entropy.segments import all_pairs, row_work
 from vmonarch.kernels.taylor.kernels import gradient_kernel, read_kernel, state_kernel
 from vmonarch.kernels.taylor.reference import LEAST_WEIGHT, log_partition
 
 # Programs that the tokens are spread over, at least: several times the processors of any chip. The fewer, the less is
 # written and read of sums; these are four for every processor of an H200.
 PROGRAMS = 528
-# Rows of which a program takes the products.
-_DELTA_BLOCK = 64
 # d' that the kernels for Hopper take.
 HOPPER_DIM = 16
 
@@ -194,10 +191,9 @@ def _weight_gradient(
     grad_out: torch.Tensor, grad_weight: torch.Tensor | None, out: torch.Tensor, weight: torch.Tensor
 ) -> torch.Tensor:
     """h = weight·grad_weight - grad_out·out [B, H, S]: the weight times all that comes to it."""
-    delta, tokens = torch.empty_like(weight), out.shape[1]
-    rows = row_work(all_pairs(tokens, tokens), _DELTA_BLOCK, _DELTA_BLOCK, 1, 1, 1, out.device)
+    delta = torch.empty_like(weight)
     of_weight = None if grad_weight is None else (weight * grad_weight).contiguous()
-    row_deltas(grad_out, unit_stride(out), of_weight, None, None, delta, rows, _DELTA_BLOCK)
+    row_deltas(grad_out, unit_stride(out), of_weight, None, None, delta)
     return delta.neg_()
 
 
