@@ -125,11 +125,12 @@ def carry_tangents(*tensors: torch.Tensor) -> bool:
 
 
 def needs_operator(*tensors: torch.Tensor) -> bool:
-    """Whether torch must see a call as an operator: to differentiate it, to compile it, or if a tensor is no plain one.
+    """Whether torch must see a call as an operator: to differentiate, compile or transform it (`torch.func`), or if a
+    tensor is no plain one.
 
     For all other calls its dispatcher would only cost time.
     """
-    if learns(*tensors) or torch.compiler.is_compiling():
+    if learns(*tensors) or torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
         return True
     return any(type(tensor) is not torch.Tensor for tensor in tensors)
 

@@ -220,6 +220,17 @@ def test_tangents_of_plain_torch_are_those_of_its_gradients(op, monkeypatch):
 
 
 @in_interpreter
+@pytest.mark.parametrize("op", ["window", "taylor", "flash_entropy"])
+def test_kernels_are_mapped_over_a_batch_of_calls(op):
+    case, inputs, _ = drawn(op, torch.float32)
+    call = partial(case.call, implementation="triton")
+    batch = torch.stack([inputs[0], 2 * inputs[0]])
+    mapped = torch.func.vmap(lambda x: call(x, *inputs[1:]))(batch)
+    for n, x in enumerate(batch):
+        torch.testing.assert_close(tuple(y[n] for y in mapped), tuple(call(x, *inputs[1:])))
+
+
+@in_interpreter
 @pytest.mark.parametrize("op", DIFFERENTIABLE)
 def test_kernels_refuse_tangents_of_any_input_and_auto_is_plain_torch(op, monkeypatch):
     case, inputs, tangents = drawn(op, torch.float32)
