@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-from vmonarch.bias.video import BiasOption
+from vmonarch.bias import BiasOption
 from vmonarch.call import Call
 from vmonarch.context_parallel import in_words
 from vmonarch.engines import CUDNN, FA3

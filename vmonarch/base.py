@@ -11,7 +11,7 @@ import inspect
 from typing import Any, ClassVar, NamedTuple
 
 from vmonarch.attend import Attend, Beside, Biased, Exact, Op, Residual
-from vmonarch.bias.video import BiasOption, GridBias
+from vmonarch.bias import BiasOption, GridBias
 from vmonarch.borrowed import borrow
 from vmonarch.configs import as_json
 from vmonarch.context_parallel import check_heads, check_ring

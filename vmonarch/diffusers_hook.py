@@ -4,7 +4,7 @@ diffusers' pipelines lack this method. On a model it gives one object to all att
 and tells it neither its layer nor the video's grid nor the step, which ours need. So pipelines get the method, and on
 models it hands our processors to `vmonarch.apply`. Nothing else changes classes of diffusers.
 
-`import vmonarch` must not import diffusers, which takes seconds, and may come before or after it: `after_import`.
+`import vmonarch` must not import diffusers, which takes seconds, and may come before or after it: `install`.
 """
 
 from __future__ import annotations
@@ -18,25 +18,14 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-# By the module that defines it, diffusers' base class of pipelines.
-PIPELINES = {
-    "diffusers.pipelines.pipeline_utils": "DiffusionPipeline",
-    "diffusers.modular_pipelines.modular_pipeline": "ModularPipeline",
-}
-
-_Function = Callable[[ModuleType], None]
-
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Finds some modules as the finders after it do, and has a function called when one has been imported."""
-
-    def __init__(self) -> None:
-        self.functions: dict[str, _Function] = {}
+    """Finds the modules of `_CHANGES` as the finders after it do, and has them changed when they have been imported."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if fullname not in self.functions:
+        if fullname not in _CHANGES:
             return None
         following = sys.meta_path[sys.meta_path.index(self) + 1 :]
         spec = next((spec for finder in following if (spec := finder.find_spec(fullname, path, target))), None)
@@ -48,7 +37,7 @@ class _Finder(importlib.abc.MetaPathFinder):
         def exec_module(module: ModuleType) -> None:
             del loader.exec_module
             execute(module)
-            self.functions[fullname](module)
+            _CHANGES[fullname](module)
 
         loader.exec_module = exec_module
         return spec
@@ -61,26 +50,6 @@ def _is_ours(processor: object) -> bool:
     """Whether an attention processor is of ours, bound or a class by mistake too; imports nothing."""
     base, cls = sys.modules.get("vmonarch.base"), processor if isinstance(processor, type) else type(processor)
     return base is not None and issubclass(cls, (base.VideoAttentionProcessor, sys.modules["vmonarch.own"].Bound))
-
-
-def after_import(name: str, function: _Function) -> None:
-    """Call `function(module)` whenever the module of this name has been imported, and now if it has been already.
-
-    A thread may be importing it just now, or someone may reload it: the function must bear to be called again.
-    """
-    if _finder not in sys.meta_path:
-        sys.meta_path.insert(0, _finder)
-    _finder.functions[name] = function
-    if sys.modules.get(name) is not None:
-        # Waits for the thread that is importing it.
-        function(importlib.import_module(name))
-
-
-def install() -> None:
-    """Have `set_attn_processor` of diffusers' pipelines and models take our processors; may be called again."""
-    after_import("diffusers.models.attention", _change_models)
-    for name in PIPELINES:
-        after_import(name, _change_pipelines)
 
 
 def _change_models(module: ModuleType) -> None:
@@ -133,9 +102,9 @@ def _change_models(module: ModuleType) -> None:
     mixin.set_attn_processor = set_on_model
 
 
-def _change_pipelines(module: ModuleType) -> None:
-    pipeline: Any = getattr(module, PIPELINES[module.__name__], None)
+def _change_pipelines(name: str, module: ModuleType) -> None:
     # Other versions of diffusers may have none.
+    pipeline: Any = getattr(module, name, None)
     if pipeline is not None and not hasattr(pipeline, "set_attn_processor"):
         pipeline.set_attn_processor = set_attn_processor
 
@@ -163,3 +132,21 @@ def set_attn_processor(self: Any, processor: Any) -> None:
         for transformer in transformers_in(self).values():
             # It empties a dictionary.
             transformer.set_attn_processor(dict(processor) if isinstance(processor, Mapping) else processor)
+
+
+# By the module of diffusers, what changes a class in it. A module that is reloaded is changed again.
+_CHANGES: dict[str, Callable[[ModuleType], None]] = {
+    "diffusers.models.attention": _change_models,
+    "diffusers.pipelines.pipeline_utils": functools.partial(_change_pipelines, "DiffusionPipeline"),
+    "diffusers.modular_pipelines.modular_pipeline": functools.partial(_change_pipelines, "ModularPipeline"),
+}
+
+
+def install() -> None:
+    """Have `set_attn_processor` of diffusers' pipelines and models take our processors; may be called again."""
+    if _finder not in sys.meta_path:
+        sys.meta_path.insert(0, _finder)
+    for name, change in _CHANGES.items():
+        if sys.modules.get(name) is not None:
+            # Waits for the thread that is importing it.
+            change(importlib.import_module(name))

@@ -10,7 +10,7 @@ from typing import Any
 
 from vmonarch.attend import Attend, ByHead, Op
 from vmonarch.base import Layer, VideoAttentionProcessor
-from vmonarch.bias.video import BiasOption
+from vmonarch.bias import BiasOption
 from vmonarch.grid import LatentGrid
 from vmonarch.options import FirstOrderOptions, NoOptions, TwoResolutionOptions, VMonarchOptions, has_options
 from vmonarch.plan import AttentionPlan

@@ -15,8 +15,7 @@ import torch
 from diffusers.models.transformers.transformer_wan import WanAttnProcessor
 
 import vmonarch
-from vmonarch import VMonarchProcessor
-from vmonarch.diffusers_hook import _Finder, after_import
+from vmonarch import VMonarchProcessor, diffusers_hook
 
 ROOT = Path(__file__).parents[2]
 ORDERS = {
@@ -158,23 +157,15 @@ def test_what_a_transformer_alone_does_not_tell_needs_its_pipeline(tiny):
     pipe.set_attn_processor(VMonarchProcessor(plan=plan))
 
 
-@pytest.fixture
-def module(tmp_path, monkeypatch):
-    """The path of a module that a finder of ours finds; nothing of it stays."""
+def test_a_module_is_changed_after_every_import_which_is_as_it_was(tmp_path, monkeypatch):
+    seen, path = [], tmp_path / "imported_later.py"
+    path.write_text("value = 1\n")
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path])
-    monkeypatch.setattr("vmonarch.diffusers_hook._finder", _Finder())
-    yield tmp_path / "imported_later.py"
-    sys.modules.pop("imported_later", None)
-
-
-def test_functions_run_after_every_import_which_is_as_it_was(module):
-    seen = []
-    module.write_text("value = 1\n")
-    after_import(module.stem, lambda imported: seen.append(imported.value))
-    imported = importlib.import_module(module.stem)
+    monkeypatch.setitem(diffusers_hook._CHANGES, path.stem, lambda imported: seen.append(imported.value))
+    imported = importlib.import_module(path.stem)
     assert type(imported.__loader__) is importlib.machinery.SourceFileLoader
     assert seen == [1] and inspect.getsource(imported) == "value = 1\n"
-    after_import(module.stem, lambda imported: seen.append("late"))
+    diffusers_hook.install()
     importlib.reload(imported)
-    assert seen == [1, "late", "late"]
+    assert seen == [1, 1, 1]
+    del sys.modules[path.stem]

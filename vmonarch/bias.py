@@ -1,7 +1,7 @@
 """Biases as products of two thin factors, for `flash_bias_attention` and `FlashBiasProcessor`.
 
 Of some biases the factors are exact (FlashBias, Examples 3.4 and 3.5). Of any matrix they come from its singular values
-(FlashBias, §3.2). `video.py` has the processors' option.
+(FlashBias, §3.2). `BiasOption` is the option of the processors.
 
 Exact factors are float32: positions and squared distances are sums of large terms that cancel, of which 16 bit would
 keep nothing. Shapes: Sq queries, Sk keys, H heads, C coordinates, R rank; factors are [1, S, H or 1, R].
@@ -10,12 +10,20 @@ keep nothing. Shapes: Sq queries, Sk keys, H heads, C coordinates, R rank; facto
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
 from vmonarch.grid import LatentGrid
 from vmonarch.validation import check_positive_integer
+
+if TYPE_CHECKING:
+    from vmonarch.context_parallel import Part
+
+Factors = tuple[torch.Tensor, torch.Tensor]
+# A pair (φq, φk), or what makes one for a grid.
+GridBias = Factors | Callable[[LatentGrid], Factors]
 
 
 def alibi_slopes(heads: int) -> torch.Tensor:
@@ -181,3 +189,63 @@ class SpatioTemporalDecay(torch.nn.Module):
         axes = torch.meshgrid(*(torch.arange(size, device=device) for size in grid), indexing="ij")
         points = torch.stack([axis.flatten() for axis in axes], -1)
         return distance_factors(points, points, -self.decay[None])
+
+
+class BiasOption:
+    """A processor's bias.
+
+    Args:
+        bias: a pair of tensors (φq, φk), each [1, S, H or 1, R], for the one grid that they fit; or a callable that
+            makes such a pair for a `LatentGrid`, for example a `SpatioTemporalDecay`, a module with parameters or not;
+            or its arguments.
+
+    Raises:
+        TypeError, ValueError: it is none of these.
+    """
+
+    def __init__(self, bias: object) -> None:
+        self.bias: GridBias
+        if isinstance(bias, Mapping):
+            try:
+                self.bias = SpatioTemporalDecay(**bias)
+            except (TypeError, ValueError) as error:
+                raise type(error)(f"bias must be the arguments of a SpatioTemporalDecay: {error}") from error
+        elif callable(bias):
+            self.bias = bias
+        elif isinstance(bias, (tuple, list)) and len(bias) == 2 and all(isinstance(x, torch.Tensor) for x in bias):
+            self.bias = (bias[0], bias[1])
+        else:
+            raise TypeError(
+                "bias must be a pair of tensors (query_factor, key_factor), or a callable that makes one for a latent"
+                f" grid, such as vmonarch.bias.SpatioTemporalDecay(heads); got {type(bias).__name__}"
+            )
+
+    def __repr__(self) -> str:
+        return f"BiasOption({type(self.bias).__name__})"
+
+    def factors(self, grid: LatentGrid, device: torch.device, heads: Part | None = None) -> Factors:
+        """(φq, φk) for the tokens of a grid, on the device of the query; for some of the heads, or all (None).
+
+        Raises:
+            ValueError: some heads are asked for, and the factors are of another number of heads than there are.
+        """
+        factors = self.bias if isinstance(self.bias, tuple) else self.bias(grid)
+        query_factor, key_factor = (factor.to(device) for factor in factors)
+        # Other shapes are for the op to refuse.
+        own = lambda x: x if heads is None or x.ndim != 4 or x.shape[2] == 1 else heads.of(x, 2, "bias")
+        return own(query_factor), own(key_factor)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        # What it learns is saved by its owner, and copies of a model share it.
+        return self
+
+    def config(self) -> Any:
+        """The bias as JSON-serialisable values.
+
+        Raises:
+            TypeError: it has no `config`.
+        """
+        config = getattr(self.bias, "config", None)
+        if config is None:
+            raise TypeError(f"a {type(self.bias).__name__} cannot be written as a config: it has no attribute config")
+        return config
