@@ -73,9 +73,6 @@ class Additions(Settings):
     backend: str | None = choice(None, "fa3")
     linears: str | None = choice(None, "float8", "float8-feed-forward", "float8-weights")
 
-    def __bool__(self) -> bool:
-        return self != Additions()
-
 
 @dataclass(frozen=True)
 class AttentionMethod:

@@ -7,7 +7,6 @@ quantised already cannot be fused.
 
 from __future__ import annotations
 
-import importlib.util
 import math
 import textwrap
 import warnings
@@ -40,7 +39,7 @@ def find_lora(argument: str, word: str) -> LoraFile:
     What follows the last colon is part of the path unless it is a number.
 
     Raises:
-        InputError: there is no such file, it is no safetensors file, or PEFT is missing.
+        InputError: there is no such file, or it is no safetensors file.
     """
     from safetensors import safe_open
 
@@ -51,8 +50,6 @@ def find_lora(argument: str, word: str) -> LoraFile:
         name, scale = word, 1.0
     if not name.strip() or not math.isfinite(scale):
         raise InputError(argument, f"{_SUPPORTED}, got {word!r}")
-    if importlib.util.find_spec("peft") is None:
-        raise InputError(argument, "needs PEFT: pip install peft")
     path = Path(name).expanduser()
     if path.is_dir():
         found = sorted(path.glob("*.safetensors"))

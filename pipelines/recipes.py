@@ -64,9 +64,8 @@ def apply(
     for transformer in transformers:
         _take_off(transformer, method.additions, device)
     method.install(pipe)
-    if method.additions:
-        for transformer in transformers:
-            _put_on(transformer, method.additions, device, compile_backend)
+    for transformer in transformers:
+        _put_on(transformer, method.additions, device, compile_backend)
     return method
 
 

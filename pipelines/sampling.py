@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 from vmonarch.installation import is_applied
 from vmonarch.pipelines.config import SamplingConfig
 from vmonarch.pipelines.loading import LoadedModel
-from vmonarch.pipelines.outputs import GenerationError
 from vmonarch.reports import Report, report
 
 if TYPE_CHECKING:
@@ -58,15 +57,9 @@ def sample(
         steps: instead of `config.steps`.
         decode: whether to make frames of the latents, or leave it at these.
         progress: title of a progress bar; None for none.
-
-    Raises:
-        ValueError: no prompt, or not as many seeds as prompts.
-        GenerationError: the pipeline returned another number of videos.
     """
     import torch
 
-    if len(prompts) != len(seeds) or not prompts:
-        raise ValueError(f"seeds must have one entry for each of the {len(prompts)} prompts, got {len(seeds)}")
     pipe, device, traits = model.pipe, model.device, model.folder.traits
     generators = [torch.Generator("cpu").manual_seed(seed) for seed in seeds]
     names = {**{name: name for name in ("height", "width", "num_frames")}, **traits.arguments}
@@ -96,8 +89,6 @@ def sample(
         _marks([pipe.vae.decoder], device) as decoding,
     ):
         found = pipe(**{name: value for name, value in arguments.items() if value is not None}).frames
-    if len(found) != len(prompts):
-        raise GenerationError(f"the pipeline returned {len(found)} videos for {len(prompts)} prompts")
     seconds = {"total": _now(device) - start, "text": _between(text)}
     seconds |= {"transformer": _between(forward), "decode": _between(decoding)}
     seconds["denoise"] = seconds["total"] - seconds["text"] - seconds["decode"]

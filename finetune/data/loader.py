@@ -46,14 +46,12 @@ class Batch:
         latents: [B, C, T, H, W] float32, normalised by the VAE's statistics.
         text: [B, TEXT_LENGTH, text_dim] float32; rows after a caption are zero.
         ids: B ids.
-        captions: B captions, "" where dropped.
         extras: [B, ...] float32 by the names of `parquet.EXTRA_TENSORS`.
     """
 
     latents: torch.Tensor
     text: torch.Tensor
     ids: tuple[str, ...]
-    captions: tuple[str, ...]
     extras: dict[str, torch.Tensor]
 
 
@@ -134,7 +132,6 @@ class LatentLoader:
             latents=torch.stack([sample.latents for sample in samples]),
             text=torch.stack([F.pad(s.text, (0, 0, 0, TEXT_LENGTH - len(s.text))) for s in samples]),
             ids=tuple(sample.id for sample in samples),
-            captions=tuple(sample.caption for sample in samples),
             extras={name: torch.stack([s.extras[name] for s in samples]) for name in samples[0].extras},
         )
 
@@ -146,13 +143,13 @@ class LatentLoader:
             raise DataError(f"the model's latents have {len(self.mean)} channels, but {problem}")
         if len(sample.text):
             self._check_text(sample.text, place)
-        text, caption, empty = sample.text, sample.caption, self.folder.empty_caption
+        text, empty = sample.text, self.folder.empty_caption
         if dropped:
-            text, caption = text[:0] if empty is None else empty, ""
+            text = text[:0] if empty is None else empty
         # Extra tensors are stored as the transformer gets them.
         mean, std = (x.view(-1, 1, 1, 1) for x in (self.mean, self.std))
         latents, text = (sample.latents - mean) / std, text[:TEXT_LENGTH].view(-1, self.text_dim)
-        return replace(sample, latents=latents, text=text, caption=caption)
+        return replace(sample, latents=latents, text=text)
 
     def __iter__(self) -> Generator[Batch]:
         for _, future in ahead(self._batch, self._rows(), THREADS):

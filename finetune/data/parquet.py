@@ -52,21 +52,19 @@ class DataError(ValueError):
 
 @dataclass(frozen=True)
 class Sample:
-    """A clip. Of one that is read, `id` and `caption` are set, and the tensors are float32.
+    """A clip. One that is read has nothing in `about`, and its tensors are float32.
 
     Args:
         id: unique in its data set.
         latents: [C, T, H, W], raw means of the VAE.
         text: [L, D], without padding; L = 0 for no caption.
-        caption: what `text` encodes.
         extras: by the names in EXTRA_TENSORS.
-        about: other columns of PLAIN; `num_frames` is that of the latents.
+        about: other columns of PLAIN, such as the caption that `text` encodes; `num_frames` is that of the latents.
     """
 
     id: str
     latents: torch.Tensor
     text: torch.Tensor
-    caption: str = ""
     extras: Mapping[str, torch.Tensor] = field(default_factory=dict)
     about: Mapping[str, Any] = field(default_factory=dict)
 
@@ -87,7 +85,7 @@ def encode_row(sample: Sample) -> dict[str, Any]:
     Raises:
         TypeError: a tensor has a dtype that numpy does not know, such as bfloat16.
     """
-    row = {"id": sample.id, "caption": sample.caption, "media_type": "video", **sample.about}
+    row = {"id": sample.id, "media_type": "video", **sample.about}
     row["num_frames"] = sample.latents.shape[1]
     for name, tensor in {"vae_latent": sample.latents, "text_embedding": sample.text, **sample.extras}.items():
         array = tensor.detach().cpu().numpy()
@@ -116,7 +114,7 @@ def decode_row(row: Mapping[str, Any]) -> Sample:
         if array.ndim != dims or not tensors[name].isfinite().all():
             raise DataError(f"{name} must have {dims} dimensions and finite values, got the shape {list(shape)}")
     latents, text = tensors.pop("vae_latent"), tensors.pop("text_embedding")
-    return Sample(row["id"], latents, text, row["caption"], extras=tensors)
+    return Sample(row["id"], latents, text, extras=tensors)
 
 
 def write_shard(path: Path, samples: Iterable[Sample]) -> None:
@@ -185,7 +183,7 @@ class ParquetFolder:
                 groups = [file.metadata.row_group(group).num_rows for group in range(file.metadata.num_row_groups)]
         except _UNREADABLE as error:
             raise DataError(f"{path} is not a parquet file, or its end is missing: {error}") from error
-        if missing := [column for column in ("id", "caption", *_columns(TENSORS)) if column not in columns]:
+        if missing := [column for column in ("id", *_columns(TENSORS)) if column not in columns]:
             raise DataError(f"{path} lacks the column(s) {', '.join(missing)}")
         self._places += [(name, group, row) for group, rows in enumerate(groups) for row in range(rows)]
 
@@ -213,7 +211,7 @@ class ParquetFolder:
         """
         name, group, row = self._places[index]
         path = self.path / name
-        wanted = ["id", "caption", *_columns(TENSORS | EXTRA_TENSORS)]
+        wanted = ["id", *_columns(TENSORS | EXTRA_TENSORS)]
         try:
             with pq.ParquetFile(path, page_checksum_verification=True) as file:
                 table = file.read_row_group(group, columns=wanted)

@@ -368,6 +368,6 @@ def _row(name: str, caption: str, clip: Clip, encoders: PipelineEncoders) -> Sam
     tensors = {"latents": encoders.latents(video), **encoders.image(video)}
     if not all(x.isfinite().all() for x in (text, *tensors.values())):
         raise BadVideo("has encodings that are not finite")
-    about = {"file_name": name, "width": width, "height": height, "fps": clip.fps}
+    about = {"file_name": name, "caption": caption, "width": width, "height": height, "fps": clip.fps}
     about["duration_sec"] = frames / clip.fps if clip.fps else 0.0
-    return Sample(name, tensors.pop("latents"), text, caption, tensors, about)
+    return Sample(name, tensors.pop("latents"), text, tensors, about)

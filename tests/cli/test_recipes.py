@@ -15,7 +15,7 @@ import torch
 from diffusers import MagCacheConfig
 
 from vmonarch.configs import InputError, preset_names
-from vmonarch.configs.methods import merge_attention, resolve_method
+from vmonarch.configs.methods import Additions, merge_attention, resolve_method
 from vmonarch.finetune.config import FinetuneConfig
 from vmonarch.pipelines import recipes, sampling
 from vmonarch.pipelines.loading import LoadedModel
@@ -45,7 +45,7 @@ def sample(loaded: LoadedModel) -> Callable[..., torch.Tensor]:
 @pytest.mark.parametrize("name", preset_names("recipes"))
 def test_every_recipe_is_written_and_read_back(name: str) -> None:
     recipe = resolve(name)
-    assert recipe.name == recipe.label == name and recipe.additions
+    assert recipe.name == recipe.label == name and recipe.additions != Additions()
     assert resolve(recipe.to_dict()) == recipe
     assert resolve(f"{name}:attention=full").processor_name == "full"
     # Who cannot switch on what they add refuses recipes.

@@ -34,7 +34,6 @@ def sample(number, **changes):
         id=f"clip-{number}",
         latents=torch.randn(C, T, H, W, generator=generator),
         text=torch.randn(1 + number % 4, DIM, generator=generator),
-        caption=f"caption {number}",
     )
     return Sample(**{**values, **changes})
 
@@ -60,7 +59,7 @@ def make(folder, **changes):
 
 def equal(a, b):
     tensors = lambda batch: [batch.latents, batch.text, *batch.extras.values()]
-    facts = lambda batch: (batch.ids, batch.captions, list(batch.extras))
+    facts = lambda batch: (batch.ids, list(batch.extras))
     return facts(a) == facts(b) and all(map(torch.equal, tensors(a), tensors(b)))
 
 
@@ -99,8 +98,8 @@ def test_data_that_cannot_be_used_is_named(tmp_path):
     with refused("0.parquet is not a parquet file, or its end is missing"):
         ParquetFolder(tmp_path)
     path.write_bytes(whole)
-    pq.write_table(pq.read_table(path).drop_columns(["vae_latent_shape", "caption"]), path)
-    with refused(r"0.parquet lacks the column\(s\) caption, vae_latent_shape"):
+    pq.write_table(pq.read_table(path).drop_columns(["vae_latent_shape", "id"]), path)
+    with refused(r"0.parquet lacks the column\(s\) id, vae_latent_shape"):
         ParquetFolder(tmp_path)
     # Clips that no batch can hold together.
     for changes in ({"latents": torch.zeros(C, T, W, H)}, {"extras": {"clip_feature": torch.ones(2, 3)}}):
@@ -162,19 +161,16 @@ def test_every_row_comes_once_in_an_epoch_and_epochs_differ(tmp_path, world):
 def test_caption_dropout_has_its_share_and_follows_the_slot_alone(tmp_path):
     folder = fill(tmp_path, 300)
     both = list(islice(make(folder, batch_size=4, caption_dropout=0.2), 150))
-    flags = lambda batches: [not caption for batch in batches for caption in batch.captions]
+    flags = lambda batches: [not text.any() for batch in batches for text in batch.text]
     whole, dropped = both[:75], flags(both[:75])
     assert dropped != flags(both[75:])
     assert abs(sum(dropped) / 300 - 0.2) < 4 * (0.2 * 0.8 / 300) ** 0.5
-    for batch in whole:
-        for row, caption in enumerate(batch.captions):
-            assert batch.text[row].any() == bool(caption)
     torch.manual_seed(1), random.seed(1), np.random.seed(1)
     state = lambda: (torch.get_rng_state().tolist(), random.getstate(), np.random.get_state()[1].tolist())
     before = state()
     ranks = [make(folder, rank=rank, world_size=2, caption_dropout=0.2) for rank in range(2)]
     for wanted, first, second in zip(whole, *ranks, strict=False):
-        assert wanted.captions == first.captions + second.captions
+        assert torch.equal(wanted.text, torch.cat([first.text, second.text]))
     assert state() == before
     assert flags(islice(make(folder, batch_size=4, seed=8, caption_dropout=0.2), 75)) != dropped
     assert not any(flags(islice(make(folder), 20))) and all(flags(islice(make(folder, caption_dropout=1.0), 20)))
@@ -187,10 +183,12 @@ def test_a_dropped_caption_is_the_encoding_that_the_folder_brings(tmp_path):
     folder = ParquetFolder(tmp_path)
     assert torch.equal(folder.empty_caption, empty.float())
     batches = list(islice(make(folder, caption_dropout=0.5), 6))
-    assert {caption == "" for batch in batches for caption in batch.captions} == {True, False}
+    kept = []
     for found, plain in zip(batches, make(without), strict=False):
-        for row, caption in enumerate(found.captions):
-            assert torch.equal(found.text[row], plain.text[row] if caption else empty.float()[:TEXT_LENGTH])
+        for text, own in zip(found.text, plain.text, strict=True):
+            kept.append(torch.equal(text, own))
+            assert kept[-1] or torch.equal(text, empty.float()[:TEXT_LENGTH])
+    assert set(kept) == {True, False}
     assert folder.fingerprint() != without.fingerprint()
     with pytest.raises(DataError, match="text_dim is 6, but .*empty-caption.safetensors has text of 5"):
         make(folder, text_dim=6)

@@ -452,7 +452,7 @@ def test_validation_videos(tmp_path, monkeypatch):
     small = {"height": 32, "width": 32, "num_frames": 5, "steps": 1}
     monkeypatch.setattr(config, "complete", lambda *given: dataclasses.replace(whole(*given), **small))
     generator = torch.Generator().manual_seed(0)
-    rows = (Sample(f"{n}", torch.randn(shape, generator=generator), torch.randn(4, 128), caption="x") for n in range(2))
+    rows = (Sample(f"{n}", torch.randn(shape, generator=generator), torch.randn(4, 128)) for n in range(2))
     write_shard(tmp_path / "clips" / "a.parquet", rows)
     values = {
         "output_dir": str(tmp_path / "run"),

@@ -326,7 +326,7 @@ def clips(first: int, count: int, *, huge: int | None = None, image: bool = Fals
         feature, text = (torch.randn(tokens, 16, generator=random) for tokens in (5, 1 + number % 5))
         latents = torch.full_like(latents, 1e30) if number == huge else latents
         extras = {"first_frame_latent": encoded, "clip_feature": feature} if image else {}
-        found.append(Sample(f"clip-{number}", latents, text, caption=f"number {number}", extras=extras))
+        found.append(Sample(f"clip-{number}", latents, text, extras=extras))
     return found
 
 
