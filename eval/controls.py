@@ -33,7 +33,7 @@ from vmonarch.kernels.monarch.blocks import BlockLayout, even_layout, grid_layou
 from vmonarch.kernels.monarch.reference import l_step, last_l_step, monarch_attention_reference, r_step
 from vmonarch.kernels.two_resolution.api import two_resolution_attention
 from vmonarch.kernels.two_resolution.reference import best_of, chosen_tiles, tile_means
-from vmonarch.kernels.two_resolution.tiling import Tiling, exact_tiles, places_of, tiling_of
+from vmonarch.kernels.two_resolution.tiling import Places, Tiling, exact_tiles, places_of, tiling_of
 from vmonarch.options import ExactBlocks, NoOptions, Options, TwoResolutionOptions, VMonarchOptions, check_share
 from vmonarch.own import Own, Rotary, project, run_stack
 from vmonarch.validation import check_flag, check_integer, check_number, check_positive_integer
@@ -353,15 +353,12 @@ class VMoBA(Control):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_share("threshold", self.threshold)
-        try:
-            boxes = tuple((frames, rows, columns) for frames, rows, columns in self.boxes)
-        except (TypeError, ValueError) as error:
-            raise ValueError(f"boxes must be (frames, rows, columns) each, got {self.boxes!r}") from error
-        if not boxes:
-            raise ValueError("boxes must be one or several, got none")
-        for edge in (edge for box in boxes for edge in box):
+        if not isinstance(self.boxes, tuple) or {len(box) if isinstance(box, tuple) else 0 for box in self.boxes} != {
+            3
+        }:
+            raise ValueError(f"boxes must be one or several of (frames, rows, columns), got {self.boxes!r}")
+        for edge in sum(self.boxes, ()):
             check_integer("an edge in boxes", edge)
-        object.__setattr__(self, "boxes", boxes)
 
     def of_layer(self, place: int) -> VMoBA:
         return dataclasses.replace(self, boxes=(self.boxes[place % len(self.boxes)],))
@@ -370,9 +367,8 @@ class VMoBA(Control):
         edges = (edge or size for edge, size in zip(self.boxes[0], grid, strict=True))
         return tiling_of(grid, TwoResolutionOptions(tile=LatentGrid(*edges)))
 
-    def exact_pairs(self, query: torch.Tensor, key: torch.Tensor, grid: LatentGrid) -> torch.Tensor:
-        """[B, H, m, S], true where a query attends to a block."""
-        places = places_of(self._tiling(grid), query.device)
+    def _mask(self, query: torch.Tensor, key: torch.Tensor, places: Places) -> torch.Tensor:
+        """[B, H, S, S], true where a query attends to a key."""
         means, _ = tile_means(key, places)  # [B, H, m, D]
         scores = means @ query.transpose(1, 2).to(means.dtype).mT
         low, high = (bound(scores, (2, 3), keepdim=True) for bound in (torch.amin, torch.amax))
@@ -383,17 +379,17 @@ class VMoBA(Control):
         ranked = scores.flatten(2).gather(-1, order).double()
         before = ranked.cumsum(-1) - ranked
         reached = before < self.threshold * ranked.sum(-1, keepdim=True)
-        return own | torch.zeros_like(reached).scatter(-1, order, reached).view_as(scores)
+        exact = own | torch.zeros_like(reached).scatter(-1, order, reached).view_as(scores)
+        return exact[:, :, block].mT
 
     @without_autocast
     def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, grid: LatentGrid) -> torch.Tensor:
         places = places_of(self._tiling(grid), query.device)
-        block = places.place // places.token.shape[1]
         found = []
         # The masks of all samples together would not fit.
         for x in zip(query.split(1), key.split(1), value.split(1), strict=True):
-            mask = self.exact_pairs(*x[:2], grid)[:, :, block].mT  # [1, H, S, S]
             q, k, v = (y.transpose(1, 2) for y in x)
+            mask = self._mask(*x[:2], places)
             found.append(torch.nn.functional.scaled_dot_product_attention(q, k, v, mask).transpose(1, 2))
         return torch.cat(found)
 

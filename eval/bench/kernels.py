@@ -10,8 +10,6 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import re
-import statistics
-import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
 from typing import Any
@@ -21,8 +19,7 @@ import torch
 from vmonarch import flops
 from vmonarch.configs import InputError
 from vmonarch.engines import FA3, fa3_backend
-from vmonarch.eval.bench.machine import Clock
-from vmonarch.eval.bench.runner import NAMES, Bench, Case, Way, Ways, check_names, profiled
+from vmonarch.eval.bench.runner import NAMES, Bench, Case, Way, Ways, check_names
 from vmonarch.eval.controls import VSA, Sol
 from vmonarch.flops import full_flops, least_bytes, two_resolution_flops, vmonarch_work
 from vmonarch.grid import LatentGrid
@@ -35,8 +32,6 @@ from vmonarch.options import TwoResolutionOptions
 
 # The paper's Fig. 8: 32 frames of 2048 tokens of d = 64, where it compares with the plain-torch form.
 FIGURE_8 = "32x32x64"
-# The methods whose time is taken apart by kernel.
-PROFILED = ("vmonarch", "vmonarch-lite")
 # In order of priority: where the budget ends, the rest is left out.
 SHAPES = ("43x28x52", "16x28x52", "16x45x80", "81x28x52", "24x44x80:40", "36x28x52", "24x28x52", FIGURE_8)
 # Exact attention by a backend of `sdpa`.
@@ -143,7 +138,6 @@ def with_gradients(
 
 
 def attention_way(
-    method: str,
     attend: Callable[..., torch.Tensor],
     reference: Callable[..., torch.Tensor],
     tensors: Sequence[torch.Tensor],
@@ -155,7 +149,6 @@ def attention_way(
     These are the first and the last head, in training the first.
 
     Args:
-        method: what `attend` is called.
         grad: gradient of the output; None if nothing is trained.
         work: of the way.
     """
@@ -171,7 +164,6 @@ def attention_way(
         run=run,
         found=lambda results: {name: x[:, :, checked] for name, x in zip(NAMES, results, strict=False)},
         expected=expected,
-        more=partial(more, method, run),
         **work,
     )
 
@@ -233,19 +225,6 @@ def peer_reference(method: str, query: torch.Tensor, key: torch.Tensor, value: t
     return two_resolution_attention(query, key, value, grid=line, options=rule) + far
 
 
-def more(method: str, run: Callable[[], Any], clock: Clock, row: dict[str, Any]) -> None:
-    """Add the host's milliseconds until a call returns that finds the GPU idle, and some methods' time by kernel."""
-    times = []
-    for _ in range(21):
-        clock.wait()
-        began = time.perf_counter()
-        run()
-        times.append(1e3 * (time.perf_counter() - began))
-    row["host_ms"] = statistics.median(times)
-    if method in PROFILED:
-        row["kernels"] = profiled(run, clock)
-
-
 def ways(case: Case, device: torch.device, dtype: torch.dtype) -> Ways:
     """The methods that are measured on a case; they share the inputs."""
     size = (1, case.grid.tokens, case.heads, case.head_dim)
@@ -261,17 +240,17 @@ def ways(case: Case, device: torch.device, dtype: torch.dtype) -> Ways:
             same = case.grid.tokens % BLOCK[2] == 0
             done |= {"bounds": PEER_BOUNDS if same else {}}
             reference = partial(peer_reference, method) if same else exact
-            return attention_way(method, peer(method, *tensors), reference, tensors, grad, **done)
+            return attention_way(peer(method, *tensors), reference, tensors, grad, **done)
         if method in (*EXACT, INT8):
             bounds = INT8_BOUNDS if method == INT8 else None
             attend = partial(int8_attention, implementation="triton") if bounds else partial(sdpa, method)
-            made = attention_way(method, attend, exact, tensors, grad, bounds=bounds, **done)
+            made = attention_way(attend, exact, tensors, grad, bounds=bounds, **done)
             return dataclasses.replace(made, expected=shared.setdefault("exact", cache(made.expected)))
         op = two_resolution_attention if method == "two-resolution" else vmonarch_attention
         attend = partial(op, grid=case.grid, **VMONARCH.get(method, {}))
         by = "torch" if method == "vmonarch-torch" else "triton"
         ours, reference = (partial(attend, implementation=implementation) for implementation in (by, "torch"))
-        return attention_way(method, ours, reference, tensors, grad, **done)
+        return attention_way(ours, reference, tensors, grad, **done)
 
     return {method: partial(way, method) for method in (*METHODS, *PEERS) if measures(case, method)}
 
