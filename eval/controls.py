@@ -29,7 +29,7 @@ from vmonarch.flops import pair_flops, vmonarch_flops
 from vmonarch.grid import LatentGrid
 from vmonarch.kernels.flash_entropy.api import flash_entropy_attention
 from vmonarch.kernels.monarch.api import vmonarch_attention
-from vmonarch.kernels.monarch.blocks import BlockLayout, even_layout, grid_layout, sequence_layout
+from vmonarch.kernels.monarch.blocks import BlockLayout, even_layout, grid_layout
 from vmonarch.kernels.monarch.reference import l_step, last_l_step, monarch_attention_reference, r_step
 from vmonarch.kernels.two_resolution.api import two_resolution_attention
 from vmonarch.kernels.two_resolution.reference import best_of, chosen_tiles, tile_means
@@ -183,32 +183,25 @@ class Factorised(Iterative):
 
     Args:
         axis: "T", "H" or "W".
-        blocks: m; their lengths along the axis differ by at most one. None with `length`.
-        length: places along the axis in a block, the last of which may be short; None with `blocks`. On the axis "T" it
-            is the paper's "F", latent frames in a block.
+        blocks: m; their lengths along the axis differ by at most one. On the axis "T" half as many as latent frames are
+            the paper's "F", two in a block.
 
     Source: VMonarch, App. K and Fig. 12, and Table 2 ("F").
     """
 
     axis: str = "H"
-    blocks: int | None = 4
-    length: int | None = None
+    blocks: int = 4
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.axis not in AXES:
             raise ValueError(f"axis must be one of {', '.join(AXES)}, got {self.axis!r}")
-        if (self.blocks is None) == (self.length is None):
-            raise ValueError(
-                f"blocks must be None with length, and only then, got blocks={self.blocks} and length={self.length}"
-            )
-        name = "length" if self.blocks is None else "blocks"
-        check_positive_integer(name, getattr(self, name))
+        check_positive_integer("blocks", self.blocks)
 
     def check_grid(self, grid: LatentGrid) -> None:
         """Raise ValueError unless the axis is as long as it is to have blocks."""
         length = grid[AXES[self.axis][0]]
-        if self.blocks is not None and self.blocks > length:
+        if self.blocks > length:
             raise ValueError(f"blocks must not exceed the axis {self.axis}, which is {length} long, got {self.blocks}")
 
     def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, grid: LatentGrid) -> torch.Tensor:
@@ -223,11 +216,7 @@ class Factorised(Iterative):
     def _layout(self, grid: LatentGrid, device: torch.device) -> BlockLayout:
         """The blocks, of tokens in the order of the axis."""
         rows = grid[AXES[self.axis][0]]
-        width = grid.tokens // rows
-        if self.blocks is None:
-            assert self.length is not None
-            return sequence_layout(grid.tokens, min(self.length, rows) * width, "post", device)
-        return even_layout(rows, width, self.blocks, device)
+        return even_layout(rows, grid.tokens // rows, self.blocks, device)
 
     def flops(self, grid: LatentGrid, head_dim: int) -> float:
         layout = self._layout(grid, torch.device("cpu"))
@@ -353,11 +342,10 @@ class VMoBA(Control):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_share("threshold", self.threshold)
-        if not isinstance(self.boxes, tuple) or {len(box) if isinstance(box, tuple) else 0 for box in self.boxes} != {
-            3
-        }:
+        boxes = self.boxes if isinstance(self.boxes, tuple) else ()
+        if not boxes or any(not isinstance(box, tuple) or len(box) != 3 for box in boxes):
             raise ValueError(f"boxes must be one or several of (frames, rows, columns), got {self.boxes!r}")
-        for edge in sum(self.boxes, ()):
+        for edge in sum(boxes, ()):
             check_integer("an edge in boxes", edge)
 
     def of_layer(self, place: int) -> VMoBA:

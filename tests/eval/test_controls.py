@@ -131,18 +131,15 @@ def test_the_sink_average_is_the_mean_of_two_maps():
         ((5, 7, 3), "T", {"blocks": 3}),
         ((4, 8, 4), "H", {"blocks": 3}),
         ((7, 5, 11), "W", {"blocks": 3}),
-        # The paper's "F", whose last block may be short.
-        ((5, 3, 2), "T", {"blocks": None, "length": 2}),
-        ((4, 3, 2), "T", {"blocks": None, "length": 9}),
     ],
-    ids=["frames", "rows", "columns", "two frames", "nine frames"],
+    ids=["frames", "rows", "columns"],
 )
 def test_factors_along_an_axis_are_a_monarch_map_of_permuted_tokens(grid, axis, options):
     q, k, v = qkv(grid)
     numbers = dict(zip("THW", coordinates(grid), strict=True))
     sizes = dict(zip("THW", grid, strict=True))
     size, blocks = sizes[axis], options["blocks"]
-    bounds = [p * size // blocks for p in range(blocks)] if blocks else list(range(0, size, options["length"]))
+    bounds = [p * size // blocks for p in range(blocks)]
     block = sum((numbers[axis] >= bound).long() for bound in bounds[1:]) + 0 * numbers[axis]
     # The paper's order of the others: (HWT), (WHT), (THW).
     second, third = {"T": "HW", "H": "WT", "W": "HT"}[axis]
@@ -240,7 +237,7 @@ def test_vmoba_attends_to_own_blocks_and_to_the_best_pairs_of_a_head(layer):
         ("controlled", {"recompute": True}),
         ("sink_average", {}),
         ("factorised", {"axis": "W", "blocks": 3}),
-        ("factorised", {"axis": "T", "blocks": None, "length": 2}),
+        ("factorised", {"axis": "T", "blocks": 3}),
         ("local", {"exact": ExactBlocks(band=1, columns=(0,))}),
         ("none", {}),
     ],
