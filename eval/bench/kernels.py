@@ -50,16 +50,16 @@ VMONARCH: Mapping[str, Mapping[str, Any]] = {
 }
 OURS = (*VMONARCH, "two-resolution")
 METHODS = ("cudnn", FA3, INT8, *OURS, "fa2", "vmonarch-torch")
-# Public kernels of peers, measured when they are named: the rule that each computes, and whether it adds VSA's branch
-# of means, ungated. The last is FastVideo's, the others are comfy-kitchen's.
+# Public kernels of peers, measured when they are named: the rule that each computes. Those that drop the rest add VSA's
+# branch of means, ungated. The last is FastVideo's, the others are comfy-kitchen's.
 BLOCK, SHARE = (1, 1, 64), 0.1
-PEERS: Mapping[str, tuple[Sol | VSA, bool]] = {
-    "sol-tau1": (Sol(tau=1.0), False),
-    "sol-tau2": (Sol(tau=2.0), False),
-    "sol-top10": (Sol(tau=None, share=SHARE), False),
-    "sol-top20": (Sol(tau=None, share=2 * SHARE), False),
-    "vsa-comfy": (Sol(tau=None, share=SHARE, rest=False), True),
-    "vsa-fastvideo": (VSA(share=SHARE, tile=BLOCK, query_tile=BLOCK), True),
+PEERS: Mapping[str, Sol | VSA] = {
+    "sol-tau1": Sol(tau=1.0),
+    "sol-tau2": Sol(tau=2.0),
+    "sol-top10": Sol(tau=None, share=SHARE),
+    "sol-top20": Sol(tau=None, share=2 * SHARE),
+    "vsa-comfy": Sol(tau=None, share=SHARE, rest=False),
+    "vsa-fastvideo": VSA(share=SHARE, tile=BLOCK, query_tile=BLOCK),
 }
 # They choose blocks by scores in eight bits or bfloat16, so that a few others are exact. Another rule errs by 0.18.
 PEER_BOUNDS = {"out": 0.12}
@@ -198,13 +198,13 @@ def peer(method: str, query: torch.Tensor, key: torch.Tensor, value: torch.Tenso
     Raises:
         ImportError: its package is not installed.
     """
-    (rule, gated), tokens = PEERS[method], query.shape[1]
+    rule, tokens = PEERS[method], query.shape[1]
     tiling = tiling_of(LatentGrid(1, 1, tokens), TwoResolutionOptions(tile=BLOCK))
     blocks, count = tiling.tiles, 0 if rule.share is None else exact_tiles(tiling, rule.share)
     if isinstance(rule, Sol):
         sol_attn = importlib.import_module("comfy_kitchen").sol_attn
         how = {"tau": rule.tau} if rule.share is None else {"topk_ratio": count / blocks, "tail": rule.rest}
-        gate = torch.ones_like(query) if gated else None
+        gate = None if rule.rest else torch.ones_like(query)
         return lambda *_: sol_attn(query, key, value, coarse_gate=gate, **how)
     video_sparse_attn = importlib.import_module("fastvideo_kernel").video_sparse_attn
     missing = blocks * BLOCK[2] - tokens
@@ -217,9 +217,9 @@ def peer(method: str, query: torch.Tensor, key: torch.Tensor, value: torch.Tenso
 
 def peer_reference(method: str, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     """What one of `PEERS` computes, by our control of the same rule."""
-    (rule, gated), line = PEERS[method], LatentGrid(1, 1, query.shape[1])
+    rule, line = PEERS[method], LatentGrid(1, 1, query.shape[1])
     means = VSA(tile=BLOCK, query_tile=BLOCK)
-    far = means.far(query, key, value, tiling_of(line, means)) if gated else 0.0
+    far = 0.0 if rule.rest else means.far(query, key, value, tiling_of(line, means))
     if isinstance(rule, Sol):
         return rule.attend(query, key, value, line) + far
     return two_resolution_attention(query, key, value, grid=line, options=rule) + far
