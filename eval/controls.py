@@ -29,14 +29,14 @@ from vmonarch.flops import pair_flops, vmonarch_flops
 from vmonarch.grid import LatentGrid
 from vmonarch.kernels.flash_entropy.api import flash_entropy_attention
 from vmonarch.kernels.monarch.api import vmonarch_attention
-from vmonarch.kernels.monarch.blocks import BlockLayout, even_layout, grid_layout, sequence_layout
+from vmonarch.kernels.monarch.blocks import BlockLayout, even_layout, grid_layout
 from vmonarch.kernels.monarch.reference import l_step, last_l_step, monarch_attention_reference, r_step
 from vmonarch.kernels.two_resolution.api import two_resolution_attention
-from vmonarch.kernels.two_resolution.reference import chosen_tiles, tile_means
-from vmonarch.kernels.two_resolution.tiling import Tiling, places_of, tiling_of
-from vmonarch.options import ExactBlocks, NoOptions, Options, TwoResolutionOptions, VMonarchOptions
+from vmonarch.kernels.two_resolution.reference import best_of, chosen_tiles, tile_means
+from vmonarch.kernels.two_resolution.tiling import Places, Tiling, exact_tiles, places_of, tiling_of
+from vmonarch.options import ExactBlocks, NoOptions, Options, TwoResolutionOptions, VMonarchOptions, check_share
 from vmonarch.own import Own, Rotary, project, run_stack
-from vmonarch.validation import check_flag, check_number, check_positive_integer
+from vmonarch.validation import check_flag, check_integer, check_number, check_positive_integer
 
 # Which frames a term is held at its initial value for; the paper's superscripts 0, 1 and * (Table 5).
 FIXED = ("none", "first", "all")
@@ -59,6 +59,10 @@ class Control(Options):
     def flops(self, grid: LatentGrid, head_dim: int) -> float | None:
         """FLOPs of one head, as those of `vmonarch.flops`; None where they are not known."""
         return None
+
+    def of_layer(self, place: int) -> Control:
+        """The control of the transformer's layer with this number."""
+        return self
 
 
 def _exact(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
@@ -179,32 +183,25 @@ class Factorised(Iterative):
 
     Args:
         axis: "T", "H" or "W".
-        blocks: m; their lengths along the axis differ by at most one. None with `length`.
-        length: places along the axis in a block, the last of which may be short; None with `blocks`. On the axis "T" it
-            is the paper's "F", latent frames in a block.
+        blocks: m; their lengths along the axis differ by at most one. On the axis "T" half as many as latent frames are
+            the paper's "F", two in a block.
 
     Source: VMonarch, App. K and Fig. 12, and Table 2 ("F").
     """
 
     axis: str = "H"
-    blocks: int | None = 4
-    length: int | None = None
+    blocks: int = 4
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.axis not in AXES:
             raise ValueError(f"axis must be one of {', '.join(AXES)}, got {self.axis!r}")
-        if (self.blocks is None) == (self.length is None):
-            raise ValueError(
-                f"blocks must be None with length, and only then, got blocks={self.blocks} and length={self.length}"
-            )
-        name = "length" if self.blocks is None else "blocks"
-        check_positive_integer(name, getattr(self, name))
+        check_positive_integer("blocks", self.blocks)
 
     def check_grid(self, grid: LatentGrid) -> None:
         """Raise ValueError unless the axis is as long as it is to have blocks."""
         length = grid[AXES[self.axis][0]]
-        if self.blocks is not None and self.blocks > length:
+        if self.blocks > length:
             raise ValueError(f"blocks must not exceed the axis {self.axis}, which is {length} long, got {self.blocks}")
 
     def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, grid: LatentGrid) -> torch.Tensor:
@@ -219,11 +216,7 @@ class Factorised(Iterative):
     def _layout(self, grid: LatentGrid, device: torch.device) -> BlockLayout:
         """The blocks, of tokens in the order of the axis."""
         rows = grid[AXES[self.axis][0]]
-        width = grid.tokens // rows
-        if self.blocks is None:
-            assert self.length is not None
-            return sequence_layout(grid.tokens, min(self.length, rows) * width, "post", device)
-        return even_layout(rows, width, self.blocks, device)
+        return even_layout(rows, grid.tokens // rows, self.blocks, device)
 
     def flops(self, grid: LatentGrid, head_dim: int) -> float:
         layout = self._layout(grid, torch.device("cpu"))
@@ -288,29 +281,111 @@ class Sol(Control):
     itself and its neighbours are exact.
 
     Args:
-        tau: standard deviations; the larger, the less is exact.
+        tau: standard deviations; the larger, the less is exact. None with `share`.
+        share: of all blocks, those that are exact as the highest, rounded up; None with `tau`.
+        rest: whether blocks that are not exact leave their means.
 
     Source: Li et al., Sol-Attn (2026, arXiv:2607.24027).
     """
 
-    tau: float = 1.0
+    tau: float | None = 1.0
+    share: float | None = None
+    rest: bool = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_number("tau", self.tau)
+        check_flag("rest", self.rest)
+        if self.share is None:
+            check_number("tau", self.tau)
+            return
+        check_share("share", self.share)
+        if self.tau is not None:
+            raise ValueError(f"tau must be None with share, got {self.tau}")
 
     def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, grid: LatentGrid) -> torch.Tensor:
         line, tile = LatentGrid(1, 1, grid.tokens), (1, 1, 64)
-        options = TwoResolutionOptions(tile=tile, query_tile=tile)
+        options = TwoResolutionOptions(tile=tile, query_tile=tile, rest=self.rest)
         tiling = tiling_of(line, options)
         places = places_of(tiling, query.device)
         (q, _), (k, _) = tile_means(query, places), tile_means(key, places)  # [B, H, m, D]
         k = k - k.mean(2, keepdim=True)
-        deviation = (q.square() @ k.square().mean(2).unsqueeze(-1)).sqrt()  # [B, H, m, 1]
+        if self.tau is not None:
+            deviation = (q.square() @ k.square().mean(2).unsqueeze(-1)).sqrt()  # [B, H, m, 1]
+            high = q @ k.mT > self.tau * deviation
+        else:
+            assert self.share is not None
+            high = best_of(q @ k.mT, exact_tiles(tiling, self.share))
         block = torch.arange(tiling.tiles, device=query.device)
         near = (block[:, None] - block).abs() <= 1
-        exact = near | (q @ k.mT > self.tau * deviation)
-        return two_resolution_attention(query, key, value, grid=line, options=options, selection=exact)
+        return two_resolution_attention(query, key, value, grid=line, options=options, selection=near | high)
+
+
+@dataclass(frozen=True, kw_only=True)
+class VMoBA(Control):
+    """VMoBA: every query attends to its own block of keys and to those of the best pairs of a query and a block.
+
+    A pair scores the product of the query and the block's mean key, between 0 and 1 for the lowest and the highest of a
+    head. Own blocks come first, then the highest scores, until these add up to `threshold` of all. The rest is dropped.
+
+    Args:
+        threshold: of the sum of scores, the share that is attended.
+        boxes: (frames, rows, columns) of a block in one layer after the other, and over again; 0 is all of an axis.
+            Axes are cut evenly.
+
+    Source: Wu et al., VMoBA: Mixture-of-Block Attention for Video Diffusion Models (2025, arXiv:2506.23858); sizes as
+    FastVideo has them for Wan.
+    """
+
+    threshold: float = 0.25
+    boxes: Any = ((2, 0, 0), (0, 3, 4), (4, 6, 4))
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_share("threshold", self.threshold)
+        boxes = self.boxes if isinstance(self.boxes, tuple) else ()
+        if not boxes or any(not isinstance(box, tuple) or len(box) != 3 for box in boxes):
+            raise ValueError(f"boxes must be one or several of (frames, rows, columns), got {self.boxes!r}")
+        for edge in sum(boxes, ()):
+            check_integer("an edge in boxes", edge)
+
+    def of_layer(self, place: int) -> VMoBA:
+        return dataclasses.replace(self, boxes=(self.boxes[place % len(self.boxes)],))
+
+    def _tiling(self, grid: LatentGrid) -> Tiling:
+        edges = (edge or size for edge, size in zip(self.boxes[0], grid, strict=True))
+        return tiling_of(grid, TwoResolutionOptions(tile=LatentGrid(*edges)))
+
+    def _mask(self, query: torch.Tensor, key: torch.Tensor, places: Places) -> torch.Tensor:
+        """[B, H, S, S], true where a query attends to a key."""
+        means, _ = tile_means(key, places)  # [B, H, m, D]
+        scores = means @ query.transpose(1, 2).to(means.dtype).mT
+        low, high = (bound(scores, (2, 3), keepdim=True) for bound in (torch.amin, torch.amax))
+        scores = (scores - low) / (high - low).clamp(min=torch.finfo(scores.dtype).tiny)
+        block = places.place // places.token.shape[1]  # [S]
+        own = block == torch.arange(len(places.token), device=query.device)[:, None]  # [m, S]
+        order = scores.masked_fill(own, torch.inf).flatten(2).argsort(descending=True)
+        ranked = scores.flatten(2).gather(-1, order).double()
+        before = ranked.cumsum(-1) - ranked
+        reached = before < self.threshold * ranked.sum(-1, keepdim=True)
+        exact = own | torch.zeros_like(reached).scatter(-1, order, reached).view_as(scores)
+        return exact[:, :, block].mT
+
+    @without_autocast
+    def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, grid: LatentGrid) -> torch.Tensor:
+        places = places_of(self._tiling(grid), query.device)
+        found = []
+        # The masks of all samples together would not fit.
+        for x in zip(query.split(1), key.split(1), value.split(1), strict=True):
+            q, k, v = (y.transpose(1, 2) for y in x)
+            mask = self._mask(*x[:2], places)
+            found.append(torch.nn.functional.scaled_dot_product_attention(q, k, v, mask).transpose(1, 2))
+        return torch.cat(found)
+
+    def flops(self, grid: LatentGrid, head_dim: int) -> float:
+        """The most: the highest of some numbers add up to a share of their sum when they are that share of them."""
+        tiling = self._tiling(grid)
+        keys = math.prod(tiling.box) * (1 + self.threshold * (tiling.tiles - 1))
+        return pair_flops(grid.tokens * (keys + tiling.tiles / 2), head_dim)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -394,6 +469,7 @@ CONTROLS: dict[str, type[Options]] = {
     "local": Local,
     "none": Nothing,
     "sol": Sol,
+    "vmoba": VMoBA,
     "vsa": VSA,
     "sla": SLA,
     "exact": NoOptions,
@@ -438,7 +514,7 @@ class ControlProcessor(VideoAttentionProcessor):
         self.options.check_grid(grid)
 
     def attention(self, layer: Layer) -> Attend:
-        return KernelExact(self.implementation) if self.control == "exact" else self.options
+        return KernelExact(self.implementation) if self.control == "exact" else self.options.of_layer(layer.place)
 
     def bind(self, layer: Layer, original: Any) -> Any:
         bound = TrainedLayer(self, layer.attn, original) if self.LEARNS else super().bind(layer, original)

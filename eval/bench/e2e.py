@@ -29,7 +29,7 @@ from vmonarch.configs.methods import AttentionMethod
 from vmonarch.engines import CUDNN
 from vmonarch.eval.bench.machine import Clock, allocated, measured_dtype, release_memory, summary
 from vmonarch.eval.bench.rows import caption
-from vmonarch.eval.bench.runner import Bench, Way, Ways, check_names, failure, profiled
+from vmonarch.eval.bench.runner import Bench, Way, Ways, check_names, failure
 from vmonarch.eval.render.tables import shown_number
 from vmonarch.eval.settings import resolved
 from vmonarch.eval.wan_models import WanModel, read_model
@@ -362,7 +362,6 @@ def ways(
         def more(clock: Clock, row: dict[str, Any]) -> None:
             found = pipe.kinds() if method.decides_steps else kinds
             row.update(pipe.seconds(clock, row["rounds"] * len(steps), found), options=method.to_dict())
-            row["kernels"] = profiled(lambda: pipe.do(steps), clock)
             if options.cold:
                 make = partial(ways, {"cold": (method, mode)}, options, first=True)
                 with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:

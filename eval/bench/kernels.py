@@ -8,9 +8,8 @@ Shapes: tensors are [B, S, H, D]; B batch, S tokens, H heads, D head dim.
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import re
-import statistics
-import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
 from typing import Any
@@ -20,20 +19,19 @@ import torch
 from vmonarch import flops
 from vmonarch.configs import InputError
 from vmonarch.engines import FA3, fa3_backend
-from vmonarch.eval.bench.machine import Clock
-from vmonarch.eval.bench.runner import NAMES, Bench, Case, Way, Ways, check_names, profiled
+from vmonarch.eval.bench.runner import NAMES, Bench, Case, Way, Ways, check_names
+from vmonarch.eval.controls import VSA, Sol
 from vmonarch.flops import full_flops, least_bytes, two_resolution_flops, vmonarch_work
 from vmonarch.grid import LatentGrid
 from vmonarch.kernels.flash_bias.reference import flash_bias_attention_reference
 from vmonarch.kernels.int8.api import int8_attention
 from vmonarch.kernels.monarch.api import vmonarch_attention
 from vmonarch.kernels.two_resolution.api import two_resolution_attention
+from vmonarch.kernels.two_resolution.tiling import exact_tiles, tiling_of
 from vmonarch.options import TwoResolutionOptions
 
 # The paper's Fig. 8: 32 frames of 2048 tokens of d = 64, where it compares with the plain-torch form.
 FIGURE_8 = "32x32x64"
-# The methods whose time is taken apart by kernel.
-PROFILED = ("vmonarch", "vmonarch-lite")
 # In order of priority: where the budget ends, the rest is left out.
 SHAPES = ("43x28x52", "16x28x52", "16x45x80", "81x28x52", "24x44x80:40", "36x28x52", "24x28x52", FIGURE_8)
 # Exact attention by a backend of `sdpa`.
@@ -52,6 +50,19 @@ VMONARCH: Mapping[str, Mapping[str, Any]] = {
 }
 OURS = (*VMONARCH, "two-resolution")
 METHODS = ("cudnn", FA3, INT8, *OURS, "fa2", "vmonarch-torch")
+# Public kernels of peers, measured when they are named: the rule that each computes. Those that drop the rest add VSA's
+# branch of means, ungated. The last is FastVideo's, the others are comfy-kitchen's.
+BLOCK, SHARE = (1, 1, 64), 0.1
+PEERS: Mapping[str, Sol | VSA] = {
+    "sol-tau1": Sol(tau=1.0),
+    "sol-tau2": Sol(tau=2.0),
+    "sol-top10": Sol(tau=None, share=SHARE),
+    "sol-top20": Sol(tau=None, share=2 * SHARE),
+    "vsa-comfy": Sol(tau=None, share=SHARE, rest=False),
+    "vsa-fastvideo": VSA(share=SHARE, tile=BLOCK, query_tile=BLOCK),
+}
+# They choose blocks by scores in eight bits or bfloat16, so that a few others are exact. Another rule errs by 0.18.
+PEER_BOUNDS = {"out": 0.12}
 
 
 def parse_shape(text: str) -> tuple[LatentGrid, int]:
@@ -82,13 +93,17 @@ def measures(case: Case, method: str) -> bool:
         return (case.shape, case.head_dim) == (FIGURE_8, 64)
     if method in (FA3, INT8):
         return not case.training
+    if method in PEERS:
+        return not case.training and case.head_dim == 128
     return case.head_dim == 128 or method not in ("vmonarch-t1", "vmonarch-t3")
 
 
 def work(case: Case, method: str, itemsize: int) -> dict[str, float]:
     """FLOPs and bytes of a method on a case; see `vmonarch.flops`."""
     of, training = (case.grid, case.head_dim), case.training
-    if method in (*EXACT, INT8):
+    if method in PEERS:
+        flops = 0.0
+    elif method in (*EXACT, INT8):
         flops = full_flops(*of, training=training)
     elif method == "two-resolution":
         flops = two_resolution_flops(*of, TwoResolutionOptions(), training=training)
@@ -123,7 +138,6 @@ def with_gradients(
 
 
 def attention_way(
-    method: str,
     attend: Callable[..., torch.Tensor],
     reference: Callable[..., torch.Tensor],
     tensors: Sequence[torch.Tensor],
@@ -135,7 +149,6 @@ def attention_way(
     These are the first and the last head, in training the first.
 
     Args:
-        method: what `attend` is called.
         grad: gradient of the output; None if nothing is trained.
         work: of the way.
     """
@@ -151,7 +164,6 @@ def attention_way(
         run=run,
         found=lambda results: {name: x[:, :, checked] for name, x in zip(NAMES, results, strict=False)},
         expected=expected,
-        more=partial(more, method, run),
         **work,
     )
 
@@ -180,17 +192,37 @@ def sdpa(backend: str, query: torch.Tensor, key: torch.Tensor, value: torch.Tens
         return torch.nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2)
 
 
-def more(method: str, run: Callable[[], Any], clock: Clock, row: dict[str, Any]) -> None:
-    """Add the host's milliseconds until a call returns that finds the GPU idle, and some methods' time by kernel."""
-    times = []
-    for _ in range(21):
-        clock.wait()
-        began = time.perf_counter()
-        run()
-        times.append(1e3 * (time.perf_counter() - began))
-    row["host_ms"] = statistics.median(times)
-    if method in PROFILED:
-        row["kernels"] = profiled(run, clock)
+def peer(method: str, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> Callable[..., torch.Tensor]:
+    """A call of one of `PEERS` with these tensors, [B, S, H, D], which are in its own layout before; gives the same.
+
+    Raises:
+        ImportError: its package is not installed.
+    """
+    rule, tokens = PEERS[method], query.shape[1]
+    tiling = tiling_of(LatentGrid(1, 1, tokens), TwoResolutionOptions(tile=BLOCK))
+    blocks, count = tiling.tiles, 0 if rule.share is None else exact_tiles(tiling, rule.share)
+    if isinstance(rule, Sol):
+        sol_attn = importlib.import_module("comfy_kitchen").sol_attn
+        how = {"tau": rule.tau} if rule.share is None else {"topk_ratio": count / blocks, "tail": rule.rest}
+        gate = None if rule.rest else torch.ones_like(query)
+        return lambda *_: sol_attn(query, key, value, coarse_gate=gate, **how)
+    video_sparse_attn = importlib.import_module("fastvideo_kernel").video_sparse_attn
+    missing = blocks * BLOCK[2] - tokens
+    padded = [torch.nn.functional.pad(x.transpose(1, 2), (0, 0, 0, missing)) for x in (query, key, value)]
+    q, k, v = (x.contiguous() for x in padded)
+    sizes = torch.full((blocks,), BLOCK[2], dtype=torch.int32, device=query.device)
+    sizes[-1] -= missing
+    return lambda *_: video_sparse_attn(q, k, v, sizes, sizes, count, 4)[:, :, :tokens].transpose(1, 2)
+
+
+def peer_reference(method: str, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """What one of `PEERS` computes, by our control of the same rule."""
+    rule, line = PEERS[method], LatentGrid(1, 1, query.shape[1])
+    means = VSA(tile=BLOCK, query_tile=BLOCK)
+    far = 0.0 if rule.rest else means.far(query, key, value, tiling_of(line, means))
+    if isinstance(rule, Sol):
+        return rule.attend(query, key, value, line) + far
+    return two_resolution_attention(query, key, value, grid=line, options=rule) + far
 
 
 def ways(case: Case, device: torch.device, dtype: torch.dtype) -> Ways:
@@ -203,18 +235,24 @@ def ways(case: Case, device: torch.device, dtype: torch.dtype) -> Ways:
 
     def way(method: str) -> Way:
         done: dict[str, Any] = work(case, method, dtype.itemsize)
+        if method in PEERS:
+            # Where the last block would not be full, our controls cut otherwise: full attention's error is told.
+            same = case.grid.tokens % BLOCK[2] == 0
+            done |= {"bounds": PEER_BOUNDS if same else {}}
+            reference = partial(peer_reference, method) if same else exact
+            return attention_way(peer(method, *tensors), reference, tensors, grad, **done)
         if method in (*EXACT, INT8):
             bounds = INT8_BOUNDS if method == INT8 else None
             attend = partial(int8_attention, implementation="triton") if bounds else partial(sdpa, method)
-            made = attention_way(method, attend, exact, tensors, grad, bounds=bounds, **done)
+            made = attention_way(attend, exact, tensors, grad, bounds=bounds, **done)
             return dataclasses.replace(made, expected=shared.setdefault("exact", cache(made.expected)))
         op = two_resolution_attention if method == "two-resolution" else vmonarch_attention
         attend = partial(op, grid=case.grid, **VMONARCH.get(method, {}))
         by = "torch" if method == "vmonarch-torch" else "triton"
         ours, reference = (partial(attend, implementation=implementation) for implementation in (by, "torch"))
-        return attention_way(method, ours, reference, tensors, grad, **done)
+        return attention_way(ours, reference, tensors, grad, **done)
 
-    return {method: partial(way, method) for method in METHODS if measures(case, method)}
+    return {method: partial(way, method) for method in (*METHODS, *PEERS) if measures(case, method)}
 
 
 def check_head_dims(head_dims: Sequence[int]) -> None:
@@ -239,7 +277,7 @@ def bench(
     """
     check_head_dims(head_dims)
     check_names("passes", passes, ("forward", "backward"))
-    check_names("methods", methods, METHODS)
+    check_names("methods", methods, (*METHODS, *PEERS))
     cases = [shape_case(shape, dim, name == "backward") for dim in head_dims for name in passes for shape in shapes]
     # Fig. 8 is of d = 64; elsewhere its shape would only repeat what the others tell.
     cases = [case for case in cases if len(shapes) == 1 or case.shape != FIGURE_8 or case.head_dim == 64]

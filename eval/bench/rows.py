@@ -34,7 +34,7 @@ def tables(run: dict[str, Any], base: str) -> dict[str, Any]:
         base: the way that ratios are to.
     """
     methods = list(dict.fromkeys(row["method"] for case in run["cases"] for row in case["rows"]))
-    times, details, kernels = [], [], []
+    times, details = [], []
     for case in run["cases"]:
         rows = {row["method"]: row for row in case["rows"]}
         of_base = rows.get(base, {}).get("ms", {}).get("median")
@@ -66,14 +66,8 @@ def tables(run: dict[str, Any], base: str) -> dict[str, Any]:
                     f"{max(errors):.1e}" if errors else "–",
                 ]
             )
-            for kernel in row.get("kernels", ()):
-                kernels.append([case["case"], name, kernel["kernel"], digits(kernel["ms"]), str(kernel["calls"])])
     compared = f"× {base}" if base else "faster"
     head = ["case", "way", "ms", "p20–p80", compared, "TFLOP/s", "GB/s", "× floor", "peak MB", "error"]
-    found = [
-        {"name": "times", "header": ["milliseconds", *methods], "rows": times},
-        {"name": "details", "header": head, "rows": details},
-    ]
-    if kernels:
-        found.append({"name": "kernels", "header": ["case", "way", "kernel", "ms", "calls"], "rows": kernels})
-    return {"tables": found, "caption": caption(run)}
+    found = [("times", ["milliseconds", *methods], times), ("details", head, details)]
+    named = [{"name": name, "header": header, "rows": rows} for name, header, rows in found]
+    return {"tables": named, "caption": caption(run)}

@@ -158,19 +158,6 @@ def failure(error: Exception) -> dict[str, str]:
     return {"status": "out of memory" if out_of_memory else other, "problem": problem}
 
 
-def profiled(run: Callable[[], Any], clock: Clock) -> list[dict[str, Any]]:
-    """The 24 kernels that take the most time of a call, by name; none on a CPU."""
-    from torch.profiler import ProfilerActivity, profile
-
-    if clock.device.type != "cuda":
-        return []
-    with profile(activities=[ProfilerActivity.CUDA]) as found:
-        run()
-        clock.wait()
-    events = sorted(found.key_averages(), key=lambda event: -event.device_time_total)[:24]
-    return [{"kernel": e.key[:90], "ms": e.device_time_total / 1e3, "calls": e.count} for e in events]
-
-
 def compile_task(task: tuple[Callable[..., Ways], Case, str, str]) -> None:
     """In a process of its own: compute a case in one way, so that its code is in the caches on disk."""
     ways, case, method, device_text = task
@@ -292,10 +279,8 @@ class Run:
     def _prepare(self, make: Callable[[], Way], row: dict[str, Any]) -> Way:
         """Check a way and fill its row, by two calls; the second says how long one takes and the memory it needs."""
         way, clock = make(), self.clock
-        began = time.perf_counter()
         results = way.run()
         clock.wait()
-        row["first_call_s"] = round(time.perf_counter() - began, 2)
         row["errors"], problem = compare(way.found(results), way.expected(), measured_dtype(clock.device), way.bounds)
         row.update({"status": "wrong", "problem": problem} if problem else {"status": "ok"})
         del results

@@ -131,18 +131,15 @@ def test_the_sink_average_is_the_mean_of_two_maps():
         ((5, 7, 3), "T", {"blocks": 3}),
         ((4, 8, 4), "H", {"blocks": 3}),
         ((7, 5, 11), "W", {"blocks": 3}),
-        # The paper's "F", whose last block may be short.
-        ((5, 3, 2), "T", {"blocks": None, "length": 2}),
-        ((4, 3, 2), "T", {"blocks": None, "length": 9}),
     ],
-    ids=["frames", "rows", "columns", "two frames", "nine frames"],
+    ids=["frames", "rows", "columns"],
 )
 def test_factors_along_an_axis_are_a_monarch_map_of_permuted_tokens(grid, axis, options):
     q, k, v = qkv(grid)
     numbers = dict(zip("THW", coordinates(grid), strict=True))
     sizes = dict(zip("THW", grid, strict=True))
     size, blocks = sizes[axis], options["blocks"]
-    bounds = [p * size // blocks for p in range(blocks)] if blocks else list(range(0, size, options["length"]))
+    bounds = [p * size // blocks for p in range(blocks)]
     block = sum((numbers[axis] >= bound).long() for bound in bounds[1:]) + 0 * numbers[axis]
     # The paper's order of the others: (HWT), (WHT), (THW).
     second, third = {"T": "HW", "H": "WT", "W": "HT"}[axis]
@@ -178,8 +175,8 @@ def test_sol_refuses_what_is_no_finite_number(tau, error):
         ControlProcessor("sol", tau=tau)
 
 
-@pytest.mark.parametrize("tau", [0.0, 0.8])
-def test_sol_attends_to_blocks_of_high_scores_and_to_the_means_of_others(tau):
+@pytest.mark.parametrize("tau, share, rest", [(0.0, None, True), (0.8, None, True), (None, 0.35, False)], ids=str)
+def test_sol_attends_to_blocks_of_high_scores_and_to_the_means_of_others(tau, share, rest):
     grid = (5, 8, 16)
     q, k, v = qkv(grid)
     # Blocks differ, or all score alike.
@@ -194,15 +191,43 @@ def test_sol_attends_to_blocks_of_high_scores_and_to_the_means_of_others(tau):
         centred = means - means.mean(0)
         deviation = (mean(Q).square() @ centred.square().mean(0)).sqrt()
         near = (torch.arange(10)[:, None] - torch.arange(10)).abs() <= 1
-        exact = (near | (mean(Q) @ centred.T > tau * deviation[:, None]))[block]  # [N, m]
+        scores = mean(Q) @ centred.T
+        least = tau * deviation[:, None] if share is None else scores.sort(-1).values[:, -5:-4]
+        exact = (near | (scores > least))[block]  # [N, m]
         assert 0.3 < exact.double().mean() < 0.8
         logits = torch.cat([Q @ K.T, Q @ means.T + math.log(64)], 1)
-        weights = logits.masked_fill(~torch.cat([exact[:, block], ~exact], 1), -torch.inf).softmax(-1)
+        allowed = torch.cat([exact[:, block], ~exact & rest], 1)
+        weights = logits.masked_fill(~allowed, -torch.inf).softmax(-1)
         return weights[:, :640] + weights[:, 640:][:, block] / 64
 
-    torch.testing.assert_close(
-        attend("sol", q, k, v, grid, tau=tau), per_head(attention_map, q, k, v), rtol=0, atol=1e-12
-    )
+    found = attend("sol", q, k, v, grid, tau=tau, share=share, rest=rest)
+    torch.testing.assert_close(found, per_head(attention_map, q, k, v), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("layer", [0, 4, 2], ids=["frames", "rows and columns", "cubes"])
+def test_vmoba_attends_to_own_blocks_and_to_the_best_pairs_of_a_head(layer):
+    grid, box = (4, 6, 8), [(1, 6, 8), (4, 3, 4), (2, 2, 4)][layer % 3]
+    q, k, v = qkv(grid)
+    options = ControlProcessor("vmoba", threshold=0.4, boxes=[[1, 0, 0], [0, 3, 4], [2, 2, 4]]).options
+    places = [axis // edge for axis, edge in zip(coordinates(grid), box, strict=True)]
+    block = torch.stack(places, 1).unique(dim=0, return_inverse=True)[1]
+    flops = []
+
+    def attention_map(Q, K):
+        means = torch.stack([K[block == i].mean(0) for i in range(block.max() + 1)])
+        scores = Q @ means.T  # [N, m]
+        scores = ((scores - scores.min()) / (scores.max() - scores.min())).flatten()
+        exact = (block[:, None] == torch.arange(len(means))).flatten()
+        for pair in scores.argsort(descending=True):
+            exact[pair] |= scores[exact].sum() < 0.4 * scores.sum()
+        allowed = exact.view(-1, len(means))[:, block]
+        flops.append(8 * (4 * allowed.sum() + 2 * len(scores)))
+        return (Q @ K.T).masked_fill(~allowed, -torch.inf).softmax(-1)
+
+    found = options.of_layer(layer).attend(q, k, v, LatentGrid(*grid))
+    torch.testing.assert_close(found, per_head(attention_map, q, k, v), rtol=0, atol=1e-12)
+    most = options.of_layer(layer).flops(LatentGrid(*grid), 8)
+    assert all(0.6 * most < of_head <= most for of_head in flops)
 
 
 @pytest.mark.parametrize(
@@ -212,7 +237,7 @@ def test_sol_attends_to_blocks_of_high_scores_and_to_the_means_of_others(tau):
         ("controlled", {"recompute": True}),
         ("sink_average", {}),
         ("factorised", {"axis": "W", "blocks": 3}),
-        ("factorised", {"axis": "T", "blocks": None, "length": 2}),
+        ("factorised", {"axis": "T", "blocks": 3}),
         ("local", {"exact": ExactBlocks(band=1, columns=(0,))}),
         ("none", {}),
     ],
@@ -236,6 +261,7 @@ NAMES = {
     "local": "local",
     "none": "reuse:refresh=null",
     "sol": "sol",
+    "vmoba": "vmoba",
     "vsa": "vsa:tile=[2,2,2],query_tile=[2,2,2],share=0.5",
     "sla": "sla:share=0.5",
 }
@@ -262,6 +288,8 @@ def test_a_method_runs_its_control_in_every_layer_and_goes_away(transformer, con
     method.install(transformer)
     processors = [block.attn1.processor.spec for block in transformer.blocks]
     assert all(isinstance(p, ControlProcessor) and p.control == control for p in processors)
+    boxes = {getattr(block.attn1.processor.attend, "boxes", None) for block in transformer.blocks}
+    assert len(boxes) == (3 if control == "vmoba" else 1)
     again = ControlProcessor(**processors[0].config)
     assert again.config == processors[0].config == method.processor().config
     changed = forward(transformer)
@@ -312,6 +340,12 @@ def test_bad_options_are_errors_that_name_them():
         ("vsa:rest=true", "rest must be False"),
         ("sla:refresh=2", "refresh must be None with 'sla'"),
         ("two-resolution:share=0", "share must .*above 0"),
+        ("sol:share=0.1", "tau must be None with share, got 1.0"),
+        ("sol:tau=null,share=2", "share must .*at most 1"),
+        ("vmoba:threshold=0", "threshold must .*above 0"),
+        ("vmoba:boxes=[]", "boxes must be one or several of"),
+        ("vmoba:boxes=[[1,2]]", r"boxes must be one or several of \(frames"),
+        ("vmoba:boxes=[[1,2,-1]]", "an edge in boxes must be at least 0, got -1"),
     ):
         with pytest.raises(InputError, match=words):
             resolve_method(spec)
