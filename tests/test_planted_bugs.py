@@ -11,6 +11,8 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 BUGS = tomllib.loads((ROOT / "tests" / "planted_bugs.toml").read_text(encoding="utf-8"))["bugs"]
+# Of kernels that only a GPU runs: their bugs are planted there.
+ON_GPU = {name for name, planted in BUGS.items() if "::test_gpu_" in planted["test"]}
 # What tests import of others, once for all bugs.
 MODULES = ("pytest", "hypothesis", "triton.runtime.interpreter", "triton.experimental.gluon", "omegaconf", "gradio",
            "accelerate", "peft", "imageio_ffmpeg", "pyarrow.parquet", "pyarrow.compute", "torch.utils.flop_counter",
@@ -28,7 +30,8 @@ def run_tests(start_forks):
     run = start_forks(*MODULES, OMP_NUM_THREADS="1", **alone)
 
     def run_tests(package: Path, *tests: str) -> tuple[int, str]:
-        words = ("-x", "-q", "-m", "not deep and not gpu", "-p", "no:cacheprovider", "-c", ROOT / "pyproject.toml")
+        tier = "gpu" if all("::test_gpu_" in test for test in tests) else "not deep and not gpu"
+        words = ("-x", "-q", "-m", tier, "-p", "no:cacheprovider", "-c", ROOT / "pyproject.toml")
         # To show the source of all frames, pytest parses their files: half of the time of a bug.
         words += ("--tb", "native")
         # Programs run in forks of what this one has imported, which serve one file of tests.
@@ -77,12 +80,12 @@ def plant(package):
 @pytest.mark.parametrize("of", ["/test_", pytest.param("[", marks=pytest.mark.deep)], ids=["folders", "tests"])
 def test_the_untouched_copy_passes(run_tests, package, of):
     """One test of each folder, or one case of each test: what a copy may lack is the same for all."""
-    cases = {planted["test"].partition(of)[0]: planted["test"] for planted in BUGS.values()}
+    cases = {planted["test"].partition(of)[0]: planted["test"] for name, planted in BUGS.items() if name not in ON_GPU}
     code, output = run_tests(package, *sorted(cases.values()))
     assert code == 0, output[-2000:]
 
 
-@pytest.mark.parametrize("name", BUGS)
+@pytest.mark.parametrize("name", [pytest.param(x, marks=pytest.mark.gpu) if x in ON_GPU else x for x in BUGS])
 def test_a_planted_bug_is_caught(run_tests, package, plant, name):
     planted = BUGS[name]
     plant(planted["file"], planted["text"], planted["bug"])

@@ -10,6 +10,8 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import re
+import statistics
+import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
 from typing import Any
@@ -19,6 +21,7 @@ import torch
 from vmonarch import flops
 from vmonarch.configs import InputError
 from vmonarch.engines import FA3, fa3_backend
+from vmonarch.eval.bench.machine import Clock
 from vmonarch.eval.bench.runner import NAMES, Bench, Case, Way, Ways, check_names
 from vmonarch.eval.controls import VSA, Sol
 from vmonarch.flops import full_flops, least_bytes, two_resolution_flops, vmonarch_work
@@ -61,8 +64,9 @@ PEERS: Mapping[str, Sol | VSA] = {
     "vsa-comfy": Sol(tau=None, share=SHARE, rest=False),
     "vsa-fastvideo": VSA(share=SHARE, tile=BLOCK, query_tile=BLOCK),
 }
-# They choose blocks by scores in eight bits or bfloat16, so that a few others are exact. Another rule errs by 0.18.
-PEER_BOUNDS = {"out": 0.12}
+# They choose blocks by scores in eight bits or bfloat16, so that a few others are exact: that errs by up to 0.128 (with tau
+# 2, on an H200), the nearest other rule by 0.18.
+PEER_BOUNDS = {"out": 0.15}
 
 
 def parse_shape(text: str) -> tuple[LatentGrid, int]:
@@ -164,6 +168,7 @@ def attention_way(
         run=run,
         found=lambda results: {name: x[:, :, checked] for name, x in zip(NAMES, results, strict=False)},
         expected=expected,
+        more=partial(host_time, run),
         **work,
     )
 
@@ -190,6 +195,17 @@ def sdpa(backend: str, query: torch.Tensor, key: torch.Tensor, value: torch.Tens
     with sdpa_kernel(backends[backend]):
         q, k, v = (x.transpose(1, 2) for x in (query, key, value))
         return torch.nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2)
+
+
+def host_time(run: Callable[[], Any], clock: Clock, row: dict[str, Any]) -> None:
+    """Add the milliseconds until a call returns that finds the GPU idle."""
+    times = []
+    for _ in range(21):
+        clock.wait()
+        began = time.perf_counter()
+        run()
+        times.append(1e3 * (time.perf_counter() - began))
+    row["host_ms"] = statistics.median(times)
 
 
 def peer(method: str, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> Callable[..., torch.Tensor]:

@@ -47,7 +47,7 @@ def tables(run: dict[str, Any], base: str) -> dict[str, Any]:
         times.append([case["case"], *cells])
         for name, row in rows.items():
             if "ms" not in row:
-                details.append([case["case"], name, row["status"], *["–"] * 7])
+                details.append([case["case"], name, row["status"], *["–"] * 8])
                 continue
             ms = row["ms"]["median"]
             floor = max(row.get("flop_floor_ms", 0.0), row.get("byte_floor_ms", 0.0))
@@ -58,6 +58,7 @@ def tables(run: dict[str, Any], base: str) -> dict[str, Any]:
                     name,
                     digits(ms),
                     f"{digits(row['ms']['p20'])}–{digits(row['ms']['p80'])}",
+                    shown_number(row.get("host_ms"), 2),
                     shown_number(faster.get(name), 2, "{}×"),
                     shown_number(row["flops"] / ms / 1e9 if floor and row["flops"] else None, 0),
                     shown_number(row["bytes"] / ms / 1e6 if floor and row["bytes"] else None, 0),
@@ -67,7 +68,7 @@ def tables(run: dict[str, Any], base: str) -> dict[str, Any]:
                 ]
             )
     compared = f"× {base}" if base else "faster"
-    head = ["case", "way", "ms", "p20–p80", compared, "TFLOP/s", "GB/s", "× floor", "peak MB", "error"]
+    head = ["case", "way", "ms", "p20–p80", "host ms", compared, "TFLOP/s", "GB/s", "× floor", "peak MB", "error"]
     found = [("times", ["milliseconds", *methods], times), ("details", head, details)]
     named = [{"name": name, "header": header, "rows": rows} for name, header, rows in found]
     return {"tables": named, "caption": caption(run)}
