@@ -104,7 +104,7 @@ def test_rows_that_are_not_right_have_no_speed_nor_are_others_compared_with_them
     ]
     assert rows["ours"]["flop_floor_ms"] == pytest.approx(2e12 / 786e12)
     assert rows["ours"]["byte_floor_ms"] == pytest.approx(4e9 / 4.3e12)
-    rows["ours"]["ms"] = dict.fromkeys(("median", "p20", "p80"), 2.0)
+    rows["ours"] |= {"ms": dict.fromkeys(("median", "p20", "p80"), 2.0), "host_ms": 0.25}
     rows["peer"]["ms"] = dict.fromkeys(("median", "p20", "p80"), 9.0)
     run = {
         "cases": [{"case": "a case", "rows": list(rows.values())}],
@@ -115,7 +115,7 @@ def test_rows_that_are_not_right_have_no_speed_nor_are_others_compared_with_them
     times, details = tables(run, "peer")["tables"]
     assert times["header"] == ["milliseconds", *rows]
     assert times["rows"] == [["a case", "2.00 (4.50×)", "9.00", "wrong", "wrong", "out of memory", "missing"]]
-    assert details["rows"][0][:8] == ["a case", "ours", "2.00", "2.00–2.00", "4.50×", "1", "2", "786.00"]
+    assert details["rows"][0][:9] == ["a case", "ours", "2.00", "2.00–2.00", "0.25", "4.50×", "1", "2", "786.00"]
     caption = tables(run, "peer")["caption"]
     assert "a chip, 2026-01-02" in caption and "Left out: b (time)" in caption and "`vmonarch bench x`" in caption
     rows["peer"] = {"method": "peer", "status": "wrong"}
