@@ -64,8 +64,8 @@ PEERS: Mapping[str, Sol | VSA] = {
     "vsa-comfy": Sol(tau=None, share=SHARE, rest=False),
     "vsa-fastvideo": VSA(share=SHARE, tile=BLOCK, query_tile=BLOCK),
 }
-# They choose blocks by scores in eight bits or bfloat16, so that a few others are exact: that errs by up to 0.128 (with tau
-# 2, on an H200), the nearest other rule by 0.18.
+# They choose blocks by scores in eight bits or bfloat16, so that a few others are exact: that errs by up to 0.128 (with
+# tau 2, on an H200), the nearest other rule by 0.18.
 PEER_BOUNDS = {"out": 0.15}
 
 
