@@ -89,6 +89,10 @@ class Iterative(Control):
         super().__post_init__()
         VMonarchOptions(num_iterations=self.num_iterations, min_mass=self.min_mass)
 
+    def flops(self, grid: LatentGrid, head_dim: int) -> float:
+        """Those of VMonarch without any exact row."""
+        return vmonarch_flops(grid, head_dim, VMonarchOptions(num_iterations=self.num_iterations, exact=None))
+
 
 @dataclass(frozen=True, kw_only=True)
 class Controlled(Iterative):
@@ -169,8 +173,7 @@ class SinkAverage(Iterative):
         return ((_exact(q, k[:, :P], v[:, :P]) + rest) / 2).to(query.dtype)
 
     def flops(self, grid: LatentGrid, head_dim: int) -> float:
-        rest = vmonarch_flops(grid, head_dim, VMonarchOptions(num_iterations=self.num_iterations, exact=None))
-        return rest + pair_flops(grid.tokens * grid.tokens_per_frame, head_dim)
+        return super().flops(grid, head_dim) + pair_flops(grid.tokens * grid.tokens_per_frame, head_dim)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -221,8 +224,7 @@ class Factorised(Iterative):
     def flops(self, grid: LatentGrid, head_dim: int) -> float:
         layout = self._layout(grid, torch.device("cpu"))
         places = LatentGrid(layout.blocks, 1, layout.positions)
-        rest = vmonarch_flops(places, head_dim, VMonarchOptions(num_iterations=self.num_iterations, exact=None))
-        return rest + pair_flops(grid.tokens * grid.tokens_per_frame, head_dim)
+        return super().flops(places, head_dim) + pair_flops(grid.tokens * grid.tokens_per_frame, head_dim)
 
 
 @dataclass(frozen=True, kw_only=True)

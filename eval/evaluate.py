@@ -23,7 +23,7 @@ import json
 import os
 import shutil
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -127,14 +127,13 @@ def evaluate(
         GenerationError: a video came out constant or with NaN, is missing or damaged.
         OSError: an item could not be written.
     """
-    check_measures(config)
     folder = model.folder if model else find_model(config.model, config.revision)
     compares = isinstance(config, CompareConfig)
     shard = Shard() if compares else Shard.of_environment()
     if shard.size > 1 and config.device == "auto" and choose_device("auto").type == "cuda":
         config = dataclasses.replace(config, device=f"cuda:{shard.local_rank}")
     config = complete(config, folder)
-    _check_frames(config)
+    check_measures(config)
     output = prepare_output_dir(config.output_dir)
     if compares:
         output /= f"{next_number(output)}-{short_hash(config.to_dict())}"
@@ -162,14 +161,16 @@ def evaluate(
 
 def check_measures(config: EvalConfig) -> None:
     """Raise InputError if LPIPS, VMAF or VBench is asked for and cannot be measured: before anything is sampled."""
-    if config.lpips:
-        from vmonarch.eval.similarity import lpips_weights
+    from vmonarch.eval import similarity
 
-        lpips_weights()
-    if config.vmaf:
-        from vmonarch.eval.similarity import vmaf_program
-
-        vmaf_program()
+    assert config.height is not None and config.width is not None
+    needed: dict[str, Callable[[], Any]] = {"lpips": similarity.lpips_weights, "vmaf": similarity.vmaf_program}
+    for name, least in (("lpips", similarity.LPIPS_LEAST), ("vmaf", similarity.VMAF_LEAST)):
+        if getattr(config, name):
+            needed[name]()
+            if min(config.height, config.width) < least:
+                problem = f"needs frames of at least {least}×{least} pixels, got {config.width}×{config.height}"
+                raise InputError(name, problem)
     if config.vbench:
         from vmonarch.eval.vbench import installation, scoring
 
@@ -178,17 +179,6 @@ def check_measures(config: EvalConfig) -> None:
             installation.manifest(installation.default_folder())
         except InputError as error:
             raise InputError("vbench", f"cannot be scored: its {error}") from error
-
-
-def _check_frames(config: EvalConfig) -> None:
-    """Raise InputError if frames are too small for LPIPS or VMAF."""
-    from vmonarch.eval.similarity import LPIPS_LEAST, VMAF_LEAST
-
-    assert config.height is not None and config.width is not None
-    for name, least in (("lpips", LPIPS_LEAST), ("vmaf", VMAF_LEAST)):
-        if getattr(config, name) and min(config.height, config.width) < least:
-            problem = f"needs frames of at least {least}×{least} pixels, got {config.width}×{config.height}"
-            raise InputError(name, problem)
 
 
 def _check_settings(output: Path, config: EvalConfig, folder: ModelFolder) -> None:
@@ -389,6 +379,7 @@ def _finish(config: EvalConfig, folder: ModelFolder, output: Path, items: Sequen
         GenerationError: an item's record cannot be read, or a video is missing or no longer the one that was measured.
     """
     from vmonarch.eval.report import report
+    from vmonarch.eval.vbench import PromptedVideo, score_videos
 
     records: list[dict[str, Any]] = []
     environments: list[dict[str, Any]] = []
@@ -412,7 +403,12 @@ def _finish(config: EvalConfig, folder: ModelFolder, output: Path, items: Sequen
         known["items"].append(item.number)
     labels = config.labels
     baseline = config.baseline or ("vmonarch" if "vmonarch" in labels else labels[min(1, len(labels) - 1)])
-    vbench = _vbench_scores(config, output, records)
+    vbench: dict[str, dict[str, float]] = {}
+    for label in labels if config.vbench else ():
+        files = [(record, row) for record in records for row in record["results"] if row["method"] == label]
+        videos = [PromptedVideo(output / item["folder"] / row["video"], item["prompt"]) for item, row in files]
+        scores = score_videos(videos, config.vbench, work_dir=output / "vbench", timeout=config.vbench_timeout)
+        vbench[label] = {dimension: float(scores[dimension].score) for dimension in config.vbench}
     work: dict[str, list[Any]] = {label: summary.values_of(records, label, "attention_work") for label in labels}
     record: dict[str, Any] = {
         "format": EVALUATION_FORMAT,
@@ -437,24 +433,7 @@ def _finish(config: EvalConfig, folder: ModelFolder, output: Path, items: Sequen
     # As it is read back: JSON has no tuples.
     record = json.loads(text)
     page = report(record, output)
-    with AtomicFiles(overwrite=True) as files:
+    with AtomicFiles(overwrite=True) as made:
         for name, contents in {"evaluation.json": text, "report.html": page}.items():
-            files.stage(output / name).write_text(contents, encoding="utf-8")
+            made.stage(output / name).write_text(contents, encoding="utf-8")
     return Evaluation(output, record, 0)
-
-
-def _vbench_scores(
-    config: EvalConfig, output: Path, records: Sequence[Mapping[str, Any]]
-) -> dict[str, dict[str, float]]:
-    """VBench's score of every method in every dimension that was asked for."""
-    if not config.vbench:
-        return {}
-    from vmonarch.eval import vbench
-
-    scores: dict[str, dict[str, float]] = {}
-    for label in config.labels:
-        files = [(record, row) for record in records for row in record["results"] if row["method"] == label]
-        videos = [vbench.PromptedVideo(output / item["folder"] / row["video"], item["prompt"]) for item, row in files]
-        found = vbench.score_videos(videos, config.vbench, work_dir=output / "vbench", timeout=config.vbench_timeout)
-        scores[label] = {dimension: float(found[dimension].score) for dimension in config.vbench}
-    return scores

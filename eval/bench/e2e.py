@@ -163,13 +163,6 @@ class Steps(WanPipeline):
         transformer.register_forward_hook(lambda *call: pipe.velocities.setdefault(pipe.step, call[-1][0]))
         return pipe
 
-    def spread(self, tokens: int, ranks: int) -> None:
-        """Let so many processes share the tokens."""
-        uneven = tokens % ranks > 0 or self.transformer.config.num_attention_heads % ranks > 0
-        self.transformer.enable_parallelism(config=ContextParallelConfig(ulysses_degree=ranks, ulysses_anything=uneven))
-        # diffusers' hooks read signatures in their first call, which cannot be compiled.
-        self.do([0])
-
     def do(self, steps: Collection[int]) -> dict[int, torch.Tensor]:
         """The velocities [1, C, T, h, w] with the prompt of these steps, by their numbers."""
         self.velocities: dict[int, torch.Tensor] = {}
@@ -331,7 +324,11 @@ def ways(
         recipes.apply(transformer, method, compile_backend=options.compile_backend)
         pipe = Steps.of(transformer, model, noise, texts, options, clock)
         if ranks > 1:
-            pipe.spread(model.grid(setting.size, argument="settings").tokens, ranks)
+            tokens, heads = model.grid(setting.size, argument="settings").tokens, transformer.config.num_attention_heads
+            shares = ContextParallelConfig(ulysses_degree=ranks, ulysses_anything=tokens % ranks + heads % ranks > 0)
+            transformer.enable_parallelism(config=shares)
+            # diffusers' hooks read signatures in their first call, which cannot be compiled.
+            pipe.do([0])
         if compiled and not method.additions.compile:
             transformer.compile_repeated_blocks(fullgraph=ranks == 1, dynamic=False, backend=options.compile_backend)
         return pipe

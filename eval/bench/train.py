@@ -8,9 +8,8 @@ Full attention is cuDNN's.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
 import torch
 from diffusers import WanTransformer3DModel
@@ -26,13 +25,9 @@ from vmonarch.finetune.objective import Objective
 from vmonarch.finetune.trainer import make_optimizer
 
 
-def training_step(config: dict[str, Any], size: Sequence[int], device: torch.device) -> tuple[Any, Callable[[], None]]:
-    """(a transformer, what trains it by one step on a random clip).
-
-    Args:
-        config: of a `WanTransformer3DModel`.
-        size: latent [T, h, w].
-    """
+def ways(methods: Sequence[AttentionMethod], case: Case, device: torch.device, dtype: torch.dtype) -> Ways:
+    """A step by every method on a random clip, all of the same transformer."""
+    config = case.config
     torch.manual_seed(0)
     with device:
         transformer = WanTransformer3DModel(**config).train()
@@ -43,11 +38,12 @@ def training_step(config: dict[str, Any], size: Sequence[int], device: torch.dev
     parameters = list(transformer.parameters())
     optimizer = make_optimizer(parameters, OptimizerConfig(), device)
     objective = Objective()
-    latents = torch.randn(1, config["in_channels"], *size, device=device)
+    latents = torch.randn(1, config["in_channels"], *case.latents, device=device)
     text = torch.randn(1, TEXT_TOKENS, config["text_dim"], device=device)
     numbers = itertools.count()
 
-    def step() -> None:
+    def run(method: AttentionMethod) -> tuple[torch.Tensor, ...]:
+        method.install(transformer)
         draw = objective.draw(latents, step=next(numbers))
         with torch.autocast(device.type, torch.bfloat16, enabled=on_gpu):
             losses = objective.losses(transformer, draw, latents, text, {})
@@ -55,17 +51,6 @@ def training_step(config: dict[str, Any], size: Sequence[int], device: torch.dev
         torch.nn.utils.clip_grad_norm_(parameters, OptimizerConfig().clip)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-
-    return transformer, step
-
-
-def ways(methods: Sequence[AttentionMethod], case: Case, device: torch.device, dtype: torch.dtype) -> Ways:
-    """A step by every method, all on the same transformer."""
-    transformer, step = training_step(case.config, case.latents, device)
-
-    def run(method: AttentionMethod) -> tuple[torch.Tensor, ...]:
-        method.install(transformer)
-        step()
         return ()
 
     # Whole steps have nothing to be compared with: what is computed is for attention's own benchmarks to check.

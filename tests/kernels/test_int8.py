@@ -198,10 +198,10 @@ def test_gpu_activations_of_the_embedded_model(monkeypatch):
     """Calls of all layers in four steps: bits repeat, and the errors are within the budget of activations."""
     captured, exact = [], F.scaled_dot_product_attention
 
-    def capture(q, k, v, *others, **options):
-        if q.shape == k.shape and q.shape[2] > 256:
-            captured.append([x.transpose(1, 2).contiguous() for x in (q, k, v)])
-        return exact(q, k, v, *others, **options)
+    def capture(query, key, value, *others, **options):
+        if query.shape == key.shape and query.shape[2] > 256:
+            captured.append([x.transpose(1, 2).contiguous() for x in (query, key, value)])
+        return exact(query, key, value, *others, **options)
 
     monkeypatch.setattr(F, "scaled_dot_product_attention", capture)
     pipe = WanPipeline.from_pretrained(embedded_model_path(), torch_dtype=torch.bfloat16).to("cuda")

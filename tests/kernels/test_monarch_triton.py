@@ -147,13 +147,6 @@ def check_half(tensors, dtype, grid, **bounds):
     check_kernels(attend, [x.to(dtype) for x in tensors], **bounds)
 
 
-@pytest.mark.deep
-@in_interpreter
-@pytest.mark.parametrize("grid", [(3, 3, 6), (2, 7, 5)], ids=str)
-def test_float16(grid):
-    check_half(qkv(math.prod(grid), heads=2), torch.float16, grid, slack=5e-4)
-
-
 @in_interpreter
 @pytest.mark.parametrize("overrides", [{}, SEVERAL_L_TILES], ids=["one-tile", "several-tiles"])
 def test_centroids_of_blocks_that_hardly_any_query_weighs_in_float16(overrides):

@@ -29,21 +29,6 @@ def both_ways(x, weight, cosines, sines, heads, **options):
     return with_gradients(attend, (x, weight), [grad.to(x.device)])
 
 
-def check(x, weight, cosines, sines, heads):
-    found = both_ways(x, weight, cosines, sines, heads, implementation="triton")
-    wide = [tensor.double() for tensor in (x, weight, cosines, sines)]
-    expected = both_ways(*wide, heads, implementation="torch")
-    for name, value, exact, like in zip(("out", "dx", "dw"), found, expected, (x, x, weight), strict=True):
-        assert value.dtype == like.dtype and value.isfinite().all(), name
-        error = (value.double() - exact).norm() / exact.norm()
-        assert error <= EPSILON[x.dtype], (name, error.item())
-    if x.dtype == weight.dtype == torch.float16:
-        # Norm and rotation each round, as in the model: rounded once, a quarter of the numbers would differ.
-        same = found[0] == norm_rotary(x, weight, cosines, sines, heads=heads, eps=1e-6, implementation="torch")
-        assert same.double().mean() > 0.98
-    return found
-
-
 CASES = {
     "odd": dict(),
     "one-token": dict(B=1, S=1, heads=1, D=2),
@@ -74,10 +59,20 @@ def test_kernels_equal_float64(name, dtype, device, monkeypatch):
     if device == "cpu":
         # Of which each has several tokens, here too.
         monkeypatch.setattr(op, "PROGRAMS", 4)
-    tensors = inputs(**case, dtype=dtype, device=device)
-    first = check(*tensors, case["heads"])
+    x, weight, *_ = tensors = inputs(**case, dtype=dtype, device=device)
+    found = both_ways(*tensors, case["heads"], implementation="triton")
+    wide = [tensor.double() for tensor in tensors]
+    expected = both_ways(*wide, case["heads"], implementation="torch")
+    for name, value, exact, like in zip(("out", "dx", "dw"), found, expected, (x, x, weight), strict=True):
+        assert value.dtype == like.dtype and value.isfinite().all(), name
+        error = (value.double() - exact).norm() / exact.norm()
+        assert error <= EPSILON[x.dtype], (name, error.item())
+    if x.dtype == weight.dtype == torch.float16:
+        # Norm and rotation each round, as in the model: rounded once, a quarter of the numbers would differ.
+        same = found[0] == norm_rotary(*tensors, heads=case["heads"], eps=1e-6, implementation="torch")
+        assert same.double().mean() > 0.98
     if device == "cuda":
-        assert_bits(first, both_ways(*tensors, case["heads"], implementation="auto"))
+        assert_bits(found, both_ways(*tensors, case["heads"], implementation="auto"))
 
 
 @ON_GPU
@@ -102,21 +97,17 @@ def test_only_the_gradients_that_are_needed(frozen):
     assert (x.grad is None) == (frozen == "x") and (weight.grad is None) == (frozen == "weight")
 
 
-bad = call_of(norm_rotary, heads=3, eps=1e-6, **dict(zip(("x", "weight", "cosines", "sines"), inputs(), strict=True)))
+NAMES = ("x", "weight", "cosines", "sines")
+WIDE = dict(zip(NAMES, inputs(B=1, S=1, heads=1, D=MAX_CHANNELS + 2), strict=True))
+bad = call_of(norm_rotary, heads=3, eps=1e-6, **dict(zip(NAMES, inputs(), strict=True)))
 BAD = {
     "x-empty": (bad(x=torch.zeros(0, 7, 30)), ValueError, "x must be .* not empty"),
     "weight": (bad(weight=torch.zeros(29)), ValueError, r"weight must be \[C\] = \[30\], got \(29,\)"),
     "sines-gradient": (
         bad(sines=torch.zeros(1, 7, 1, 10, requires_grad=True)), ValueError, "sines must not require a gradient"),
+    "dtype-of-the-kernels": (
+        bad(x=torch.zeros(2, 7, 30).double(), implementation="triton"), NotImplementedError, "a dtype is float64"),
+    "channels-of-the-kernels": (
+        bad(**WIDE, heads=1, implementation="triton"), NotImplementedError, "16386 channels"),
 }  # fmt: skip
-test_bad_arguments_are_named = refuses(BAD)
-
-
-@in_interpreter
-def test_what_the_kernels_cannot_take_is_said():
-    x, weight, cosines, sines = inputs()
-    with pytest.raises(NotImplementedError, match="a dtype is float64"):
-        norm_rotary(x.double(), weight, cosines, sines, heads=3, eps=1e-6, implementation="triton")
-    wide = inputs(B=1, S=1, heads=1, D=MAX_CHANNELS + 2)
-    with pytest.raises(NotImplementedError, match="16386 channels"):
-        norm_rotary(*wide, heads=1, eps=1e-6, implementation="triton")
+test_bad_arguments_are_named = in_interpreter(refuses(BAD))
