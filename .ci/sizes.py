@@ -11,18 +11,18 @@ from pathlib import Path
 
 # By folder: the most lines that it may have now, and the aim.
 MOST_LINES = {
-    "vmonarch": (7_374, 6_500),
+    "vmonarch": (7_353, 6_500),
     "vmonarch/cli": (1_015, 900),
-    "kernels": (14_069, 14_500),
-    "pipelines": (3_146, 2_700),
-    "finetune": (3_214, 2_700),
-    "eval": (6_230, 6_300),
-    "configs": (592, 400),
+    "kernels": (13_937, 14_500),
+    "pipelines": (3_133, 2_700),
+    "finetune": (3_206, 2_700),
+    "eval": (6_300, 6_300),
+    "configs": (589, 400),
     "examples": (138, 200),
-    "tests": (18_971, 19_000),
-    "": (53_801, 53_000),
+    "tests": (19_000, 19_000),
+    "": (53_760, 53_000),
 }
-MOST_CHARACTERS_A_LINE, MOST_FILES, MOST_WORDS = (47, 47), (446, 430), (35_982, 36_000)
+MOST_CHARACTERS_A_LINE, MOST_FILES, MOST_WORDS = (47, 47), (442, 430), (35_982, 36_000)
 ROOT = Path(__file__).resolve().parents[1]
 
 
