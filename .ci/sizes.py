@@ -22,7 +22,7 @@ MOST_LINES = {
     "tests": (19_000, 19_000),
     "": (53_760, 53_000),
 }
-MOST_CHARACTERS_A_LINE, MOST_FILES, MOST_WORDS = (47, 47), (442, 430), (35_982, 36_000)
+MOST_CHARACTERS_A_LINE, MOST_FILES, MOST_WORDS = (47, 47), (442, 430), (35_994, 36_000)
 ROOT = Path(__file__).resolve().parents[1]
 
 
