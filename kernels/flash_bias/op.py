@@ -1,7 +1,6 @@
 """FlashBias as a torch operator, on the kernels of flash attention (`flash_entropy`), which add the bias to the logits.
 
-Shapes: B batch, Sq queries, Sk keys, H
-heads, D head dim, E value dim, R bias rank. Factors are [B or 1, S, H or 1, R].
+Shapes: B batch, Sq queries, Sk keys, H heads, D head dim, E value dim, R bias rank. Factors are [B or 1, S, H or 1, R].
 """
 
 from __future__ import annotations

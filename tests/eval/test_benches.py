@@ -204,6 +204,8 @@ def test_every_way_passes_the_gate_and_spoilt_results_do_not(training, monkeypat
         errors, problem = runner.compare(found, expected, torch.float32, way.bounds)
         assert not problem and max(error["relative"] for error in errors.values()) < 1e-5, method
         assert len(found) >= 3 or not training
+        way.more(machine.Clock(CPU), row := {})
+        assert 0 < row["host_ms"] < 1e5
         for part in found:
             spoilt = {key: x * 1.01 if key == part else x for key, x in found.items()}
             assert f"{part} is off by" in runner.compare(spoilt, expected, torch.float32, way.bounds)[1]
