@@ -150,11 +150,6 @@ def test_files_modules_and_sections_exist(document):
         assert not section or section in anchors(os.path.relpath(target, ROOT)), f"{link}#{section}"
 
 
-def test_old_addresses_lead_to_pages():
-    moved = re.findall(r"^ {8}(\S+\.md): (\S+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.M)
-    assert len(moved) > 30 and all((ROOT / new).is_file() and not (ROOT / old).exists() for old, new in moved)
-
-
 def test_sections_that_code_cites_exist():
     cited = 0
     for path in SOURCES:

@@ -73,7 +73,7 @@ def use_triton(
 
     Args:
         name: of the function, for the error.
-        op: whose kernels they are, one of `tiny_cases.OPS`.
+        op: whose kernels they are, the name of a folder in `kernels`, whose `api` has its `tiny_case`.
         unless: another reason why the kernels cannot take this call, or None.
         why_not: says which tensors they cannot take.
         others: tensors of the call that `why_not` does not look at, but that have derivatives.

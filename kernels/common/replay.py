@@ -155,8 +155,12 @@ class _Recorder(TorchDispatchMode):
             rest = {name: value for name, value in vars(x).items() if name != "base"}
             made: Any = type("Descriptor", (_Descriptor,), rest) if address else functools.partial(x.__class__, **rest)
             return f"{self._constant(made)}({'' if address else 'base='}{self._written(x.base, address)})"
-        if type(x) in (list, tuple) and any(isinstance(y, torch.Tensor) for y in x):
-            return f"[{', '.join(map(self._written, x))}]"
+        if isinstance(x, (list, tuple)) and any(isinstance(y, torch.Tensor) for y in x):
+            written = ", ".join(self._written(y, address) for y in x)
+            if isinstance(x, list):
+                return f"[{written}]"
+            # A compiled kernel finds the parts of a named tuple by their places, another by their names.
+            return f"({written},)" if address else f"{self._constant(getattr(x, '_make', tuple))}([{written}])"
         return self._constant(x)
 
     def launch(self, kernel: Any, grid: tuple[int, ...], /, *args: Any, **options: Any) -> None:
@@ -164,8 +168,6 @@ class _Recorder(TorchDispatchMode):
         self._in_launch = True
         compiled = kernel[grid](*args, **options)
         self._in_launch = False
-        if any(isinstance(x, tuple) and any(isinstance(y, torch.Tensor) for y in x) for x in args):
-            self.why_not = "a kernel takes tensors inside of a tuple"
         if _is_known(compiled):
             # All parameters, constants too. The kernel is named because it takes its function along when it goes.
             args = (*args, *(options.get(x.name, x.default) for x in kernel.params[len(args) :]))

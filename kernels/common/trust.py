@@ -20,10 +20,13 @@ from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from vmonarch.kernels.common.tiny_case import Case
 
 # With each of these the kernels compile for all architectures; docs/kernels.md says which ran on a GPU.
 # The extra `tested` in pyproject.toml has their bounds.
@@ -131,10 +134,9 @@ def _checked(kernels: Kernels) -> str | None:
 
 def check(kernels: Kernels) -> str | None:
     """What is wrong with kernels by the tiny case of their op, or None if they agree with plain torch."""
-    # The cases call the functions that ask here.
-    from vmonarch.kernels.common.tiny_cases import tiny_case
-
-    case = tiny_case(kernels.op, kernels.device)
+    # Of the op that asks here, and so is loaded.
+    api = import_module(f"..{kernels.op}.api", __package__)
+    case: Case = api.tiny_case(kernels.device.type == "cuda")
 
     def random(shapes: Iterable[tuple[int, ...]], seed: int) -> list[torch.Tensor]:
         generator = torch.Generator().manual_seed(seed)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ import torch
 from vmonarch.autocast import without_autocast
 from vmonarch.kernels.common.checks import check_factors, check_key_mask, check_qkv
 from vmonarch.kernels.common.launch import use_triton
+from vmonarch.kernels.common.tiny_case import Case, qkv_shapes
 from vmonarch.kernels.flash_bias.factors import why_too_wide
 from vmonarch.kernels.flash_bias.reference import flash_bias_attention_reference
 from vmonarch.validation import check_flag, check_implementation, resolve_scale
@@ -86,3 +88,10 @@ def flash_bias_attention(
         attend = flash_bias_attention_triton
     out, lse = attend(query, key, value, query_factor, key_factor, scale=scale, causal=causal, key_mask=key_mask)
     return (out, lse) if return_lse else out
+
+
+def tiny_case(gpu: bool) -> Case:
+    """The case by which `trust` checks the kernels."""
+    queries, keys, head_dim = (200, 300, 128) if gpu else (4, 20, 16)
+    factors = {"query_factor": (1, queries, 2, 8), "key_factor": (1, keys, 2, 8)}
+    return Case({**qkv_shapes(queries, keys, head_dim), **factors}, partial(flash_bias_attention, return_lse=True))

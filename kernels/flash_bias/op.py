@@ -11,6 +11,7 @@ import torch
 
 from vmonarch.kernels.common.launch import block_dim, hopper_fits, tma_fits, unit_stride
 from vmonarch.kernels.common.operators import operator
+from vmonarch.kernels.common.replay import replayed
 from vmonarch.kernels.flash_bias.factors import gradients_of_cut, in_dtype
 from vmonarch.kernels.flash_entropy.backward import flash_backward
 from vmonarch.kernels.flash_entropy.forward import HOPPER_KEYS, Bias, flash_forward
@@ -66,6 +67,7 @@ def _with_columns(factors: tuple[torch.Tensor, torch.Tensor], columns: int) -> t
     return query_factor, key_factor
 
 
+@replayed
 def _forward(*inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """(out [B, Sq, H, E] in the dtype of the query, lse [B, H, Sq] in float32)."""
     query, key, value, *factors, key_mask, scale, causal = inputs
@@ -81,6 +83,7 @@ def _forward(*inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
     return out, lse
 
 
+@replayed
 def _backward(*inputs: Any) -> tuple[torch.Tensor, ...]:
     """(dq, dk, dv, dφq, dφk), each in the shape and dtype of its input."""
     grad_out, grad_lse, query, key, value, *factors, key_mask, out, lse, scale, causal = inputs

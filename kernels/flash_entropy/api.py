@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from vmonarch.autocast import without_autocast
 from vmonarch.kernels.common.checks import check_qkv
 from vmonarch.kernels.common.launch import use_triton
+from vmonarch.kernels.common.tiny_case import Case, qkv_shapes
 from vmonarch.kernels.flash_entropy.reference import flash_entropy_attention_reference
 from vmonarch.validation import check_flag, check_implementation, resolve_scale
 
@@ -53,3 +56,13 @@ def flash_entropy_attention(
 
         return flash_entropy_attention_triton(query, key, value, scale=scale, entropy_grad=entropy_grad)
     return flash_entropy_attention_reference(query, key, value, scale=scale, entropy_grad=entropy_grad)
+
+
+def tiny_case(gpu: bool) -> Case:
+    """The case by which `trust` checks the kernels."""
+
+    def call(*qkv: torch.Tensor, **how: Any) -> tuple[torch.Tensor, ...]:
+        # With a gradient through the entropy and, as other kernels have it, without.
+        return (*flash_entropy_attention(*qkv, entropy_grad=True, **how), *flash_entropy_attention(*qkv, **how)[:2])
+
+    return Case(qkv_shapes(200, 300, 128) if gpu else qkv_shapes(4, 20, 16), call)

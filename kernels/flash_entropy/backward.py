@@ -684,43 +684,42 @@ def flash_backward(
     parts = None
     if rows.merges is not None:
         parts = query.new_empty(B * H, rows.slots, BLOCK_M, D, dtype=torch.float32)
-    with torch.cuda.device_of(query):
-        row_deltas(grad_out, out, grad_lse, entropy, grad_entropy, delta, rows_once, BLOCK_M)
-        num_items = rows.items.shape[0]
-        if num_items > 0 and on_hopper:
-            folded = hopper_kernels.fold(lse, delta, Sq, scale)
-            hopper_kernels.launch_rows(
-                query, key, value, None, grad_out, folded, dq, tiles=(num_items, B * H), heads=H, scale=scale,
-                work=rows, tokens=Sq, parts=parts, add=add_to_q, half_tiles=half_tiles[0], factors=bias.factors,
-                dfq=dfq,
-            )  # fmt: skip
-        elif num_items > 0:
-            launcher(_backward_q_kernel, (num_items * B * H,))(
-                query, key, value, *bias.arguments(), grad_out, lse, delta, grad_entropy, dq, dfq, parts, rows.items,
-                rows.ranges, *strides, *dq.stride()[:3], num_items, rows.slots, H, Sq, key.shape[1], scale,
-                log2_scale_of(scale), ACCUMULATE=add_to_q, **constants,
-                **row_options,
-            )  # fmt: skip
-        if rows.merges is not None:
-            # The kernel for Hopper has the scale in already.
-            launcher(_sum_parts_kernel, (rows.merges.shape[0] * (BLOCK_M // COMBINE_ROWS),))(
-                dq, parts, rows.merges, *dq.stride()[:3], H, 1.0 if on_hopper else scale,
-                HEAD_DIM=D, BLOCK_D=block_dim(D), BLOCK_M=BLOCK_M, ROWS=COMBINE_ROWS, ACCUMULATE=add_to_q, num_warps=4,
-            )  # fmt: skip
-        num_items = columns.items.shape[0]
-        if num_items > 0 and on_hopper:
-            hopper_kernels.launch_keys(
-                query, key, value, None, grad_out, folded, dk, dv, tiles=(num_items, B * H), heads=H, scale=scale,
-                work=columns, tokens=Sq, add=(add_to_k, add_to_v), half_tiles=half_tiles[1], factors=bias.factors,
-                dfk=dfk,
-            )  # fmt: skip
-        elif num_items > 0:
-            launcher(_backward_kv_kernel, (num_items * B * H,))(
-                query, key, value, *bias.arguments(), grad_out, lse, delta, grad_entropy, dk, dfk, dv, columns.items,
-                columns.ranges, *strides, *dk.stride()[:3], *dv.stride()[:3], num_items, H, Sq, key.shape[1], scale,
-                log2_scale_of(scale),
-                ACCUMULATE_K=add_to_k, ACCUMULATE_V=add_to_v, **constants, **column_options,
-            )  # fmt: skip
+    row_deltas(grad_out, out, grad_lse, entropy, grad_entropy, delta, rows_once, BLOCK_M)
+    num_items = rows.items.shape[0]
+    if num_items > 0 and on_hopper:
+        folded = hopper_kernels.fold(lse, delta, Sq, scale)
+        hopper_kernels.launch_rows(
+            query, key, value, None, grad_out, folded, dq, tiles=(num_items, B * H), heads=H, scale=scale,
+            work=rows, tokens=Sq, parts=parts, add=add_to_q, half_tiles=half_tiles[0], factors=bias.factors,
+            dfq=dfq,
+        )  # fmt: skip
+    elif num_items > 0:
+        launcher(_backward_q_kernel, (num_items * B * H,))(
+            query, key, value, *bias.arguments(), grad_out, lse, delta, grad_entropy, dq, dfq, parts, rows.items,
+            rows.ranges, *strides, *dq.stride()[:3], num_items, rows.slots, H, Sq, key.shape[1], scale,
+            log2_scale_of(scale), ACCUMULATE=add_to_q, **constants,
+            **row_options,
+        )  # fmt: skip
+    if rows.merges is not None:
+        # The kernel for Hopper has the scale in already.
+        launcher(_sum_parts_kernel, (rows.merges.shape[0] * (BLOCK_M // COMBINE_ROWS),))(
+            dq, parts, rows.merges, *dq.stride()[:3], H, 1.0 if on_hopper else scale,
+            HEAD_DIM=D, BLOCK_D=block_dim(D), BLOCK_M=BLOCK_M, ROWS=COMBINE_ROWS, ACCUMULATE=add_to_q, num_warps=4,
+        )  # fmt: skip
+    num_items = columns.items.shape[0]
+    if num_items > 0 and on_hopper:
+        hopper_kernels.launch_keys(
+            query, key, value, None, grad_out, folded, dk, dv, tiles=(num_items, B * H), heads=H, scale=scale,
+            work=columns, tokens=Sq, add=(add_to_k, add_to_v), half_tiles=half_tiles[1], factors=bias.factors,
+            dfk=dfk,
+        )  # fmt: skip
+    elif num_items > 0:
+        launcher(_backward_kv_kernel, (num_items * B * H,))(
+            query, key, value, *bias.arguments(), grad_out, lse, delta, grad_entropy, dk, dfk, dv, columns.items,
+            columns.ranges, *strides, *dk.stride()[:3], *dv.stride()[:3], num_items, H, Sq, key.shape[1], scale,
+            log2_scale_of(scale),
+            ACCUMULATE_K=add_to_k, ACCUMULATE_V=add_to_v, **constants, **column_options,
+        )  # fmt: skip
     return dq, dk, dv
 
 

@@ -535,19 +535,18 @@ def flash_forward(
     parts = new_parts(query, work.slots * (B * H if work.firsts is None else 1), BLOCK_M, Dv, entropy)
     num_items = work.items.shape[0]
     out_strides = out.stride()[:3]
-    with torch.cuda.device_of(query):
-        if on_hopper and num_items > 0:
-            hopper_kernels.flash(
-                query, key, value, work, scale=scale, out=out, lse=lse, entropy=row_entropy,
-                parts=parts, options=options, factors=bias.factors, causal=bias.causal, programs=bias.programs,
-            )  # fmt: skip
-        elif num_items > 0:
-            launcher(_forward_kernel, (num_items * B * H,))(
-                query, key, value, *bias.arguments(), out, lse, row_entropy, *parts, work.items, work.ranges,
-                *query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *out_strides, num_items, work.slots,
-                H, Sq, key.shape[1], log2_scale_of(scale), HEAD_DIM=D, VALUE_DIM=Dv, BLOCK_D=block_dim(D),
-                BLOCK_DV=block_dim(Dv), ENTROPY=entropy,
-                PRECISION=dot_precision(value.dtype), **bias.constants(), **options,
-            )  # fmt: skip
-        combine_parts(parts, work.merges, BLOCK_M, out, lse, row_entropy)
+    if on_hopper and num_items > 0:
+        hopper_kernels.flash(
+            query, key, value, work, scale=scale, out=out, lse=lse, entropy=row_entropy,
+            parts=parts, options=options, factors=bias.factors, causal=bias.causal, programs=bias.programs,
+        )  # fmt: skip
+    elif num_items > 0:
+        launcher(_forward_kernel, (num_items * B * H,))(
+            query, key, value, *bias.arguments(), out, lse, row_entropy, *parts, work.items, work.ranges,
+            *query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *out_strides, num_items, work.slots,
+            H, Sq, key.shape[1], log2_scale_of(scale), HEAD_DIM=D, VALUE_DIM=Dv, BLOCK_D=block_dim(D),
+            BLOCK_DV=block_dim(Dv), ENTROPY=entropy,
+            PRECISION=dot_precision(value.dtype), **bias.constants(), **options,
+        )  # fmt: skip
+    combine_parts(parts, work.merges, BLOCK_M, out, lse, row_entropy)
     return out, lse, row_entropy

@@ -25,6 +25,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from vmonarch.kernels.common.replay import launcher
 from vmonarch.kernels.hopper.attend import HALF, accumulator_layout, rows_descriptor, shared_layout
 from vmonarch.kernels.hopper.gluon import async_load, reinterpret
 from vmonarch.kernels.taylor import kernels as portable
@@ -523,7 +524,7 @@ def states(
     E, F, chunks = v.shape[3], 1 + D + D**2, triton.cdiv(S, chunk)
     s = x.new_empty(B * H, chunks, F, E, dtype=torch.float32)
     z = x.new_empty(B * H, chunks, F, dtype=torch.float32)
-    _hopper_state_kernel[(triton.cdiv(E, TILE) * chunks * B * H,)](
+    launcher(_hopper_state_kernel, (triton.cdiv(E, TILE) * chunks * B * H,))(
         x, rows_descriptor(v, TILE, TILE), c, weight, s, z, *x.stride()[:3], H, S, chunks, chunk, root_scale,
         least_weight, D=D, E=E, num_warps=4,
     )  # fmt: skip
@@ -541,7 +542,7 @@ def read(
     """
     B, S, H, D = x.shape
     E = out.shape[3]
-    _hopper_read_kernel[(triton.cdiv(E, TILE) * numbers[2] * numbers[0] * B * H,)](
+    launcher(_hopper_read_kernel, (triton.cdiv(E, TILE) * numbers[2] * numbers[0] * B * H,))(
         x, s, z, out, weight, *x.stride()[:3], *out.stride()[:3], H, S, *numbers, root_scale, least_weight,
         D=D, E=E, OWN=own, NORMALISE=weight is not None, num_warps=4,
     )  # fmt: skip
@@ -555,7 +556,7 @@ def gradient(
     one; arguments as in `read`.
     """
     B, S, H, D = x.shape
-    _hopper_gradient_kernel[(numbers[2] * numbers[0] * B * H,)](
+    launcher(_hopper_gradient_kernel, (numbers[2] * numbers[0] * B * H,))(
         x, rows_descriptor(g, TILE, TILE), h, weight, s, z, dx, *x.stride()[:3], H, S, *numbers, root_scale,
         least_weight, D=D, E=g.shape[3], OWN=own, num_warps=4,
     )  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ import torch
 from vmonarch.autocast import without_autocast
 from vmonarch.kernels.common.checks import check_key_mask, check_qkv
 from vmonarch.kernels.common.launch import learns, use_triton
+from vmonarch.kernels.common.tiny_case import Case, qkv_shapes
 from vmonarch.kernels.int8.reference import int8_attention_reference
 from vmonarch.validation import check_flag, check_implementation, resolve_scale
 
@@ -71,3 +73,9 @@ def int8_attention(
         attend = int8_attention_triton
     out, lse = attend(query, key, value, scale=scale, key_mask=key_mask)
     return (out, lse) if return_lse else out
+
+
+def tiny_case(gpu: bool) -> Case:
+    """The case by which `trust` checks the kernels."""
+    inputs = qkv_shapes(200, 300, 128) if gpu else qkv_shapes(4, 20, 16)
+    return Case(inputs, partial(int8_attention, return_lse=True), gradients=False)

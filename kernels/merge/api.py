@@ -7,9 +7,12 @@ keys and the partial results of several devices all meet through this one operat
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from vmonarch.kernels.common.launch import use_triton
+from vmonarch.kernels.common.tiny_case import Case
 from vmonarch.kernels.merge.reference import merge_partials_reference
 from vmonarch.validation import check_implementation
 
@@ -81,3 +84,15 @@ def _check_partial(number: int, partial: object, first: tuple[torch.Tensor, torc
         )
     if out.device != first[0].device or lse.device != first[0].device:
         raise ValueError(f"partial result {number} must lie on the device of the first ({first[0].device})")
+
+
+def tiny_case(gpu: bool) -> Case:
+    """The case by which `trust` checks the kernels."""
+
+    def call(*tensors: torch.Tensor, **how: Any) -> tuple[torch.Tensor, ...]:
+        out_1, lse_1, out_2, lse_2 = tensors
+        return merge_partials((out_1, lse_1.float()), (out_2, lse_2.float()), **how)
+
+    tokens, head_dim = (300, 128) if gpu else (4, 16)
+    out, lse = (1, tokens, 2, head_dim), (1, 2, tokens)
+    return Case({"out 1": out, "log-partition 1": lse, "out 2": out, "log-partition 2": lse}, call)

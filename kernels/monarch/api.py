@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from vmonarch.autocast import without_autocast
 from vmonarch.grid import LatentGrid
 from vmonarch.kernels.common.checks import check_factors, check_key_mask, check_qkv
 from vmonarch.kernels.common.launch import use_triton
+from vmonarch.kernels.common.tiny_case import Case, qkv_shapes
 from vmonarch.kernels.flash_bias.factors import extended
 from vmonarch.kernels.monarch.blocks import grid_layout, sequence_layout
 from vmonarch.kernels.monarch.reference import monarch_attention_reference
@@ -165,3 +167,17 @@ def monarch_attention(
         layout = sequence_layout(S, block_size, padding, query.device)
         out, lse = monarch_attention_reference(query, key, value, layout, options, scale=scale, key_mask=key_mask)
     return (out, lse) if return_lse else out
+
+
+def tiny_case(gpu: bool) -> Case:
+    """The case by which `trust` checks the kernels."""
+    grid, head_dim = ((17, 2, 72), 128) if gpu else ((2, 1, 3), 16)
+
+    def call(*qkv: torch.Tensor, **how: Any) -> tuple[torch.Tensor, ...]:
+        how |= {"grid": grid, "return_lse": True}
+        # Exact rows in two resolutions write among other rows, sum keys, and add to gradients.
+        ways = [vmonarch_attention(*qkv, row_share=share, **how) for share in (1.0, 0.3)]
+        return (*ways[0], *ways[1])
+
+    tokens = math.prod(grid)
+    return Case(qkv_shapes(tokens, tokens, head_dim), call)

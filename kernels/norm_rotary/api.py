@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from vmonarch.autocast import without_autocast
 from vmonarch.kernels.common.launch import KERNEL_DTYPES, TRITON_INSTALLED, interpreted, use_triton
+from vmonarch.kernels.common.tiny_case import Case
 from vmonarch.kernels.norm_rotary.reference import norm_rotary_reference
 from vmonarch.validation import check_implementation, check_positive_integer
 
@@ -81,3 +84,17 @@ def why_not_triton(x: torch.Tensor, *others: torch.Tensor) -> str | None:
     if x.shape[2] > MAX_CHANNELS:
         return f"there are {x.shape[2]} channels (supported: up to {MAX_CHANNELS})"
     return None
+
+
+def tiny_case(gpu: bool) -> Case:
+    """The case by which `trust` checks the kernels."""
+    tokens, heads, head_dim = (300, 12, 128) if gpu else (3, 2, 8)
+
+    def call(x: torch.Tensor, weight: torch.Tensor, **how: Any) -> tuple[torch.Tensor, ...]:
+        angles = torch.arange(tokens)[:, None] / torch.arange(1, 1 + head_dim // 2)
+        angles = angles.repeat_interleave(2, 1)[None, :, None]
+        cosines, sines = angles.cos().to(x), angles.sin().to(x)
+        return (norm_rotary(x, weight, cosines, sines, heads=heads, eps=1e-6, **how),)
+
+    channels = heads * head_dim
+    return Case({"x": (1, tokens, channels), "weight": (channels,)}, call)

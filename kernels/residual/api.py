@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from vmonarch.kernels.common.checks import check_tensor
 from vmonarch.kernels.common.launch import carry_tangents, learns, use_triton
+from vmonarch.kernels.common.tiny_case import Case
 from vmonarch.kernels.residual.reference import (
     Residual,
     add_residual_reference,
@@ -144,3 +147,15 @@ def _check_inference(**tensors: torch.Tensor) -> None:
             raise RuntimeError(
                 f"{name} must not require a gradient or carry a tangent: residual sharing is for inference"
             )
+
+
+def tiny_case(gpu: bool) -> Case:
+    """The case by which `trust` checks the kernels."""
+
+    def call(exact: torch.Tensor, approximate: torch.Tensor, **how: Any) -> tuple[torch.Tensor, ...]:
+        residual = attention_residual(approximate, exact, **how)
+        change = renew_residual(residual, exact, approximate, **how)
+        return add_residual(approximate.clone(), residual, **how), change
+
+    shape = (1, 300, 2, 128) if gpu else (1, 4, 2, 16)
+    return Case({"exact": shape, "approximate": shape}, call, gradients=False)

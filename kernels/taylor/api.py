@@ -9,6 +9,7 @@ import torch
 from vmonarch.autocast import without_autocast
 from vmonarch.kernels.common.checks import check_qkv
 from vmonarch.kernels.common.launch import use_triton
+from vmonarch.kernels.common.tiny_case import Case, qkv_shapes
 from vmonarch.kernels.taylor.reference import FEATURE_MAPS, taylor_attention_reference
 from vmonarch.validation import check_flag, check_implementation, resolve_scale
 
@@ -106,3 +107,14 @@ def _check_frame_weights(frame_weights: object, query: torch.Tensor, key: torch.
         raise ValueError(f"key must have as many tokens as query ({tokens}) with frame_weights, got {key.shape[1]}")
     if tokens % shape[1]:
         raise ValueError(f"frame_weights has {shape[1]} frames, which do not divide the {tokens} tokens of query")
+
+
+def tiny_case(gpu: bool) -> Case:
+    """The case by which `trust` checks the kernels."""
+
+    def call(*qkv: torch.Tensor, **how: Any) -> tuple[torch.Tensor, ...]:
+        ways = [taylor_attention(*qkv, causal=causal, return_lse=True, **how) for causal in (False, True)]
+        return (*ways[0], *ways[1])
+
+    tokens, dims, width = (300, 16, 128) if gpu else (6, 2, 8)
+    return Case({**qkv_shapes(tokens, tokens, dims), "value": (1, tokens, 2, width)}, call)

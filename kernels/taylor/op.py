@@ -22,6 +22,7 @@ from vmonarch.kernels.common.launch import (
     unit_stride,
 )
 from vmonarch.kernels.common.operators import operator
+from vmonarch.kernels.common.replay import launcher, replayed
 from vmonarch.kernels.flash_entropy.backward import row_deltas
 from vmonarch.kernels.taylor.kernels import gradient_kernel, read_kernel, state_kernel
 from vmonarch.kernels.taylor.reference import LEAST_WEIGHT, log_partition
@@ -113,7 +114,7 @@ class _Launch:
         z = x.new_empty(B * H, chunks, self.rows, dtype=torch.float32)
         blocks = self.blocks()
         a_tiles = blocks["BLOCK_D"] // blocks["BLOCK_A"]
-        state_kernel[(triton.cdiv(self.width, blocks["BLOCK_E"]) * a_tiles * chunks * B * H,)](
+        launcher(state_kernel, (triton.cdiv(self.width, blocks["BLOCK_E"]) * a_tiles * chunks * B * H,))(
             x, v, c, weight, s, z, *x.stride()[:3], *v.stride()[:3], H, S, chunks, chunk, math.sqrt(self.scale),
             LEAST_WEIGHT, BLOCK_N=self.options()["BLOCK_N"], **blocks,
         )  # fmt: skip
@@ -138,7 +139,7 @@ class _Launch:
             return out
         blocks = self.blocks()
         columns = triton.cdiv(self.width, blocks["BLOCK_E"])
-        read_kernel[(columns * programs * chunks * B * H,)](
+        launcher(read_kernel, (columns * programs * chunks * B * H,))(
             x, y, v, s, z, out, weight, *x.stride()[:3], *y.stride()[:3], *v.stride()[:3], *out.stride()[:3],
             H, S, chunks, chunk, programs, math.sqrt(self.scale), LEAST_WEIGHT,
             CAUSAL=self.causal, OWN=self.causal or self.frames > 0, BACK=back,
@@ -167,7 +168,7 @@ class _Launch:
         blocks = self.blocks()
         # Pairs are results there, and need twice the registers; the sums of all of them lie in shared memory.
         blocks |= {"BLOCK_A": max(1, blocks["BLOCK_A"] // 2), "num_stages": 1}
-        gradient_kernel[(programs * chunks * B * H,)](
+        launcher(gradient_kernel, (programs * chunks * B * H,))(
             x, g, h, y, v, c, weight, s, z, dx, *x.stride()[:3], *g.stride()[:3], *y.stride()[:3], *v.stride()[:3],
             H, S, chunks, chunk, programs, math.sqrt(self.scale), LEAST_WEIGHT,
             CAUSAL=self.causal, OWN=self.causal or self.frames > 0, BACK=back, BLOCK_M=self.options()["BLOCK_M"],
@@ -213,6 +214,7 @@ def _mixed(sums: torch.Tensor, frame_weights: torch.Tensor) -> torch.Tensor:
     return (weights @ sums.flatten(2)).view(sums.shape)
 
 
+@replayed
 def _forward(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -224,48 +226,47 @@ def _forward(
     """(out [B, Sq, H, E], weight [B, H, Sq])."""
     B, Sq, H, _ = query.shape
     launch = _Launch(query, value.shape[3], frame_weights, scale, causal)
-    with torch.cuda.device_of(query):
-        s, z = launch.states(key, value)
-        if causal:
-            s, z = _before(s), _before(z)
-        elif frame_weights is None:
-            s, z = s.sum(1), z.sum(1)
-        else:
-            s, z = _mixed(s, frame_weights), _mixed(z, frame_weights)
-        weight = query.new_empty(B, H, Sq, dtype=torch.float32)
-        out = launch.read(query, key, value, weight, s, z, back=False)
+    s, z = launch.states(key, value)
+    if causal:
+        s, z = _before(s), _before(z)
+    elif frame_weights is None:
+        s, z = s.sum(1), z.sum(1)
+    else:
+        s, z = _mixed(s, frame_weights), _mixed(z, frame_weights)
+    weight = query.new_empty(B, H, Sq, dtype=torch.float32)
+    out = launch.read(query, key, value, weight, s, z, back=False)
     return out, weight
 
 
+@replayed
 def _backward(*inputs: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """(dq, dk, dv, gradient of the frames' weights), each like its input; the last one is empty without them."""
     grad_out, grad_weight, query, key, value, frame_weights, out, weight, *numbers = inputs
     launch = _Launch(query, value.shape[3], frame_weights, *numbers)
     d_frames = query.new_empty(0)
-    with torch.cuda.device_of(query):
-        # Gradients of sums and of slices come expanded or strided, which neither kernels nor descriptors take.
-        if grad_out.stride(-1) != 1 or not tma_fits(grad_out):
-            grad_out = grad_out.contiguous()
-        h = _weight_gradient(grad_out, grad_weight, out, weight)
-        # Sums of the keys, which queries read, and of the queries, which keys read.
-        s_keys, z_keys = launch.states(key, value)
-        s_queries, z_queries = launch.states(query, grad_out, h, weight)
-        if frame_weights is not None:
-            of_row = s_keys.new_ones(launch.rows, 1)
-            of_row[1 + query.shape[3] :] = 0.5
-            products = (s_queries * of_row).flatten(2) @ s_keys.flatten(2).mT
-            products += (z_queries * of_row[:, 0]) @ z_keys.mT
-            d_frames = products.unflatten(0, (-1, frame_weights.shape[0])).sum(0).to(frame_weights.dtype)
-            s_keys, z_keys = (_mixed(x, frame_weights) for x in (s_keys, z_keys))
-            s_queries, z_queries = (_mixed(x, frame_weights.mT) for x in (s_queries, z_queries))
-        elif launch.causal:
-            s_keys, z_keys = _before(s_keys), _before(z_keys)
-            s_queries, z_queries = _after(s_queries), _after(z_queries)
-        else:
-            s_keys, z_keys, s_queries, z_queries = (x.sum(1) for x in (s_keys, z_keys, s_queries, z_queries))
-        dq = launch.gradient(query, grad_out, h, key, value, None, weight, s_keys, z_keys, back=False)
-        dk = launch.gradient(key, value, None, query, grad_out, h, weight, s_queries, z_queries, back=True)
-        dv = launch.read(key, query, grad_out, weight, s_queries, z_queries, back=True)
+    # Gradients of sums and of slices come expanded or strided, which neither kernels nor descriptors take.
+    if grad_out.stride(-1) != 1 or not tma_fits(grad_out):
+        grad_out = grad_out.contiguous()
+    h = _weight_gradient(grad_out, grad_weight, out, weight)
+    # Sums of the keys, which queries read, and of the queries, which keys read.
+    s_keys, z_keys = launch.states(key, value)
+    s_queries, z_queries = launch.states(query, grad_out, h, weight)
+    if frame_weights is not None:
+        of_row = s_keys.new_ones(launch.rows, 1)
+        of_row[1 + query.shape[3] :] = 0.5
+        products = (s_queries * of_row).flatten(2) @ s_keys.flatten(2).mT
+        products += (z_queries * of_row[:, 0]) @ z_keys.mT
+        d_frames = products.unflatten(0, (-1, frame_weights.shape[0])).sum(0).to(frame_weights.dtype)
+        s_keys, z_keys = (_mixed(x, frame_weights) for x in (s_keys, z_keys))
+        s_queries, z_queries = (_mixed(x, frame_weights.mT) for x in (s_queries, z_queries))
+    elif launch.causal:
+        s_keys, z_keys = _before(s_keys), _before(z_keys)
+        s_queries, z_queries = _after(s_queries), _after(z_queries)
+    else:
+        s_keys, z_keys, s_queries, z_queries = (x.sum(1) for x in (s_keys, z_keys, s_queries, z_queries))
+    dq = launch.gradient(query, grad_out, h, key, value, None, weight, s_keys, z_keys, back=False)
+    dk = launch.gradient(key, value, None, query, grad_out, h, weight, s_queries, z_queries, back=True)
+    dv = launch.read(key, query, grad_out, weight, s_queries, z_queries, back=True)
     return dq, dk, dv, d_frames
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,7 @@ from vmonarch.autocast import without_autocast
 from vmonarch.grid import LatentGrid
 from vmonarch.kernels.common.checks import check_key_mask, check_qkv
 from vmonarch.kernels.common.launch import use_triton
+from vmonarch.kernels.common.tiny_case import Case, qkv_shapes
 from vmonarch.kernels.two_resolution.reference import two_resolution_attention_reference
 from vmonarch.kernels.two_resolution.tiling import Tiling, tiling_of
 from vmonarch.options import TwoResolutionOptions
@@ -101,3 +103,18 @@ def _check_selection(selection: object, query: torch.Tensor, tiling: Tiling) -> 
         )
     if selection.device != query.device:
         raise ValueError(f"selection must lie on the device of query ({query.device}), got {selection.device}")
+
+
+def tiny_case(gpu: bool) -> Case:
+    """The case by which `trust` checks the kernels."""
+    # Tiles of several sizes; on a GPU also those that kernels for Hopper do not take.
+    grid, tile, head_dim = ((5, 9, 12), (4, 4, 4), 64) if gpu else ((2, 1, 5), (1, 1, 3), 16)
+    tiles = [tile, *([(2, 5, 5)] if gpu else [])]
+
+    def call(*qkv: torch.Tensor, **how: Any) -> tuple[torch.Tensor, ...]:
+        how |= {"grid": grid, "return_lse": True}
+        results = [two_resolution_attention(*qkv, share=0.3, tile=tile, **how) for tile in tiles]
+        return tuple(tensor for found in results for tensor in found)
+
+    tokens = math.prod(grid)
+    return Case(qkv_shapes(tokens, tokens, head_dim), call)

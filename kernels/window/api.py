@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,6 +13,7 @@ from vmonarch.autocast import without_autocast
 from vmonarch.grid import LatentGrid
 from vmonarch.kernels.common.checks import check_qkv
 from vmonarch.kernels.common.launch import use_triton
+from vmonarch.kernels.common.tiny_case import Case, qkv_shapes
 from vmonarch.kernels.window.reference import Window, window_attention_reference
 from vmonarch.validation import check_flag, check_implementation, check_positive_integer, resolve_scale
 
@@ -94,3 +97,10 @@ def check_window(window: object) -> Window:
     for axis, size in enumerate(window):
         check_positive_integer(f"window[{axis}]", size)
     return int(window[0]), int(window[1]), int(window[2])
+
+
+def tiny_case(gpu: bool) -> Case:
+    """The case by which `trust` checks the kernels."""
+    grid, head_dim = ((3, 9, 12), 128) if gpu else ((2, 1, 4), 16)
+    tokens, call = math.prod(grid), partial(window_attention, grid=grid, window=(2, 3, 3), return_lse=True)
+    return Case(qkv_shapes(tokens, tokens, head_dim), call)

@@ -29,6 +29,7 @@ from vmonarch.kernels.common.launch import (
     unspecialised,
 )
 from vmonarch.kernels.common.operators import new_results, operator
+from vmonarch.kernels.common.replay import launcher, replayed
 from vmonarch.kernels.common.softmax import log2_partition, log2_scale_of, online_softmax, probabilities, row_delta
 from vmonarch.kernels.common.tiles import load_rows, store_rows
 from vmonarch.kernels.window.reference import Window, extents
@@ -291,6 +292,7 @@ def _launch(
     }  # fmt: skip
 
 
+@replayed
 def _forward(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, numbers: list[int], scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -299,14 +301,14 @@ def _forward(
     n = Neighbourhood(*numbers)
     out, lse = new_results(query, key, value)
     bricks, constants = _launch("window", query, value, n, n.skipped)
-    with torch.cuda.device_of(query):
-        window_kernel[(bricks * B * H,)](
-            query, key, value, out, lse, *query.stride()[:3], *key.stride()[:3], *value.stride()[:3],
-            *out.stride()[:3], H, Sq, bricks, unspecialised(n), log2_scale_of(scale), **constants,
-        )  # fmt: skip
+    launcher(window_kernel, (bricks * B * H,))(
+        query, key, value, out, lse, *query.stride()[:3], *key.stride()[:3], *value.stride()[:3],
+        *out.stride()[:3], H, Sq, bricks, unspecialised(n), log2_scale_of(scale), **constants,
+    )  # fmt: skip
     return out, lse
 
 
+@replayed
 def _backward(*inputs: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(dq, dk, dv), each in the shape and dtype of its input."""
     grad_out, grad_lse, query, key, value, out, lse, numbers, scale = inputs
@@ -319,17 +321,16 @@ def _backward(*inputs: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     dq, dk, dv = (x.new_empty(x.shape) for x in (query, key, value))
     strides = (*query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *grad_out.stride()[:3])
     numbers_of_all = (unspecialised(n), scale, log2_scale_of(scale))
-    with torch.cuda.device_of(query):
-        bricks, constants = _launch("window_rows", query, value, n, n.skipped)
-        window_rows_kernel[(bricks * B * H,)](
-            query, key, value, grad_out, out, lse, grad_lse, delta, dq, *strides, *out.stride()[:3],
-            H, Sq, bricks, *numbers_of_all, **constants,
-        )  # fmt: skip
-        bricks, constants = _launch("window_keys", query, value, n, 0)
-        window_keys_kernel[(bricks * B * H,)](
-            query, key, value, grad_out, lse, delta, dk, dv, *strides, H, Sq, key.shape[1], bricks, *numbers_of_all,
-            **constants,
-        )  # fmt: skip
+    bricks, constants = _launch("window_rows", query, value, n, n.skipped)
+    launcher(window_rows_kernel, (bricks * B * H,))(
+        query, key, value, grad_out, out, lse, grad_lse, delta, dq, *strides, *out.stride()[:3],
+        H, Sq, bricks, *numbers_of_all, **constants,
+    )  # fmt: skip
+    bricks, constants = _launch("window_keys", query, value, n, 0)
+    launcher(window_keys_kernel, (bricks * B * H,))(
+        query, key, value, grad_out, lse, delta, dk, dv, *strides, H, Sq, key.shape[1], bricks, *numbers_of_all,
+        **constants,
+    )  # fmt: skip
     return dq, dk, dv
 
 

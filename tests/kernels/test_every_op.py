@@ -6,14 +6,14 @@ from functools import partial
 
 import pytest
 import torch
-from op_checks import assert_bits, by_implementation, in_interpreter, quiet, with_gradients
+from op_checks import OPS, assert_bits, by_implementation, in_interpreter, quiet, tiny_case, with_gradients
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from vmonarch import first_order_attention, flash_entropy_attention, monarch_attention
 from vmonarch.kernels.common import launch
-from vmonarch.kernels.common.tiny_cases import OPS, Case, tiny_case
+from vmonarch.kernels.common.tiny_case import Case
 from vmonarch.kernels.flash_entropy import reference as softmax
 from vmonarch.kernels.residual.api import attention_residual
 

@@ -13,6 +13,7 @@ import vmonarch
 from vmonarch.kernels.common import replay
 from vmonarch.kernels.common.launch import launch_overrides
 from vmonarch.kernels.common.trust import TESTED_TRITON
+from vmonarch.kernels.int8 import op
 
 SCRIPT = Path(__file__).parents[1] / "support" / "replay_for_gpu.py"
 GRID = {"grid": (3, 2, 2)}
@@ -24,6 +25,8 @@ OPS = {
     "blocks": (vmonarch.monarch_attention, {"block_size": 5}),
     "share": (vmonarch.two_resolution_attention, GRID),
     "flash": (vmonarch.flash_entropy_attention, {}),
+    "linear": (vmonarch.taylor_attention, {"causal": True}),
+    "window": (vmonarch.window_attention, {**GRID, "window": (3, 1, 2)}),
 }
 
 
@@ -59,8 +62,8 @@ def test_the_first_call_waits_for_no_import_of_torch_compile(child_environment):
 @quiet
 @pytest.mark.parametrize("name", OPS)
 def test_a_replay_is_the_call_bit_by_bit(name):
-    op, options = OPS[name]
-    call = lambda *qkv: op(*qkv, **options, implementation="triton")
+    function, options = OPS[name]
+    call = lambda *qkv: function(*qkv, **options, implementation="triton")
     results = lambda found: found if isinstance(found, tuple) else (found,)
     earlier = []
     for seed in range(2):
@@ -122,12 +125,13 @@ def test_what_is_not_understood_is_not_replayed(recorded, name):
 
 
 @in_interpreter
-def test_kernels_that_take_tensors_inside_of_tuples_are_not_replayed():
+def test_tensors_inside_of_named_tuples_are_those_of_the_call():
     call = lambda seed: vmonarch.int8_attention(*qkv_of(seed), return_lse=True, implementation="triton")
     for seed in range(2):
         found = call(seed)
         with launch_overrides({}):
             assert_bits(found, call(seed))
+    assert op._forward.records and all(map(callable, op._forward.records.values()))
 
 
 def test_constants_and_what_operators_write_are_as_in_the_call(recorded):
@@ -206,6 +210,9 @@ GPU_CASES = {
     "one-iteration": ("vmonarch_attention", {"grid": [4, 3, 5], "num_iterations": 1}),
     "two-resolutions": ("two_resolution_attention", {"grid": [4, 3, 5]}),
     "flash": ("flash_entropy_attention", {}),
+    "bias": ("flash_bias_attention", {}),
+    "linear": ("taylor_attention", {"dims": 16}),
+    "window": ("window_attention", {"grid": [4, 3, 5], "window": [3, 3, 3]}),
 }
 
 
@@ -218,8 +225,8 @@ def forks(start_forks):
 @pytest.mark.parametrize("architecture", [80, 90])
 @pytest.mark.parametrize("case", GPU_CASES)
 def test_compiled_kernels_are_started_with_what_an_ordinary_launch_gives_them(forks, tmp_path, case, architecture):
-    op, options = GPU_CASES[case]
-    code, output = forks(tmp_path, SCRIPT, architecture, op, json.dumps(options))
+    name, options = GPU_CASES[case]
+    code, output = forks(tmp_path, SCRIPT, architecture, name, json.dumps(options))
     assert code == 0, output[-3000:]
     assert int(output.splitlines()[-1]) > 0
 

@@ -11,13 +11,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from op_checks import in_interpreter
+from op_checks import OPS, in_interpreter
 from triton import knobs
 from triton.backends.nvidia import compiler
 
 from vmonarch.kernels.common import launch, trust
 from vmonarch.kernels.common.launch import launch_overrides
-from vmonarch.kernels.common.tiny_cases import OPS
 from vmonarch.kernels.common.trust import TESTED_TRITON, Kernels
 from vmonarch.kernels.flash_bias.api import flash_bias_attention
 from vmonarch.kernels.norm_rotary.api import norm_rotary

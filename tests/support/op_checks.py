@@ -1,16 +1,27 @@
 """What the tests of several ops share. Gradients are those of an objective, unless those of the results are given."""
 
 import itertools
+from importlib import import_module
+from pathlib import Path
 
 import pytest
 import torch
 
+import vmonarch
 from vmonarch.kernels.common.launch import interpreted
+
+# Whatever asks for kernels; `tiny_case` fails for one that has no case.
+APIS = Path(vmonarch.__file__).parent.glob("kernels/*/api.py")
+OPS = sorted(file.parent.name for file in APIS if "use_triton(" in file.read_text())
 
 in_interpreter = pytest.mark.skipif(not interpreted(), reason="needs TRITON_INTERPRET=1 when triton is imported")
 by_implementation = pytest.mark.parametrize("implementation", ["torch", pytest.param("triton", marks=in_interpreter)])
 # The interpreter computes masked elements too, and NumPy complains about theirs.
 quiet = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+
+
+def tiny_case(op, device):
+    return import_module(f"vmonarch.kernels.{op}.api").tiny_case(device.type == "cuda")
 
 
 def call_of(function, *good, **options):

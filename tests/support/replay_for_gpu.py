@@ -39,7 +39,8 @@ class Compiled(CompiledKernel):
         return None
 
     def run(self, x, y, z, stream, function, metadata, launch_metadata, enter, exit, *args):
-        launches.append(((x, y, z), function, args))
+        whole = [part for arg in args for part in (arg if isinstance(arg, tuple) else [arg])]
+        launches.append(((x, y, z), function, whole))
 
 
 def compiled(kernel, key, *_):
@@ -88,9 +89,10 @@ def main():
     launch.on_hopper = lambda device: architecture == 90
     launch.use_triton.__kwdefaults__["why_not"] = lambda *tensors: None
     trust.why_unsound = lambda: None
-    H, tokens = options.pop("heads", 2), options.pop("tokens", 60)
-    inputs = [torch.zeros(1, tokens, H, 64, dtype=torch.float16, requires_grad=True) for _ in range(3)]
-    cotangent = torch.zeros(1, tokens, H, 64, dtype=torch.float16)
+    H, tokens, dims = options.pop("heads", 2), options.pop("tokens", 60), options.pop("dims", 64)
+    number = 5 if name == "flash_bias_attention" else 3
+    inputs = [torch.zeros(1, tokens, H, dims, dtype=torch.float16, requires_grad=True) for _ in range(number)]
+    cotangent = torch.zeros(1, tokens, H, dims, dtype=torch.float16)
 
     def call():
         launches.clear()
