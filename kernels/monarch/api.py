@@ -8,10 +8,10 @@ import torch
 
 from vmonarch.autocast import without_autocast
 from vmonarch.grid import LatentGrid
+from vmonarch.kernels.common.blocks import grid_layout, sequence_layout
 from vmonarch.kernels.common.checks import check_factors, check_key_mask, check_qkv
 from vmonarch.kernels.common.launch import use_triton
 from vmonarch.kernels.flash_bias.factors import extended
-from vmonarch.kernels.monarch.blocks import grid_layout, sequence_layout
 from vmonarch.kernels.monarch.reference import monarch_attention_reference
 from vmonarch.options import VMonarchOptions, takes_options
 from vmonarch.validation import check_flag, check_implementation, check_positive_integer, resolve_scale

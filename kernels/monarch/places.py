@@ -1,6 +1,6 @@
 """Where the kernels find the token at position j of block l: by arithmetic, never by index tensors or copies.
 
-The same cut of a sequence into m blocks of b positions as `blocks.py`, for jit code.
+The same cut of a sequence into m blocks of b positions as `kernels/common/blocks.py`, for jit code.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How a sequence of tokens is cut into the m blocks of b positions that a Monarch matrix needs.
+"""How a sequence of tokens is cut into m blocks of b positions: those of a Monarch matrix, or tiles of a video.
 
 A layout never asks the user to pad: places of a block that hold no token are masked, whatever the sizes are.
 Shapes: B batch, S tokens, H heads, D head dim, m blocks, b positions per block, c pooled cells per block.
@@ -6,6 +6,7 @@ Shapes: B batch, S tokens, H heads, D head dim, m blocks, b positions per block,
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 import torch
@@ -20,31 +21,33 @@ class BlockLayout:
     Args:
         blocks: m.
         positions: b.
-        index: [m, b] the token at each place, 0 where there is none; None if block l holds tokens l·b … l·b + b - 1.
-        place: [S] the place l·b + j of each token; None with `index`.
-        valid: [m, b] where a place holds a token; None if all do.
+        index: [m, b] the token at each place, 0 where there is none.
+        valid: [m, b] where a place holds a token.
+        place: [S] the place l·b + j of each token.
+        consecutive: whether block l holds tokens l·b … l·b + b - 1, for every l.
         cell: [b] the coarse cell of each position; None without pooling.
         cells: c.
     """
 
     blocks: int
     positions: int
-    index: torch.Tensor | None = None
-    place: torch.Tensor | None = None
-    valid: torch.Tensor | None = None
+    index: torch.Tensor
+    valid: torch.Tensor
+    place: torch.Tensor
+    consecutive: bool = False
     cell: torch.Tensor | None = None
     cells: int = 0
 
     def to_blocks(self, tokens: torch.Tensor) -> torch.Tensor:
         """[B, S, H, D] -> [B, H, m, b, D]; a view where blocks are consecutive tokens. Empty places hold zeros."""
-        tokens = tokens if self.index is None else tokens.index_select(1, self.index.flatten())
+        tokens = tokens if self.consecutive else tokens.index_select(1, self.index.flatten())
         blocks = tokens.unflatten(1, (self.blocks, self.positions)).permute(0, 3, 1, 2, 4)
-        return blocks if self.valid is None else blocks.masked_fill(~self.valid.unsqueeze(-1), 0.0)
+        return blocks if self.consecutive else blocks.masked_fill(~self.valid.unsqueeze(-1), 0.0)
 
     def to_tokens(self, blocks: torch.Tensor) -> torch.Tensor:
         """[B, H, m, b, …] -> [B, H, S, …], dropping the empty places."""
         tokens = blocks.flatten(2, 3)
-        return tokens if self.place is None else tokens.index_select(2, self.place)
+        return tokens if self.consecutive else tokens.index_select(2, self.place)
 
     def pool(self, key: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Average the keys of every coarse cell.
@@ -70,34 +73,19 @@ def sequence_layout(tokens: int, block_size: int, padding: str, device: torch.de
     """
     blocks = -(-tokens // block_size)
     missing = blocks * block_size - tokens
-    if missing == 0:
-        return BlockLayout(blocks, block_size)
     offset = missing if padding == "pre" else 0
     index = torch.arange(blocks * block_size, device=device).view(blocks, block_size) - offset
     valid = (index >= 0) & (index < tokens)
     place = torch.arange(tokens, device=device) + offset
-    return BlockLayout(blocks, block_size, index=index.where(valid, 0), place=place, valid=valid)
-
-
-def even_layout(rows: int, width: int, blocks: int, device: torch.device) -> BlockLayout:
-    """Rows of `width` tokens each, cut into blocks of consecutive rows whose numbers differ by at most one."""
-    bounds = torch.arange(blocks + 1, device=device) * rows // blocks * width
-    positions = -(-rows // blocks) * width
-    offset = torch.arange(positions, device=device)
-    valid = offset < bounds.diff().unsqueeze(1)
-    # Block i begins with row ⌊i·rows/blocks⌋.
-    token = torch.arange(rows * width, device=device)
-    block = ((token // width + 1) * blocks - 1) // rows
-    place = block * positions + token - bounds[block]
-    return BlockLayout(blocks, positions, index=(bounds[:-1, None] + offset).where(valid, 0), place=place, valid=valid)
+    return BlockLayout(blocks, block_size, index.where(valid, 0), valid, place, consecutive=missing == 0)
 
 
 def grid_layout(grid: LatentGrid, *, coarse: int, device: torch.device) -> BlockLayout:
     """Blocks of one frame, with cells of coarse × coarse positions (docs/attention.md, "Blocks")."""
-    T, H, W = grid
+    layout = sequence_layout(grid.tokens, grid.tokens_per_frame, "post", device)
     if coarse == 1:
-        return BlockLayout(T, H * W)
-    cell_h, cell_w = (torch.arange(size, device=device) // coarse for size in (H, W))
-    cells_w = -(-W // coarse)
+        return layout
+    cell_h, cell_w = (torch.arange(size, device=device) // coarse for size in grid[1:])
+    cells_w = -(-grid.width // coarse)
     cell = (cell_h[:, None] * cells_w + cell_w).flatten()
-    return BlockLayout(T, H * W, cell=cell, cells=-(-H // coarse) * cells_w)
+    return dataclasses.replace(layout, cell=cell, cells=-(-grid.height // coarse) * cells_w)
