@@ -27,7 +27,7 @@ from vmonarch.based import LearningLayer
 from vmonarch.call import Call
 from vmonarch.flops import pair_flops, vmonarch_flops
 from vmonarch.grid import LatentGrid
-from vmonarch.kernels.common.blocks import BlockLayout, grid_layout
+from vmonarch.kernels.common.blocks import BlockLayout, block_layout, grid_places
 from vmonarch.kernels.flash_entropy.api import flash_entropy_attention
 from vmonarch.kernels.monarch.api import vmonarch_attention
 from vmonarch.kernels.monarch.reference import l_step, last_l_step, monarch_attention_reference, r_step
@@ -123,7 +123,7 @@ class Controlled(Iterative):
         check_flag("recompute", self.recompute)
 
     def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, grid: LatentGrid) -> torch.Tensor:
-        layout = grid_layout(grid, coarse=1, device=query.device)
+        layout = block_layout(grid_places(grid, coarse=1), 1, query.device)
         dtype = torch.promote_types(query.dtype, torch.float32)
         q, k, v = (layout.to_blocks(x.to(dtype)) for x in (query, key, value))  # [B, H, m, b, D]
         q = q * query.shape[-1] ** -0.5

@@ -6,12 +6,68 @@ Shapes: B batch, S tokens, H heads, D head dim, m blocks, b positions per block,
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
 from vmonarch.grid import LatentGrid
+
+
+class Places(NamedTuple):
+    """Run-time numbers of a cut into blocks; a Triton kernel takes the tuple as one argument.
+
+    Attributes:
+        tokens: S.
+        blocks: m; of a video, its frames.
+        positions: b.
+        cells: c pooled cells per block, 0 without pooling.
+        offset: block l starts at token l·b - offset.
+        height, width: of a frame; 1, S for a plain sequence.
+        cells_w: pooled cells per row of a frame.
+    """
+
+    tokens: int
+    blocks: int
+    positions: int
+    cells: int
+    offset: int
+    height: int
+    width: int
+    cells_w: int
+
+
+def grid_places(grid: LatentGrid, *, coarse: int) -> Places:
+    """Blocks of one frame."""
+    cells_w = -(-grid.width // coarse)
+    return Places(
+        tokens=grid.tokens,
+        blocks=grid.frames,
+        positions=grid.tokens_per_frame,
+        cells=cells_w * -(-grid.height // coarse) if coarse > 1 else 0,
+        offset=0,
+        height=grid.height,
+        width=grid.width,
+        cells_w=cells_w,
+    )
+
+
+def sequence_places(tokens: int, block_size: int, padding: str) -> Places:
+    """Blocks of `block_size` consecutive tokens; the empty places at the end ("post") or at the start ("pre").
+
+    Source: MonarchAttention, D.3.
+    """
+    blocks = -(-tokens // block_size)
+    return Places(
+        tokens=tokens,
+        blocks=blocks,
+        positions=block_size,
+        cells=0,
+        offset=blocks * block_size - tokens if padding == "pre" else 0,
+        height=1,
+        width=tokens,
+        cells_w=0,
+    )
 
 
 @dataclass(frozen=True)
@@ -65,27 +121,22 @@ class BlockLayout:
         return total / count.unsqueeze(-1), torch.log(count)
 
 
-def sequence_layout(tokens: int, block_size: int, padding: str, device: torch.device) -> BlockLayout:
-    """Blocks of `block_size` consecutive tokens (MonarchAttention, D.3).
-
-    Args:
-        padding: "post" leaves the empty places at the end of the last block, "pre" at the start of the first.
-    """
-    blocks = -(-tokens // block_size)
-    missing = blocks * block_size - tokens
-    offset = missing if padding == "pre" else 0
-    index = torch.arange(blocks * block_size, device=device).view(blocks, block_size) - offset
-    valid = (index >= 0) & (index < tokens)
-    place = torch.arange(tokens, device=device) + offset
-    return BlockLayout(blocks, block_size, index.where(valid, 0), valid, place, consecutive=missing == 0)
-
-
-def grid_layout(grid: LatentGrid, *, coarse: int, device: torch.device) -> BlockLayout:
-    """Blocks of one frame, with cells of coarse × coarse positions (docs/attention.md, "Blocks")."""
-    layout = sequence_layout(grid.tokens, grid.tokens_per_frame, "post", device)
-    if coarse == 1:
-        return layout
-    cell_h, cell_w = (torch.arange(size, device=device) // coarse for size in grid[1:])
-    cells_w = -(-grid.width // coarse)
-    cell = (cell_h[:, None] * cells_w + cell_w).flatten()
-    return dataclasses.replace(layout, cell=cell, cells=-(-grid.height // coarse) * cells_w)
+def block_layout(places: Places, coarse: int, device: torch.device) -> BlockLayout:
+    """The tokens of every block, and its cells of coarse × coarse positions (docs/attention.md, "Blocks")."""
+    index = torch.arange(places.blocks * places.positions, device=device).view(places.blocks, -1) - places.offset
+    valid = (index >= 0) & (index < places.tokens)
+    place = torch.arange(places.tokens, device=device) + places.offset
+    cell = None
+    if places.cells:
+        cell_h, cell_w = (torch.arange(size, device=device) // coarse for size in (places.height, places.width))
+        cell = (cell_h[:, None] * places.cells_w + cell_w).flatten()
+    return BlockLayout(
+        places.blocks,
+        places.positions,
+        index.where(valid, 0),
+        valid,
+        place,
+        consecutive=places.blocks * places.positions == places.tokens,
+        cell=cell,
+        cells=places.cells,
+    )
