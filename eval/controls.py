@@ -27,21 +27,21 @@ from vmonarch.based import LearningLayer
 from vmonarch.call import Call
 from vmonarch.flops import pair_flops, vmonarch_flops
 from vmonarch.grid import LatentGrid
+from vmonarch.kernels.common.blocks import BlockLayout, block_layout, grid_places
 from vmonarch.kernels.flash_entropy.api import flash_entropy_attention
 from vmonarch.kernels.monarch.api import vmonarch_attention
-from vmonarch.kernels.monarch.blocks import BlockLayout, even_layout, grid_layout
 from vmonarch.kernels.monarch.reference import l_step, last_l_step, monarch_attention_reference, r_step
 from vmonarch.kernels.two_resolution.api import two_resolution_attention
 from vmonarch.kernels.two_resolution.reference import best_of, chosen_tiles, tile_means
-from vmonarch.kernels.two_resolution.tiling import Places, Tiling, exact_tiles, places_of, tiling_of
+from vmonarch.kernels.two_resolution.tiling import Tiling, exact_tiles, tile_layout, tiling_of
 from vmonarch.options import ExactBlocks, NoOptions, Options, TwoResolutionOptions, VMonarchOptions, check_share
 from vmonarch.own import Own, Rotary, project, run_stack
 from vmonarch.validation import check_flag, check_integer, check_number, check_positive_integer
 
 # Which frames a term is held at its initial value for; the paper's superscripts 0, 1 and * (Table 5).
 FIXED = ("none", "first", "all")
-# Axes of the grid, as the paper names them, and the order of tokens in which each comes first.
-AXES = {"T": (0, 1, 2), "H": (1, 2, 0), "W": (2, 1, 0)}
+# Axes of the grid, as the paper names them.
+AXES = ("T", "H", "W")
 
 
 class Control(Options):
@@ -123,7 +123,7 @@ class Controlled(Iterative):
         check_flag("recompute", self.recompute)
 
     def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, grid: LatentGrid) -> torch.Tensor:
-        layout = grid_layout(grid, coarse=1, device=query.device)
+        layout = block_layout(grid_places(grid, coarse=1), 1, query.device)
         dtype = torch.promote_types(query.dtype, torch.float32)
         q, k, v = (layout.to_blocks(x.to(dtype)) for x in (query, key, value))  # [B, H, m, b, D]
         q = q * query.shape[-1] ** -0.5
@@ -180,9 +180,8 @@ class SinkAverage(Iterative):
 class Factorised(Iterative):
     """Monarch attention with other blocks than frames: the paper's (4, HWT/4), (4, WHT/4), (4, THW/4), and its "F".
 
-    Tokens are put in the order in which that axis comes first, cut there into blocks (places that are left over are
-    masked), and put back afterwards. The rows of the first frame are answered exactly, as the default method does. In
-    plain torch.
+    The axis is cut into blocks, whose places that are left over are masked. The rows of the first frame are answered
+    exactly, as the default method does. In plain torch.
 
     Args:
         axis: "T", "H" or "W".
@@ -203,23 +202,21 @@ class Factorised(Iterative):
 
     def check_grid(self, grid: LatentGrid) -> None:
         """Raise ValueError unless the axis is as long as it is to have blocks."""
-        length = grid[AXES[self.axis][0]]
+        length = grid[AXES.index(self.axis)]
         if self.blocks > length:
             raise ValueError(f"blocks must not exceed the axis {self.axis}, which is {length} long, got {self.blocks}")
 
     def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, grid: LatentGrid) -> torch.Tensor:
         self.check_grid(grid)
         layout = self._layout(grid, query.device)
-        tokens = torch.arange(grid.tokens, device=query.device).view(grid).permute(AXES[self.axis]).flatten()
-        q, k, v = (x.index_select(1, tokens) for x in (query, key, value))
         options = VMonarchOptions(num_iterations=self.num_iterations, min_mass=self.min_mass, exact=None)
-        out, _ = monarch_attention_reference(q, k, v, layout, options, scale=query.shape[-1] ** -0.5)
-        return _recompute_first_frame(out.index_select(1, torch.argsort(tokens)), query, key, value, grid)
+        out, _ = monarch_attention_reference(query, key, value, layout, options, scale=query.shape[-1] ** -0.5)
+        return _recompute_first_frame(out, query, key, value, grid)
 
     def _layout(self, grid: LatentGrid, device: torch.device) -> BlockLayout:
-        """The blocks, of tokens in the order of the axis."""
-        rows = grid[AXES[self.axis][0]]
-        return even_layout(rows, grid.tokens // rows, self.blocks, device)
+        tiles = [self.blocks if axis == self.axis else 1 for axis in AXES]
+        numbers = (*grid, *tiles, *tiles, grid.frames)
+        return tile_layout(Tiling(*numbers), device)
 
     def flops(self, grid: LatentGrid, head_dim: int) -> float:
         layout = self._layout(grid, torch.device("cpu"))
@@ -308,8 +305,8 @@ class Sol(Control):
         line, tile = LatentGrid(1, 1, grid.tokens), (1, 1, 64)
         options = TwoResolutionOptions(tile=tile, query_tile=tile, rest=self.rest)
         tiling = tiling_of(line, options)
-        places = places_of(tiling, query.device)
-        (q, _), (k, _) = tile_means(query, places), tile_means(key, places)  # [B, H, m, D]
+        layout = tile_layout(tiling, query.device)
+        (q, _), (k, _) = tile_means(query, layout), tile_means(key, layout)  # [B, H, m, D]
         k = k - k.mean(2, keepdim=True)
         if self.tau is not None:
             deviation = (q.square() @ k.square().mean(2).unsqueeze(-1)).sqrt()  # [B, H, m, 1]
@@ -357,14 +354,14 @@ class VMoBA(Control):
         edges = (edge or size for edge, size in zip(self.boxes[0], grid, strict=True))
         return tiling_of(grid, TwoResolutionOptions(tile=LatentGrid(*edges)))
 
-    def _mask(self, query: torch.Tensor, key: torch.Tensor, places: Places) -> torch.Tensor:
+    def _mask(self, query: torch.Tensor, key: torch.Tensor, layout: BlockLayout) -> torch.Tensor:
         """[B, H, S, S], true where a query attends to a key."""
-        means, _ = tile_means(key, places)  # [B, H, m, D]
+        means, _ = tile_means(key, layout)  # [B, H, m, D]
         scores = means @ query.transpose(1, 2).to(means.dtype).mT
         low, high = (bound(scores, (2, 3), keepdim=True) for bound in (torch.amin, torch.amax))
         scores = (scores - low) / (high - low).clamp(min=torch.finfo(scores.dtype).tiny)
-        block = places.place // places.token.shape[1]  # [S]
-        own = block == torch.arange(len(places.token), device=query.device)[:, None]  # [m, S]
+        block = layout.place // layout.positions  # [S]
+        own = block == torch.arange(layout.blocks, device=query.device)[:, None]  # [m, S]
         order = scores.masked_fill(own, torch.inf).flatten(2).argsort(descending=True)
         ranked = scores.flatten(2).gather(-1, order).double()
         before = ranked.cumsum(-1) - ranked
@@ -374,12 +371,12 @@ class VMoBA(Control):
 
     @without_autocast
     def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, grid: LatentGrid) -> torch.Tensor:
-        places = places_of(self._tiling(grid), query.device)
+        layout = tile_layout(self._tiling(grid), query.device)
         found = []
         # The masks of all samples together would not fit.
         for x in zip(query.split(1), key.split(1), value.split(1), strict=True):
             q, k, v = (y.transpose(1, 2) for y in x)
-            mask = self._mask(*x[:2], places)
+            mask = self._mask(*x[:2], layout)
             found.append(torch.nn.functional.scaled_dot_product_attention(q, k, v, mask).transpose(1, 2))
         return torch.cat(found)
 
@@ -420,10 +417,10 @@ class VSA(Trained):
 
     @without_autocast
     def far(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, tiling: Tiling) -> torch.Tensor:
-        places, there = places_of(tiling, key.device), places_of(tiling.of_queries, key.device)
-        (q, _), (k, _), (v, _) = tile_means(query, there), tile_means(key, places), tile_means(value, places)
+        of_keys, of_queries = tile_layout(tiling, key.device), tile_layout(tiling.of_queries, key.device)
+        (q, _), (k, _), (v, _) = tile_means(query, of_queries), tile_means(key, of_keys), tile_means(value, of_keys)
         compressed = torch.softmax(q @ k.mT * q.shape[-1] ** -0.5, -1) @ v  # [B, H, n, D]
-        return compressed[:, :, there.place // there.token.shape[1]].transpose(1, 2)
+        return compressed[:, :, of_queries.place // of_queries.positions].transpose(1, 2)
 
     def weighed(self, learnt: torch.nn.Linear, far: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
         return far * learnt(hidden_states.to(learnt.weight.dtype)).unflatten(2, (far.shape[2], -1))
@@ -447,18 +444,18 @@ class SLA(Trained):
     def far(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, tiling: Tiling) -> torch.Tensor:
         exact = chosen_tiles(query, key, tiling, self.share, scale=query.shape[-1] ** -0.5)
         q, k = (torch.softmax(x.float(), -1) for x in (query, key))
-        places, there = places_of(tiling, key.device), places_of(tiling.of_queries, key.device)
-        present = places.present[None, :, :, None, None]
-        of_tiles = lambda x: torch.where(present, x[:, places.token], 0)  # [B, m, b, H, …]
+        of_keys, of_queries = tile_layout(tiling, key.device), tile_layout(tiling.of_queries, key.device)
+        present = of_keys.valid[None, :, :, None, None]
+        of_tiles = lambda x: torch.where(present, x[:, of_keys.index], 0)  # [B, m, b, H, …]
         keys = of_tiles(k)
         sums = torch.einsum("bmphd,bmphe->bhmde", keys, of_tiles(value.float()))
         rest = (~exact).float()  # [B, H, n, m]
         states = torch.einsum("bhnm,bhmde->bhnde", rest, sums)
         totals = torch.einsum("bhnm,bhmd->bhnd", rest, keys.sum(2).transpose(1, 2))
-        queries = q[:, there.token]  # [B, n, b, H, D]
+        queries = q[:, of_queries.index]  # [B, n, b, H, D]
         mass = torch.einsum("bnahd,bhnd->bnah", queries, totals)
         linear = torch.einsum("bnahd,bhnde->bnahe", queries, states) / mass.clamp(min=1e-6).unsqueeze(-1)
-        return linear.flatten(1, 2)[:, there.place]
+        return linear.flatten(1, 2)[:, of_queries.place]
 
     def weighed(self, learnt: torch.nn.Linear, far: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
         return learnt(far.to(learnt.weight.dtype))

@@ -9,8 +9,8 @@ adapters and the engines. They import `kernels` and, for methods by name, `confi
 `finetune`, `eval` or `cli`. Begin with `options.py` and `processors.py`, then `base.py`, whose `stack` builds what
 `attend.py` has; docs/architecture.md follows one call.
 
-Importing this package is cheap: nothing is loaded until a name that needs it is used. It gives diffusers' pipelines
-`set_attn_processor`, whenever they are imported (`vmonarch.diffusers_hook`).
+Importing this package is cheap: nothing is loaded until a name that needs it is used. With the first name that is about
+models, diffusers' pipelines get `set_attn_processor` (`vmonarch.diffusers_hook`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ import importlib
 import warnings
 from typing import TYPE_CHECKING, Any
 
-from vmonarch import diffusers_hook
 from vmonarch.requirements import unsupported_versions
 
 # What is offered from each module. Resolved on first use, so that `import vmonarch` never loads diffusers.
@@ -45,6 +44,7 @@ _OFFERED = {
     "reports": ("report",),
     "adapters": ("save_adapter", "load_adapter"),
 }  # fmt: skip
+_OF_MODELS = ("processors", "based", "installation", "adapters")
 _EXPORTS = {name: f"vmonarch.{module}" for module, names in _OFFERED.items() for name in names}
 
 __all__ = [*_EXPORTS]
@@ -98,6 +98,8 @@ def __getattr__(name: str) -> Any:
             warnings.warn(sentence, stacklevel=2)
     if name in _PACKAGES:
         return importlib.import_module(f"vmonarch.{name}")
+    if _EXPORTS[name].removeprefix("vmonarch.") in _OF_MODELS:
+        importlib.import_module("vmonarch.diffusers_hook")
     # Found at once from now on.
     value = globals()[name] = getattr(importlib.import_module(_EXPORTS[name]), name)
     return value
@@ -105,6 +107,3 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *_EXPORTS, *_PACKAGES})
-
-
-diffusers_hook.install()

@@ -32,7 +32,7 @@ class Record:
     Args:
         processor: the one that was given.
         family: of the transformer. names: of the arguments of its forward.
-        originals: (module, its processor before) of all modules that have one.
+        originals: (module, its processor before) of the video's self-attention, in the order of layers.
         bound: what `apply` made of the processor, in the order of layers.
         sharing: the residuals of the pipeline, if they are shared between steps.
         grid: of the latest call, in any thread.

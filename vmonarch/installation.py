@@ -79,19 +79,15 @@ def _unwrap(module: torch.nn.Module, argument: str = "pipe_or_transformer") -> t
     return found[0]
 
 
-def _with_processor(transformer: torch.nn.Module) -> list[Any]:
-    return [module for module in transformer.modules() if hasattr(module, "processor")]
-
-
 def original_processors(transformer: Any) -> list[tuple[Any, Any]]:
-    """(module, its processor) of all modules that have one; where it is ours, the one before.
+    """(module, its processor) of the video's self-attention; where the processor is ours, the one before.
 
     What is not ours now is the user's, whatever was there before.
     """
     record = record_of(transformer)
     known = {} if record is None else dict(record.originals)
-    modules = _with_processor(transformer)
-    return [(module, module.processor if ours_of(module) is None else known[module]) for module in modules]
+    layers: list[tuple[int, Any]] = known_family(transformer).layers(transformer)
+    return [(attn, attn.processor if ours_of(attn) is None else known[attn]) for _, attn in layers]
 
 
 def apply(pipe_or_transformer: Any, processor: VideoAttentionProcessor | str = "near-lossless") -> Installation:
@@ -143,10 +139,11 @@ def apply(pipe_or_transformer: Any, processor: VideoAttentionProcessor | str = "
         transformers = dict(zip(plan.layers, transformers.values(), strict=True))
     sharing = None if processor.refresh is None else ResidualSharing(processor.refresh)
     # Everything that can fail comes before the first change.
-    made = [(transformer, *_bind(name, transformer, processor)) for name, transformer in transformers.items()]
-    for transformer, originals, bound in made:
-        for attn, original in originals:
-            _set_processor(attn, bound.get(attn, original))
+    made = [(transformer, _bind(name, transformer, processor)) for name, transformer in transformers.items()]
+    for transformer, bound in made:
+        originals = original_processors(transformer)
+        for attn, given in bound.items():
+            _set_processor(attn, given)
         family, names = known_family(transformer), forward_arguments(transformer)
         ours = [made for made in bound.values() if isinstance(made, Bound)]
         keep(transformer, Record(processor, family, names, originals, ours, sharing))
@@ -176,27 +173,26 @@ def _checked(pipe_or_transformer: object, processor: object) -> VideoAttentionPr
     return processor
 
 
-def _bind(name: str, transformer: torch.nn.Module, processor: VideoAttentionProcessor) -> tuple[Any, Any]:
-    """(`original_processors` of a transformer, `bind_all`); raises as `apply`."""
+def _bind(name: str, transformer: torch.nn.Module, processor: VideoAttentionProcessor) -> dict[torch.nn.Module, Any]:
+    """`bind_all`, where the processor may be applied; raises as `apply`."""
     family, model = known_family(transformer), type(transformer).__name__
     if processor.LEARNS and not family.own:
         raise ValueError(f"{type(processor).__name__} supports the transformers of the Wan family, got {model}")
     check_parallelism(transformer, processor, applied=record_of(transformer) is not None)
-    if any(parameters_of(module.processor) for module in _with_processor(transformer)):
+    if any(parameters_of(attn.processor) for _, attn in family.layers(transformer)):
         raise ValueError(f"{name} has a processor with parameters, which applying another would lose: {KEEP}")
     if processor.LEARNS and has_hook(transformer, "group_offloading"):
         raise ValueError(
             f"{name} is offloaded in groups, whose hooks would leave new parameters where they are: apply the processor"
             " before enable_group_offload"
         )
-    originals = original_processors(transformer)
     bound = bind_all(transformer, processor, name)
     for attn, made in bound.items():
         before: Any = ours_of(attn)
         if hasattr(before, "_attention_backend"):
             # The user has chosen it for the model.
             made._attention_backend = before._attention_backend
-    return originals, bound
+    return bound
 
 
 def _set_processor(attn: torch.nn.Module, processor: Any) -> None:
@@ -261,8 +257,7 @@ def restore(pipe_or_transformer: Any) -> None:
 
 def is_applied(pipe_or_transformer: Any) -> bool:
     """Whether one of our processors is at work in any of the transformers."""
-    transformers = find_transformers(pipe_or_transformer).values()
-    return any(ours_of(module) is not None for each in transformers for module in each.modules())
+    return any(map(own_processors, find_transformers(pipe_or_transformer).values()))
 
 
 def _restore(transformers: dict[str, Any]) -> None:

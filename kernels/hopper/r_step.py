@@ -15,6 +15,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
+from vmonarch.kernels.common.blocks import Places
 from vmonarch.kernels.common.replay import launcher
 from vmonarch.kernels.common.softmax import log2_scale_of
 from vmonarch.kernels.flash_entropy.segments import processors
@@ -34,7 +35,6 @@ from vmonarch.kernels.hopper.attend import (
 )
 from vmonarch.kernels.hopper.gluon import async_store, reinterpret
 from vmonarch.kernels.hopper.schedule import even_order
-from vmonarch.kernels.monarch.places import Places
 
 _HALF = gl.constexpr(HALF)
 _BLOCK_M = gl.constexpr(BLOCK_M)

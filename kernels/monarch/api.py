@@ -9,11 +9,11 @@ import torch
 
 from vmonarch.autocast import without_autocast
 from vmonarch.grid import LatentGrid
+from vmonarch.kernels.common.blocks import block_layout, grid_places, sequence_places
 from vmonarch.kernels.common.checks import check_factors, check_key_mask, check_qkv
 from vmonarch.kernels.common.launch import use_triton
 from vmonarch.kernels.common.tiny_case import Case, qkv_shapes
 from vmonarch.kernels.flash_bias.factors import extended
-from vmonarch.kernels.monarch.blocks import grid_layout, sequence_layout
 from vmonarch.kernels.monarch.reference import monarch_attention_reference
 from vmonarch.options import VMonarchOptions, takes_options
 from vmonarch.validation import check_flag, check_implementation, check_positive_integer, resolve_scale
@@ -79,15 +79,15 @@ def vmonarch_attention(
     scale = resolve_scale(scale, query.shape[-1])
     if bias is not None:
         query, key = _with_bias(query, key, bias, scale)
+    places = grid_places(grid, coarse=options.coarse)
     if use_triton("vmonarch_attention", implementation, query, key, value, op="monarch"):
         from vmonarch.kernels.monarch.call import MonarchCall
         from vmonarch.kernels.monarch.op import monarch_attention_triton
-        from vmonarch.kernels.monarch.places import grid_places
 
-        call = MonarchCall(grid_places(grid, coarse=options.coarse), options, scale)
+        call = MonarchCall(places, options, scale)
         out, lse = monarch_attention_triton(query, key, value, None, call)
     else:
-        layout = grid_layout(grid, coarse=options.coarse, device=query.device)
+        layout = block_layout(places, options.coarse, query.device)
         out, lse = monarch_attention_reference(query, key, value, layout, options, scale=scale, grid=grid)
     return (out, lse) if return_lse else out
 
@@ -156,15 +156,15 @@ def monarch_attention(
     check_key_mask(key_mask, key)
     block_size = min(block_size, S)
     scale = resolve_scale(scale, query.shape[-1])
+    places = sequence_places(S, block_size, padding)
     if use_triton("monarch_attention", implementation, query, key, value, op="monarch"):
         from vmonarch.kernels.monarch.call import MonarchCall
         from vmonarch.kernels.monarch.op import monarch_attention_triton
-        from vmonarch.kernels.monarch.places import sequence_places
 
-        call = MonarchCall(sequence_places(S, block_size, padding), options, scale)
+        call = MonarchCall(places, options, scale)
         out, lse = monarch_attention_triton(query, key, value, key_mask, call)
     else:
-        layout = sequence_layout(S, block_size, padding, query.device)
+        layout = block_layout(places, options.coarse, query.device)
         out, lse = monarch_attention_reference(query, key, value, layout, options, scale=scale, key_mask=key_mask)
     return (out, lse) if return_lse else out
 

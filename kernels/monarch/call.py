@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import torch
 
+from vmonarch.kernels.common.blocks import Places
 from vmonarch.kernels.common.constants import kept
 from vmonarch.kernels.flash_entropy.segments import Segment
-from vmonarch.kernels.monarch.places import Places
 from vmonarch.options import ExactBlocks, VMonarchOptions
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from vmonarch.grid import LatentGrid
+from vmonarch.kernels.common.blocks import Places
 from vmonarch.kernels.common.launch import learns, needs_operator, unit_stride
 from vmonarch.kernels.common.operators import new_results, operator
 from vmonarch.kernels.common.replay import replayed
@@ -22,7 +23,6 @@ from vmonarch.kernels.flash_entropy.backward import flash_backward
 from vmonarch.kernels.flash_entropy.forward import flash_forward
 from vmonarch.kernels.monarch.call import MonarchCall
 from vmonarch.kernels.monarch.l_step import LStep
-from vmonarch.kernels.monarch.places import Places
 from vmonarch.kernels.monarch.r_step import RStep
 from vmonarch.kernels.two_resolution import op as two_resolution
 from vmonarch.kernels.two_resolution.tiling import exact_tiles, tiling_of

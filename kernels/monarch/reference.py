@@ -13,9 +13,9 @@ from __future__ import annotations
 import torch
 
 from vmonarch.grid import LatentGrid
+from vmonarch.kernels.common.blocks import BlockLayout
 from vmonarch.kernels.flash_entropy import reference as softmax
 from vmonarch.kernels.flash_entropy.reference import attend, in_row_chunks, softmax_parts, to_groups
-from vmonarch.kernels.monarch.blocks import BlockLayout
 from vmonarch.kernels.two_resolution.reference import two_resolution_attention_reference
 from vmonarch.kernels.two_resolution.tiling import tiling_of
 from vmonarch.options import VMonarchOptions, row_options
@@ -231,7 +231,7 @@ def monarch_attention_reference(
     v = layout.to_blocks(value.to(compute_dtype))
 
     key_bias = None
-    if layout.valid is not None or key_mask is not None:
+    if not layout.consecutive or key_mask is not None:
         mask = key.new_ones(1, S, dtype=torch.bool) if key_mask is None else key_mask
         present = layout.to_blocks(mask[..., None, None]).squeeze(-1)  # [B or 1, 1, m, b]
         key_bias = torch.zeros_like(present, dtype=compute_dtype).masked_fill(~present, -torch.inf)
@@ -247,7 +247,7 @@ def monarch_attention_reference(
     known = (exact, lse_exact) if options.pattern is not None and options.pattern.aware else (None, None)
 
     q_positions = position_major(q)
-    query_valid = None if layout.valid is None else layout.valid.T.repeat(B * H, 1)
+    query_valid = None if layout.consecutive else layout.valid.T.repeat(B * H, 1)
     z = q  # L starts as the identity, so every centroid is the block's own query
     for _ in range(options.num_iterations - 1):
         aL, cL, _ = r_step(z, coarse_key, coarse_bias, None)

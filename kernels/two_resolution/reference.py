@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import torch
 
+from vmonarch.kernels.common.blocks import BlockLayout
 from vmonarch.kernels.flash_entropy.reference import recomputed, softmax_parts, to_groups
-from vmonarch.kernels.two_resolution.tiling import Places, Tiling, exact_tiles, places_of
+from vmonarch.kernels.two_resolution.tiling import Tiling, exact_tiles, tile_layout
 from vmonarch.options import TwoResolutionOptions
 
 # Keys and values that one chunk of query tiles may gather, in elements.
@@ -17,7 +18,7 @@ MAX_CHUNK_ELEMENTS = 2**26
 
 
 def tile_means(
-    tokens: torch.Tensor, places: Places, key_mask: torch.Tensor | None = None
+    tokens: torch.Tensor, layout: BlockLayout, key_mask: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Mean of the tokens of every tile, in at least float32.
 
@@ -28,9 +29,9 @@ def tile_means(
     Returns:
         (means [B, H, m, D], zero where no token counts; number of tokens that count [B or 1, m]).
     """
-    (B, S, H, D), (m, b) = tokens.shape, places.token.shape
+    (B, S, H, D), m = tokens.shape, layout.blocks
     dtype = torch.promote_types(tokens.dtype, torch.float32)
-    tile = places.place // b  # [S]
+    tile = layout.place // layout.positions  # [S]
     counts = tokens.new_ones(1, S, dtype=dtype) if key_mask is None else key_mask.to(dtype)
     number = counts.new_zeros(counts.shape[0], m).index_add(1, tile, counts)
     sums = tokens.new_zeros(B, m, H, D, dtype=dtype).index_add(1, tile, tokens * counts[..., None, None])
@@ -57,8 +58,8 @@ def chosen_tiles(
     Returns:
         bool [B, H, n, m], true where tile of keys k is exact for tile of queries l.
     """
-    q_mean, _ = tile_means(query, places_of(tiling.of_queries, query.device))
-    k_mean, _ = tile_means(key, places_of(tiling, key.device), key_mask)
+    q_mean, _ = tile_means(query, tile_layout(tiling.of_queries, query.device))
+    k_mean, _ = tile_means(key, tile_layout(tiling, key.device), key_mask)
     scores = (-q_mean if scale < 0 else q_mean) @ k_mean.mT
     return best_of(scores.detach(), exact_tiles(tiling, share))
 
@@ -103,16 +104,15 @@ def two_resolution_attention_reference(
     if exact is None:
         exact = chosen_tiles(query, key, tiling, options.share, scale=scale, key_mask=key_mask)
     m = tiling.tiles
-    places, of_queries = (places_of(cut, query.device) for cut in (tiling, tiling.of_queries))
-    n = of_queries.token.shape[0]
-    b = places.token.shape[1]
+    of_keys, of_queries = (tile_layout(cut, query.device) for cut in (tiling, tiling.of_queries))
+    n, b = of_queries.blocks, of_keys.positions
     q = to_groups(query) * scale
     # What a tile may attend to: tokens, then means; and what its logit gains, the log of the tokens that it stands for.
     k, v = to_groups(key), to_groups(value)
     present = query.new_ones(1, N, dtype=torch.bool) if key_mask is None else key_mask
     gain = torch.where(present, 0.0, -torch.inf).to(q.dtype)  # [B or 1, N]
     if rest:
-        (k_mean, number), (v_mean, _) = (tile_means(x, places, key_mask) for x in (key, value))
+        (k_mean, number), (v_mean, _) = (tile_means(x, of_keys, key_mask) for x in (key, value))
         k, v = (torch.cat([x, mean.flatten(0, 1)], 1) for x, mean in ((k, k_mean), (v, v_mean)))
         gain = torch.cat([gain, number.to(q.dtype).log()], 1)
     gain = gain.expand(B, -1).repeat_interleave(H, 0)  # [G, N + m]
@@ -128,15 +128,15 @@ def two_resolution_attention_reference(
     rank = torch.arange(m, device=query.device)
 
     outs, lses = [], []
-    q_tiles = q[:, of_queries.token.flatten()].unflatten(1, (n, -1))
+    q_tiles = q[:, of_queries.index.flatten()].unflatten(1, (n, -1))
     reach = most * b + (m - fewest) * rest
     step = max(1, MAX_CHUNK_ELEMENTS // max(1, q.shape[0] * reach * (k.shape[2] + v.shape[2])))
     for l in range(0, n, step):
         tiles = ranking[:, l : l + step]  # [G, l, m]
         is_exact = rank < (most if fewest == most else number_exact[:, l : l + step])  # [G or 1, l or 1, m]
         is_exact = is_exact.expand(tiles.shape)
-        fine = places.token[tiles[..., :most]]  # [G, l, most, b]
-        allowed = [(places.present[tiles[..., :most]] & is_exact[..., :most, None]).flatten(2)]
+        fine = of_keys.index[tiles[..., :most]]  # [G, l, most, b]
+        allowed = [(of_keys.valid[tiles[..., :most]] & is_exact[..., :most, None]).flatten(2)]
         chosen = [fine.flatten(2)]
         if rest:
             chosen.append(N + tiles[..., fewest:])

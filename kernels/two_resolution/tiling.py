@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 
 from vmonarch.grid import LatentGrid
+from vmonarch.kernels.common.blocks import BlockLayout
 from vmonarch.options import TwoResolutionOptions
 
 # Tokens of a tile, where the options do not say: at most an eighth of a frame, but 16 at least.
@@ -110,24 +111,10 @@ def best_box(grid: LatentGrid, tokens: int) -> Box:
     return sorted(good, key=lambda box: (sum(box), -filled(box), box))[0]
 
 
-class Places(NamedTuple):
-    """Where tokens are, as tensors.
+def tile_layout(tiling: Tiling, device: torch.device) -> BlockLayout:
+    """Where the tokens of each tile of keys are; b is the tokens of the largest.
 
-    Attributes:
-        token: [m, b] the token at each place of a tile, 0 where there is none.
-        present: [m, b] whether there is one.
-        place: [S] the place tile · b + place of the tile of each token.
-    """
-
-    token: torch.Tensor
-    present: torch.Tensor
-    place: torch.Tensor
-
-
-def places_of(tiling: Tiling, device: torch.device) -> Places:
-    """The places of a cut; b is the tokens of its largest tile.
-
-    They are made for every call: they have numbers for every token, which is too much to keep.
+    Its tensors are made for every call: they have numbers for every token, which is too much to keep.
     """
     T, H, W = (
         _axis(length, tiles, edge, device)
@@ -141,11 +128,11 @@ def places_of(tiling: Tiling, device: torch.device) -> Places:
 
     token = combined(T.place, H.place, W.place, (tiling.rows, tiling.columns))
     # A sum of three ones: every axis has a token there.
-    present = combined(T.present, H.present, W.present, (1, 1)) == 3
+    valid = combined(T.present, H.present, W.present, (1, 1)) == 3
     tokens = math.prod(tiling[:3])
     # Sorted by their tokens, places come in the order of tokens, and the empty ones after all of them.
-    place = token.where(present, tokens).flatten().argsort()[:tokens]
-    return Places(token.where(present, 0), present, place)
+    place = token.where(valid, tokens).flatten().argsort()[:tokens]
+    return BlockLayout(tiling.tiles, math.prod(tiling.box), token.where(valid, 0), valid, place)
 
 
 class _Axis(NamedTuple):

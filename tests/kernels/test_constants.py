@@ -11,7 +11,7 @@ import torch
 from vmonarch import ExactBlocks, vmonarch_attention
 from vmonarch.grid import LatentGrid
 from vmonarch.kernels.common.constants import kept
-from vmonarch.kernels.two_resolution.tiling import places_of, tiling_of
+from vmonarch.kernels.two_resolution.tiling import tile_layout, tiling_of
 from vmonarch.options import TwoResolutionOptions
 
 CPU = torch.device("cpu")
@@ -72,9 +72,9 @@ def test_in_inference_mode_it_makes_tensors_for_training_too(device):
 
 
 def test_what_grows_with_the_tokens_is_not_kept():
-    places = places_of(tiling_of(LatentGrid(1, 3, 4), TwoResolutionOptions()), CPU)
-    kept_by_others = weakref.ref(places.token)
-    del places
+    layout = tile_layout(tiling_of(LatentGrid(1, 3, 4), TwoResolutionOptions()), CPU)
+    kept_by_others = weakref.ref(layout.index)
+    del layout
     assert kept_by_others() is None
 
 

@@ -20,8 +20,8 @@ from vmonarch import (
     vmonarch_attention,
 )
 from vmonarch.kernels.flash_entropy import reference as flash_entropy_reference
-from vmonarch.kernels.monarch.blocks import even_layout
 from vmonarch.kernels.monarch.reference import monarch_attention_reference
+from vmonarch.kernels.two_resolution.tiling import Tiling, tile_layout
 
 
 def qkv(tokens, *, batch=2, heads=3, dim=8, seed=0, dtype=torch.float64, spread=1.0):
@@ -214,7 +214,7 @@ def test_every_option_matches_the_oracle(name, grid):
 @pytest.mark.parametrize(("rows", "blocks"), [(5, 3), (7, 2), (6, 3), (4, 4), (3, 1)])
 def test_blocks_of_rows_that_do_not_divide_match_the_oracle(rows, blocks):
     q, k, v = qkv(rows * 2, batch=1, heads=1)
-    layout = even_layout(rows, 2, blocks, torch.device("cpu"))
+    layout = tile_layout(Tiling(rows, 1, 2, *[blocks, 1, 1] * 2, rows), torch.device("cpu"))
     options = VMonarchOptions(exact=None, min_mass=0.0)
     out, lse = monarch_attention_reference(q, k, v, layout, options, scale=8**-0.5)
     starts = [p * rows // blocks for p in range(blocks)]

@@ -14,10 +14,10 @@ import torch
 from op_checks import assert_bits, check_kernels, in_interpreter, in_turns, with_gradients
 
 from vmonarch import ExactBlocks, LatentGrid, VMonarchOptions, monarch_attention, vmonarch_attention
+from vmonarch.kernels.common.blocks import grid_places
 from vmonarch.kernels.common.launch import launch_overrides
 from vmonarch.kernels.monarch.call import MonarchCall
 from vmonarch.kernels.monarch.l_step import LStep
-from vmonarch.kernels.monarch.places import grid_places
 
 L_KERNELS = ("l_centroids", "l_rows", "l_output", "l_backward_rows", "l_backward_columns")
 SEVERAL_L_TILES = {kernel: {"MAX_TILE": 8} for kernel in L_KERNELS}

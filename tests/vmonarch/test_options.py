@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from vmonarch import ExactBlocks, LatentGrid, VMonarchOptions, VMonarchProcessor, vmonarch_attention
+from vmonarch.kernels.common.blocks import grid_places
 from vmonarch.kernels.monarch.call import MonarchCall
 from vmonarch.kernels.monarch.op import _decode, _encode
-from vmonarch.kernels.monarch.places import grid_places
 from vmonarch.options import TwoResolutionOptions
 from vmonarch.plan import method_dict, parse_method
 

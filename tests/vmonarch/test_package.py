@@ -46,7 +46,8 @@ def test_importing_the_package_loads_little_and_costs_under_a_second_beyond_torc
         spent += time.perf_counter() - start
         assert spent < 1.0, spent
         # Options are checked before models are loaded.
-        vmonarch.VMonarchProcessor(), vmonarch.apply
+        from vmonarch.configs.methods import resolve_method
+        resolve_method("fast").processor()
         assert "diffusers" not in sys.modules
         assert not torch.cuda.is_initialized()
         """,

@@ -13,10 +13,10 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from vmonarch.kernels.common.blocks import Places
 from vmonarch.kernels.common.launch import block_dim
 from vmonarch.kernels.common.replay import launcher
 from vmonarch.kernels.hopper.attend import BLOCK_M, HALF, divides_exactly, factor_descriptors, shared_layout
-from vmonarch.kernels.monarch.places import Places
 
 # Rows or keys of the two warpgroups of a program.
 TILE = BLOCK_M

@@ -7,6 +7,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
+from vmonarch.kernels.common.blocks import Places
 from vmonarch.kernels.common.launch import block_dim
 from vmonarch.kernels.common.replay import launcher
 from vmonarch.kernels.common.softmax import log2_scale_of
@@ -39,7 +40,6 @@ from vmonarch.kernels.hopper.backward.common import (
 )
 from vmonarch.kernels.hopper.gluon import async_load
 from vmonarch.kernels.hopper.schedule import even_order
-from vmonarch.kernels.monarch.places import Places
 
 _HALF = gl.constexpr(HALF)
 _NOWHERE = gl.constexpr(NOWHERE)
