@@ -119,7 +119,7 @@ def quality_plot(record: Mapping[str, Any], key: str) -> Markup | None:
         axes.plot(x, y, "o", ms=12, color=colour(number), mew=0, zorder=3)
         axes.text(x, y, str(number), color="white", fontsize=_TEXT, ha="center", va="center_baseline", zorder=4)
     axes.margins(x=0.08, y=0.12)
-    axes.set_xlim(left=0)
+    axes.set_xlim(left=0, right=max(100, *(x for _, x, *_ in points)) + 4)
     text = io.StringIO()
     # Names of parts are hashes of what they hold: figures of a page share only names of equal parts.
     with rc_context({"svg.fonttype": "none", "svg.hashsalt": "vmonarch", "font.sans-serif": ["DejaVu Sans"]}):

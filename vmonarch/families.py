@@ -357,8 +357,8 @@ def transformers_in(pipe: object) -> dict[str, Any]:
     """
     if isinstance(pipe, type) or not any(hasattr(pipe, name) for name in _COMPONENTS):
         raise TypeError(
-            "pipe_or_transformer must be a pipeline with a video transformer, or such a transformer"
-            f" ({SUPPORTED}), got {describe(pipe)}"
+            "pipe_or_transformer must be a pipeline with a video transformer, or such a transformer, got"
+            f" {describe(pipe)}; supported: {SUPPORTED}"
         )
     present = {name: found for name in _COMPONENTS if (found := getattr(pipe, name, None)) is not None}
     if not present:

@@ -78,7 +78,7 @@ def report(pipe_or_transformer: Any) -> Report:
     transformers = find_transformers(pipe_or_transformer).values()
     applied = {transformer: record for transformer in transformers if (record := record_of(transformer)) is not None}
     if not applied:
-        raise ValueError("no processor is applied, and stock attention has no report: use vmonarch.apply first")
+        raise ValueError("no processor is applied: stock attention has no report, and vmonarch.restore ends ours")
     spec, *_ = specs = [record.processor for record in applied.values()]
     grid = next((record.grid for record in applied.values() if record.grid is not None), None)
     # The transformers of a pipeline share what they keep, unless they got their processors one by one.
