@@ -71,24 +71,6 @@ class Experts(nn.Module):
         return transfer_loss(part, arguments) if transfer else part(**arguments)
 
 
-def save_trained_alone(experts: Experts) -> None:
-    """From now on the state dict has no parameters that are not trained, and loading misses none of these.
-
-    Not before accelerate has prepared the module: FSDP spreads all of its weights by the state dict.
-    """
-    frozen = tuple(name for name, parameter in experts.named_parameters() if not parameter.requires_grad)
-
-    def leave_out(_: nn.Module, state: dict[str, Any], prefix: str, __: Any) -> None:
-        for name in frozen:
-            state.pop(prefix + name, None)
-
-    def miss_none(_: nn.Module, found: Any) -> None:
-        found.missing_keys[:] = [key for key in found.missing_keys if not key.endswith(frozen)]
-
-    experts.register_state_dict_post_hook(leave_out)
-    experts.register_load_state_dict_post_hook(miss_none)
-
-
 def load_experts(
     folder: ModelFolder, trained: Iterable[Expert], config: FinetuneConfig, frozen: torch.dtype = torch.float32
 ) -> tuple[Experts, Experts | None]:
