@@ -61,17 +61,33 @@ def parse_override(override: str) -> dict[str, Any]:
         InputError: it has no `key=`, or a value that is not YAML.
     """
     import yaml
-    from omegaconf import OmegaConf
 
     if not is_override(override):
         raise InputError(override, "is no override; overrides look like steps=20 or attention.num_iterations=3")
     key, _, value = override.partition("=")
     key = key.replace("-", "_")
     try:
-        parsed = OmegaConf.to_container(OmegaConf.from_dotlist([f"{key}={value}"]), resolve=False)
+        parsed = _parse(value)
     except yaml.YAMLError as error:
         raise InputError(key, f"has a value that is not YAML: {value!r}") from error
+    for part in reversed(key.split(".")):
+        parsed = {part: parsed}
     return typing.cast(dict[str, Any], parsed)
+
+
+def _parse(text: str) -> Any:
+    """What YAML says, in which 1e-6 is a number, as in YAML 1.2 and not in PyYAML, and a date is text, as in JSON."""
+    import yaml
+
+    class Loader(yaml.SafeLoader):
+        yaml_implicit_resolvers = {
+            first: [(tag, form) for tag, form in known if not tag.endswith(":timestamp")]
+            for first, known in yaml.SafeLoader.yaml_implicit_resolvers.items()
+        }
+
+    number = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$")
+    Loader.add_implicit_resolver("tag:yaml.org,2002:float", number, list("-+.0123456789"))
+    return yaml.load(text, Loader)
 
 
 def deep_merge(base: Mapping[str, Any], top: Mapping[str, Any]) -> dict[str, Any]:
@@ -126,29 +142,29 @@ def preset_names(group: str) -> list[str]:
 @functools.cache
 def presets(group: str) -> dict[str, dict[str, Any]]:
     """The entries of `configs/<group>.yaml`, by their names; not to be changed."""
-    import yaml
-
-    return yaml.safe_load((FOLDER / f"{group}.yaml").read_text(encoding="utf-8"))
+    return _parse((FOLDER / f"{group}.yaml").read_text(encoding="utf-8"))
 
 
 def read_yaml(name: str, group: str, argument: str = "config") -> dict[str, Any]:
     """Contents of a YAML file at a path, or the entry of this name in `configs/<group>.yaml`.
 
     Raises:
-        InputError: there is no such file, or it is not a YAML mapping in UTF-8.
+        InputError: there is no such file, or it is not a YAML mapping in UTF-8, or one of presets.
     """
     import yaml
 
     if name in (known := preset_names(group)):
         return dict(presets(group)[name])
     try:
-        contents = yaml.safe_load(Path(name).read_text(encoding="utf-8"))
+        contents = _parse(Path(name).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise InputError(
             argument, f"must be a YAML file or one of {', '.join(known)}, got {name!r}: {error}"
         ) from error
     if not isinstance(contents, dict | None):
         raise InputError(argument, f"{name!r} must hold a mapping of keys to values, got {type(contents).__name__}")
+    if contents and known and contents.keys() <= set(known):
+        raise InputError(argument, f"{name!r} holds presets: give one by its name, {', '.join(contents)}")
     return contents or {}
 
 

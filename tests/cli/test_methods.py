@@ -11,7 +11,7 @@ import tiny_wan
 from safetensors.torch import load_file, save_file
 
 from vmonarch import BasedProcessor, VMonarchProcessor
-from vmonarch.configs import FOLDER, InputError, preset_names, presets
+from vmonarch.configs import FOLDER, InputError, parse_override, preset_names, presets, read_yaml
 from vmonarch.configs.methods import merge_attention, resolve_method
 from vmonarch.eval.calibrate.run import CalibrateConfig
 from vmonarch.eval.evaluate import EvalConfig
@@ -52,6 +52,16 @@ def test_names_and_options_in_them_mean_what_they_say() -> None:
     expected = VMonarchProcessor(num_iterations=3, coarse=2, exact={"rows": [0], "band": 1}, dense_steps=0.25)
     assert method.processor().config == expected.config and method.name == "vmonarch"
     assert method.label.startswith("vmonarch:") and resolve_method("vmonarch:").label == "vmonarch"
+
+
+def test_a_value_is_the_same_in_a_file_and_in_an_override(tmp_path: Path) -> None:
+    wanted = {"1e-6": 1e-6, "{b: [-2E3, .5, 1_000]}": {"b": [-2e3, 0.5, 1000]}, "1.2.3e4": "1.2.3e4", "": None}
+    # No date, and nothing that is put in.
+    wanted |= {text: text for text in ("2026-02-30", "${HOME}", "${", "a=b")}
+    for text, value in wanted.items():
+        (tmp_path / "a.yaml").write_text(f"x: {text}", encoding="utf-8")
+        assert read_yaml(str(tmp_path / "a.yaml"), "generate") == parse_override(f"x={text}") == {"x": value}
+    assert parse_override("a-b.c=1") == {"a_b": {"c": 1}}
 
 
 def test_options_after_the_name_are_those_of_one_word(tiny_adapter: Path, monkeypatch: pytest.MonkeyPatch) -> None:
