@@ -18,7 +18,7 @@ from vmonarch.configs import InputError
 from vmonarch.finetune.config import FinetuneConfig, require
 from vmonarch.finetune.objective import Expert, Objective
 from vmonarch.pipelines.model_folder import ModelFolder, read_json
-from vmonarch.pipelines.recipes import RECOMPILE_LIMIT
+from vmonarch.pipelines.recipes import allow_versions
 
 if TYPE_CHECKING:
     from vmonarch.own import Bound
@@ -154,9 +154,7 @@ def compile_options() -> dict[str, Any]:
 
 def compile_blocks(*models: Any) -> None:
     """Let torch compile the transformers' blocks, in a version for every attention that they come to have."""
-    import torch._dynamo
-
-    torch._dynamo.config.recompile_limit = max(RECOMPILE_LIMIT, torch._dynamo.config.recompile_limit)
+    allow_versions()
     for model in models:
         model.compile_repeated_blocks(dynamic=False, options=compile_options())
 

@@ -83,7 +83,10 @@ def test_blocks_are_compiled_below_the_hooks_of_caches(
         return graph.forward
 
     torch.compiler.reset()
+    torch._dynamo.config.recompile_limit = 8
     assert torch.equal(sample("stock"), sample("full"))
+    # Each of several methods, and every kind of their steps, takes a version of a block.
+    assert torch._dynamo.config.recompile_limit >= 64
     found = []
     for recipe in ("stock", "full"):
         recipes.apply(loaded.pipe, recipe, compile_backend=backend)
