@@ -20,6 +20,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from accelerate import PartialState
 from filelock import FileLock, Timeout
+from safetensors import SafetensorError, safe_open
 
 from vmonarch import files
 from vmonarch.configs import InputError
@@ -138,6 +139,13 @@ def read_tensors(folder: Path, tensors: Mapping[str, torch.Tensor]) -> None:
         CheckpointError: a file cannot be read, or one is missing or of another shape.
     """
     problem = f"{folder} cannot be loaded; without it, the one before serves"
+    for file in sorted(folder.glob("*.safetensors")):
+        try:
+            # torch does not say which file is damaged.
+            with safe_open(file, "pt"):
+                pass
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(f"{problem}: {file.name}: {error}") from error
     _together(problem, dcp.load, tensors, storage_reader=dcp.HuggingFaceStorageReader(str(folder)))
 
 
@@ -147,7 +155,7 @@ def _together(problem: str, call: Callable[..., object], tensors: Mapping[str, t
         # It warns of being the only process.
         with warnings.catch_warnings(action="ignore"):
             call(dict(tensors), **how)
-    except dcp.api.CheckpointException as error:
+    except dcp.CheckpointException as error:
         causes = [cause for cause, _ in error.failures.values()]
         for cause in causes:
             # Ctrl-C is none.

@@ -54,6 +54,16 @@ def test_a_record_that_this_version_cannot_read_is_named(tmp_path):
             read(record.parent)
 
 
+def test_an_interrupted_save_leaves_nothing(tmp_path, monkeypatch):
+    def interrupted(*given):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(checkpoints.dcp.HuggingFaceStorageWriter, "write_data", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        save(tmp_path, 1)
+    assert not list(tmp_path.iterdir())
+
+
 # Failing disks
 
 
