@@ -338,7 +338,9 @@ def ways(
         pipe = pipeline(method, mode, options.ranks)
         kinds = step_kinds(method, pipe.names)
         # Which steps are exact follows from all before them where their errors decide.
-        every = list(range(len(kinds))) if method.decides_steps else steps_to_measure(kinds)
+        refresh = Refresh.parse(method.options.get("refresh"))
+        decided = refresh is not None and refresh.decides
+        every = list(range(len(kinds))) if decided else steps_to_measure(kinds)
         steps = [0] if first else every
         named = lambda velocities: {f"step {n}": x.movedim(1, -1) for n, x in zip(steps, velocities, strict=True)}
 
@@ -356,7 +358,7 @@ def ways(
             return {name: x.float() for name, x in named(pipeline(eager, "eager", 1).do(steps).values()).items()}
 
         def more(clock: Clock, row: dict[str, Any]) -> None:
-            found = pipe.kinds() if method.decides_steps else kinds
+            found = pipe.kinds() if decided else kinds
             row.update(pipe.seconds(clock, row["rounds"] * len(steps), found), options=method.to_dict())
             if options.cold:
                 make = partial(ways, {"cold": (method, mode)}, options, first=True)
