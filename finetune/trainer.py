@@ -162,9 +162,8 @@ class Trainer:
         self.average = EMAModel(self.trained.values(), decay=config.ema) if config.ema else None
         for parameter in self.trained.values():
             # AdamW would make it in its first step: what a checkpoint fills has to be there before.
-            step = torch.zeros((), device=accelerator.device if accelerator.device.type == "cuda" else None)
             moments = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
-            self.optimizer.state[parameter] = {"step": step, **moments}
+            self.optimizer.state[parameter] = {"step": torch.zeros((), device=parameter.device), **moments}
 
     # Checkpoints
 
