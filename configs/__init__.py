@@ -17,7 +17,7 @@ import json
 import re
 import types
 import typing
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -60,18 +60,33 @@ def parse_override(override: str) -> dict[str, Any]:
     Raises:
         InputError: it has no `key=`, or a value that is not YAML.
     """
-    import yaml
-    from omegaconf import OmegaConf
-
     if not is_override(override):
         raise InputError(override, "is no override; overrides look like steps=20 or attention.num_iterations=3")
     key, _, value = override.partition("=")
     key = key.replace("-", "_")
     try:
-        parsed = OmegaConf.to_container(OmegaConf.from_dotlist([f"{key}={value}"]), resolve=False)
-    except yaml.YAMLError as error:
+        parsed = _parse(value)
+    except ValueError as error:
         raise InputError(key, f"has a value that is not YAML: {value!r}") from error
+    for part in reversed(key.split(".")):
+        parsed = {part: parsed}
     return typing.cast(dict[str, Any], parsed)
+
+
+def _parse(text: str) -> Any:
+    """What YAML says, in which 1e-6 is a number, as in YAML 1.2 and not in PyYAML, and a date is text, as in JSON."""
+    import yaml
+
+    class Loader(yaml.SafeLoader):
+        pass
+
+    exponent = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$")
+    Loader.add_implicit_resolver("tag:yaml.org,2002:float", exponent, list("-+.0123456789"))
+    Loader.add_constructor("tag:yaml.org,2002:timestamp", yaml.SafeLoader.construct_yaml_str)
+    try:
+        return yaml.load(text, Loader)
+    except yaml.YAMLError as error:
+        raise ValueError(str(error)) from error
 
 
 def deep_merge(base: Mapping[str, Any], top: Mapping[str, Any]) -> dict[str, Any]:
@@ -126,29 +141,26 @@ def preset_names(group: str) -> list[str]:
 @functools.cache
 def presets(group: str) -> dict[str, dict[str, Any]]:
     """The entries of `configs/<group>.yaml`, by their names; not to be changed."""
-    import yaml
-
-    return yaml.safe_load((FOLDER / f"{group}.yaml").read_text(encoding="utf-8"))
+    return _parse((FOLDER / f"{group}.yaml").read_text(encoding="utf-8"))
 
 
 def read_yaml(name: str, group: str, argument: str = "config") -> dict[str, Any]:
     """Contents of a YAML file at a path, or the entry of this name in `configs/<group>.yaml`.
 
     Raises:
-        InputError: there is no such file, or it is not a YAML mapping in UTF-8.
+        InputError: there is no such file, or it is not a YAML mapping in UTF-8, or one of presets.
     """
-    import yaml
-
     if name in (known := preset_names(group)):
         return dict(presets(group)[name])
     try:
-        contents = yaml.safe_load(Path(name).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise InputError(
-            argument, f"must be a YAML file or one of {', '.join(known)}, got {name!r}: {error}"
-        ) from error
+        contents = _parse(Path(name).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        problem = f"must be a YAML file or one of {', '.join(known)}, got {name!r}: {error}"
+        raise InputError(argument, problem) from error
     if not isinstance(contents, dict | None):
         raise InputError(argument, f"{name!r} must hold a mapping of keys to values, got {type(contents).__name__}")
+    if contents and known and contents.keys() <= set(known):
+        raise InputError(argument, f"{name!r} holds presets: give one by its name, {', '.join(contents)}")
     return contents or {}
 
 
@@ -173,7 +185,8 @@ class Settings:
         for field in dataclasses.fields(self):  # type: ignore[arg-type]
             name, hint, value = field.name, hints[field.name], getattr(self, field.name)
             if dataclasses.is_dataclass(hint) and isinstance(value, Mapping):
-                value = build(typing.cast(type, hint), value, prefix=f"{name}.")
+                with naming_the_option(f"{name}."):
+                    value = build(typing.cast(type, hint), value)
             try:
                 value = _as(hint, value)
             except (TypeError, ValueError) as error:
@@ -196,11 +209,8 @@ def as_json(value: Any) -> Any:
     return [as_json(entry) for entry in value] if isinstance(value, tuple | list) else plain(value)
 
 
-def build(schema: type[Config], values: Mapping[str, Any], *, prefix: str = "") -> Config:
+def build(schema: type[Config], values: Mapping[str, Any]) -> Config:
     """Settings with `values` over their defaults.
-
-    Args:
-        prefix: put before a key's name in errors (`optimizer.` for those of the field with this name).
 
     Raises:
         InputError: an unknown key, or a value that the settings refuse.
@@ -208,11 +218,20 @@ def build(schema: type[Config], values: Mapping[str, Any], *, prefix: str = "") 
     names = [field.name for field in dataclasses.fields(schema)]  # type: ignore[arg-type]
     for key in values:
         if key not in names:
-            raise InputError(prefix + key, f"is no known key{suggest(key, names)}; known: {', '.join(names)}")
+            raise InputError(key, f"is no known key{suggest(key, names)}; known: {', '.join(names)}")
+    return schema(**values)
+
+
+@contextlib.contextmanager
+def naming_the_option(prefix: str = "") -> Iterator[None]:
+    """Turn errors of checks, which name the option first ("coarse must be at least 1, got 0"), into `InputError`s."""
     try:
-        return schema(**values)
+        yield
     except InputError as error:
         raise InputError(prefix + error.argument, error.problem) from error
+    except (TypeError, ValueError, NotImplementedError) as error:
+        option, _, problem = str(error).partition(" ")
+        raise InputError(prefix + option.rstrip(":"), problem) from error
 
 
 def number(default: Any, interval: str = "(-inf, inf)", **metadata: Any) -> Any:

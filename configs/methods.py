@@ -9,11 +9,10 @@ The processor itself checks its options. To add a processor: one line in `PROCES
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import importlib
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,6 +26,7 @@ from vmonarch.configs import (
     choice,
     deep_merge,
     file_sha256,
+    naming_the_option,
     parse_override,
     preset_names,
     presets,
@@ -95,14 +95,6 @@ class AttentionMethod:
     additions: Additions = Additions()
     attention: AttentionMethod | None = None
 
-    @property
-    def decides_steps(self) -> bool:
-        """Whether what its steps compute follows from the errors measured in a run, and so its FLOPs."""
-        from vmonarch.refresh import Refresh
-
-        refresh = Refresh.parse(self.options.get("refresh"))
-        return refresh is not None and refresh.decides
-
     def without_dense(self) -> AttentionMethod:
         """The method with no exact steps: what a one-step warm-up has to run."""
         off = {name: none for name, none in (("dense_steps", 0), ("refresh", None)) if name in self.options}
@@ -136,7 +128,7 @@ class AttentionMethod:
             except (TypeError, ValueError, ImportError) as error:
                 raise InputError("adapter", f"{adapter!r} cannot be used: {error}. {_ADVICE}") from error
         elif self.processor_name != "full":
-            with _naming_the_option():
+            with naming_the_option():
                 apply(pipe, self.processor())
 
     def check_run(self, argument: str, grid: LatentGrid, steps: int, layers: int, why_not_triton: str | None) -> None:
@@ -211,12 +203,12 @@ def resolve_method(
     values = _entry(spec)
     name, label = str(values.pop("name", None)), values.pop("label", "")
     check_choice(argument, name, preset_names("attention") + preset_names("recipes") * recipes)
-    if name in preset_names("recipes"):
-        return _recipe(name, values, label, argument)
-    shipped = dict(presets("attention")[name])
-    processor = shipped.pop("processor")
-    given = {key: value for key, value in values.items() if key != "processor"}
-    with _naming_the_option(f"{argument}."):
+    with naming_the_option(f"{argument}."):
+        if name in preset_names("recipes"):
+            return _recipe(name, values, label)
+        shipped = dict(presets("attention")[name])
+        processor = shipped.pop("processor")
+        given = {key: value for key, value in values.items() if key != "processor"}
         if values.get("processor", processor) != processor:
             raise InputError("processor", f"must be {processor!r} here, got {values['processor']!r}")
         options = _complete(processor, as_json(deep_merge(shipped, given)))
@@ -224,16 +216,16 @@ def resolve_method(
     return AttentionMethod(name, processor, options, label or _label(name, given, defaults))
 
 
-def _recipe(name: str, values: Mapping[str, Any], label: str, argument: str) -> AttentionMethod:
+def _recipe(name: str, values: Mapping[str, Any], label: str) -> AttentionMethod:
     """The recipe of this name, with `values` over what it says."""
     shipped = presets("recipes")[name]
     attention = shipped["attention"]
     if "attention" in values:
         attention = merge_attention(attention, values["attention"])
-    method = resolve_method(attention, argument=f"{argument}.attention")
+    method = resolve_method(attention)
     given = deep_merge(shipped, values) | {"attention": method.label}
     own = {key: value for key, value in given.items() if key != "attention"}
-    additions = build(Additions, own, prefix=f"{argument}.")
+    additions = build(Additions, own)
     label = label or _label(name, given, vars(Additions()) | shipped)
     return dataclasses.replace(method, name=name, label=label, additions=additions, attention=method)
 
@@ -293,15 +285,3 @@ def _adapter_file(word: str) -> Path:
     from vmonarch.pipelines.embedded import embedded_adapter_path
 
     return embedded_adapter_path() if word == "embedded" else Path(word).expanduser()
-
-
-@contextlib.contextmanager
-def _naming_the_option(prefix: str = "") -> Iterator[None]:
-    """Turn errors of checks, which name the option first ("coarse must be at least 1, got 0"), into `InputError`s."""
-    try:
-        yield
-    except InputError as error:
-        raise InputError(prefix + error.argument, error.problem) from error
-    except (TypeError, ValueError, NotImplementedError) as error:
-        option, _, problem = str(error).partition(" ")
-        raise InputError(prefix + option.rstrip(":"), problem) from error

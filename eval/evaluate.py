@@ -150,8 +150,7 @@ def evaluate(
             # What the pipeline cannot carry shows before minutes are spent.
             for method in config.methods:
                 recipes.apply(model.pipe, method)
-            with recipes.room_for_versions(config.methods):
-                _Run(config, model, output, progress, environment(model.device)).run(own, len(items))
+            _Run(config, model, output, progress, environment(model.device)).run(own, len(items))
         missing = sum(not item.is_done(output) for item in items)
         return Evaluation(output, None, missing) if missing else _finish(config, folder, output, items, command)
     finally:

@@ -185,7 +185,7 @@ class Studio:
         assert self.loaded is not None
         pipe = self.loaded.pipe
         try:
-            with _stopping(pipe, stop), recipes.room_for_versions([config.attention]):
+            with _stopping(pipe, stop):
                 (video,) = generate(config, model=self.loaded, progress=True)
             return float(video.record["seconds"]["total"])
         finally:

@@ -1,8 +1,8 @@
 """Training checkpoints that are complete or not there.
 
-A checkpoint is a folder `step-00000100` with what `accelerator.save_state` writes, and `run.json`: what is run. It is
-filled under a hidden name, forced to disk and renamed; only then is the oldest removed. Reading one never runs code
-that it brings: all of it is safetensors, JSON, or read by `torch.load` with `weights_only`.
+A checkpoint is a folder `step-00000100` with tensors, of which each process has written its part, and `run.json`: what
+is run. It is filled under a hidden name, forced to disk and renamed; only then is the oldest removed. Reading one never
+runs code that it brings: all of it is safetensors and JSON.
 """
 
 from __future__ import annotations
@@ -10,24 +10,27 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import warnings
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed.checkpoint as dcp
 from accelerate import PartialState
 from filelock import FileLock, Timeout
-from safetensors import SafetensorError
-from safetensors.torch import load_file
+from safetensors import SafetensorError, safe_open
 
 from vmonarch import files
 from vmonarch.configs import InputError
 
-FORMAT = 5
+FORMAT = 6
 RUN = "run.json"
-# By name: the trained weights (of FSDP in a folder of its own), and their average.
-WEIGHTS, AVERAGE = "model.safetensors", "ema.safetensors"
+# What the names of trained weights, and of their average, have before them.
+WEIGHTS, AVERAGE = "weights.", "average."
+# Tensors of a file: a process holds those of one in memory while it writes them.
+_IN_A_FILE = 64
 
 
 class CheckpointError(RuntimeError):
@@ -45,13 +48,13 @@ def steps_in(folder: Path) -> list[int]:
     return sorted(int(match[1]) for name in names if (match := re.fullmatch(r"step-(\d{8,})", name)))
 
 
-def save(folder: Path, step: int, write: Callable[[Path], object], run: Mapping[str, Any], *, keep: int) -> Path:
+def save(folder: Path, step: int, tensors: Mapping[str, torch.Tensor], run: Mapping[str, Any], *, keep: int) -> Path:
     """Save a checkpoint, in all processes together; its path.
 
     Args:
         folder: of the checkpoints; on a file system that all processes share.
         step: of training; the same in all processes.
-        write: fills the folder that it is given, in each process.
+        tensors: as in `write_tensors`.
         run: what is run, as JSON has it, for run.json.
         keep: how many stay; older ones are removed once the new one is safe on disk.
 
@@ -70,7 +73,7 @@ def save(folder: Path, step: int, write: Callable[[Path], object], run: Mapping[
                 shutil.rmtree(leftover)
             partial.mkdir(parents=True)
         state.wait_for_everyone()
-        write(partial)
+        write_tensors(partial, tensors)
         state.wait_for_everyone()
         # Of files that another process has written, too: each machine forces its own to disk.
         files.flush_all(partial)
@@ -115,21 +118,50 @@ def read(folder: Path) -> dict[str, Any]:
     return run
 
 
-def load_weights(path: Path, weights: Mapping[str, torch.Tensor]) -> None:
-    """Fill tensors with those that a file has under their names.
+def write_tensors(folder: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Write tensors to a folder, in all processes together.
+
+    Args:
+        tensors: by the same names in all of them: parts of one that is spread over them, or the same.
 
     Raises:
-        CheckpointError: the file cannot be read, lacks one, or has others.
+        CheckpointError: they could not be written.
     """
+    files = {name: number // _IN_A_FILE + 1 for number, name in enumerate(tensors)}
+    writer = dcp.HuggingFaceStorageWriter(str(folder), files, save_distributed=True)
+    _together(f"{folder} could not be saved", dcp.save, tensors, storage_writer=writer)
+
+
+def read_tensors(folder: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Fill tensors with those that a folder has under their names, however they were spread when they were written.
+
+    Raises:
+        CheckpointError: a file cannot be read, or one is missing or of another shape.
+    """
+    problem = f"{folder} cannot be loaded; without it, the one before serves"
+    for file in sorted(folder.glob("*.safetensors")):
+        try:
+            # torch does not say which file is damaged.
+            with safe_open(file, "pt"):
+                pass
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(f"{problem}: {file.name}: {error}") from error
+    _together(problem, dcp.load, tensors, storage_reader=dcp.HuggingFaceStorageReader(str(folder)))
+
+
+def _together(problem: str, call: Callable[..., object], tensors: Mapping[str, torch.Tensor], **how: Any) -> None:
+    """Save or load in all processes; an error of one is the error of all."""
     try:
-        found = load_file(path)
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}") from error
-    if different := sorted(weights.keys() ^ found.keys()):
-        raise CheckpointError(f"{path} does not fit: missing or unexpected are {', '.join(different[:3])}, …")
-    with torch.no_grad():
-        for name, tensor in weights.items():
-            tensor.copy_(found[name])
+        # It warns of being the only process.
+        with warnings.catch_warnings(action="ignore"):
+            call(dict(tensors), **how)
+    except dcp.CheckpointException as error:
+        causes = [cause for cause, _ in error.failures.values()]
+        for cause in causes:
+            # Ctrl-C is none.
+            if not isinstance(cause, Exception):
+                raise cause from error
+        raise CheckpointError(f"{problem}: {'; '.join(dict.fromkeys(map(str, causes)))}") from error
 
 
 def hold(folder: Path, argument: str) -> AbstractContextManager[object]:

@@ -10,14 +10,11 @@ from __future__ import annotations
 import re
 import shutil
 import types
-import warnings
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint
 from safetensors import safe_open
-from torch.distributed.checkpoint import CheckpointException
 
 from vmonarch import restore, save_adapter
 from vmonarch.configs import InputError
@@ -31,8 +28,6 @@ from vmonarch.pipelines.config import build_config
 from vmonarch.pipelines.model_folder import ModelFolder, find_wan_model
 
 NAMES = ("diffusers", "comfyui")
-# Of FSDP in a checkpoint, by accelerate.
-SPREAD_WEIGHTS = "pytorch_model_fsdp_0"
 # Names of Wan's layers in diffusers, and those that its authors gave them.
 _COMFYUI = (
     (r"(blocks\.\d+)\.attn1\.to_([qkv])", r"\1.self_attn.\2"),
@@ -92,7 +87,9 @@ def export(
         raise CheckpointError(f"{path} was trained from another model than {folder.path}")
     require(config.lora.rank > 0 or names == "diffusers", "names", f"cannot be {names}: the run has no LoRA layers")
     experts, _ = load_experts(folder, objective_of(folder, config).experts, config)
-    _fill(experts.eval(), path, checkpoints.AVERAGE if config.ema else checkpoints.WEIGHTS, record["spread"])
+    kind = checkpoints.AVERAGE if config.ema else checkpoints.WEIGHTS
+    trained = {kind + name: p.detach() for name, p in experts.eval().named_parameters() if p.requires_grad}
+    checkpoints.read_tensors(path, trained)
     dtypes = {name: dtype or _stored_dtype(folder.path / name) for name in experts.parts}
     learns = any(".processor." in name for name, _ in experts.named_parameters())
     form = "end with .safetensors" if learns or (config.lora.rank and len(dtypes) == 1) else "be a folder"
@@ -127,21 +124,6 @@ def _stored_dtype(folder: Path) -> torch.dtype:
     with safe_open(min(folder.glob("*.safetensors")), "pt") as file:
         dtype: torch.dtype = file.get_tensor(next(iter(file.keys()))).dtype
     return dtype
-
-
-def _fill(experts: Experts, path: Path, file: str, spread: bool) -> None:
-    """Put the weights in a file of a checkpoint in the place of those that are trained."""
-    trained = {name: p.detach() for name, p in experts.named_parameters() if p.requires_grad}
-    if not spread:
-        checkpoints.load_weights(path / file, trained)
-        return
-    # FSDP's, each process its part.
-    parts = path / SPREAD_WEIGHTS
-    try:
-        with warnings.catch_warnings(action="ignore"):
-            torch.distributed.checkpoint.load({"model": trained}, checkpoint_id=parts, no_dist=True)
-    except CheckpointException as error:
-        raise CheckpointError(f"{parts} cannot be read: {error}") from error
 
 
 def _write_layers(experts: Experts, path: Path, dtypes: dict[str, torch.dtype], names: str) -> None:

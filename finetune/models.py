@@ -18,7 +18,7 @@ from vmonarch.configs import InputError
 from vmonarch.finetune.config import FinetuneConfig, require
 from vmonarch.finetune.objective import Expert, Objective
 from vmonarch.pipelines.model_folder import ModelFolder, read_json
-from vmonarch.pipelines.recipes import RECOMPILE_LIMIT
+from vmonarch.pipelines.recipes import allow_versions
 
 if TYPE_CHECKING:
     from vmonarch.own import Bound
@@ -69,24 +69,6 @@ class Experts(nn.Module):
         """The call of a `WanTransformer3DModel`; with `transfer`, `transfer_loss` of it."""
         part = self.parts[expert]
         return transfer_loss(part, arguments) if transfer else part(**arguments)
-
-
-def save_trained_alone(experts: Experts) -> None:
-    """From now on the state dict has no parameters that are not trained, and loading misses none of these.
-
-    Not before accelerate has prepared the module: FSDP spreads all of its weights by the state dict.
-    """
-    frozen = tuple(name for name, parameter in experts.named_parameters() if not parameter.requires_grad)
-
-    def leave_out(_: nn.Module, state: dict[str, Any], prefix: str, __: Any) -> None:
-        for name in frozen:
-            state.pop(prefix + name, None)
-
-    def miss_none(_: nn.Module, found: Any) -> None:
-        found.missing_keys[:] = [key for key in found.missing_keys if not key.endswith(frozen)]
-
-    experts.register_state_dict_post_hook(leave_out)
-    experts.register_load_state_dict_post_hook(miss_none)
 
 
 def load_experts(
@@ -172,9 +154,7 @@ def compile_options() -> dict[str, Any]:
 
 def compile_blocks(*models: Any) -> None:
     """Let torch compile the transformers' blocks, in a version for every attention that they come to have."""
-    import torch._dynamo
-
-    torch._dynamo.config.recompile_limit = max(RECOMPILE_LIMIT, torch._dynamo.config.recompile_limit)
+    allow_versions()
     for model in models:
         model.compile_repeated_blocks(dynamic=False, options=compile_options())
 

@@ -25,8 +25,6 @@ from accelerate import Accelerator
 from accelerate.tracking import get_available_trackers
 from accelerate.utils import DistributedDataParallelKwargs, InitProcessGroupKwargs, gather_object
 from diffusers.training_utils import EMAModel
-from safetensors.torch import save_file
-from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from tqdm import tqdm
 
@@ -43,7 +41,6 @@ from vmonarch.finetune.models import (
     layers_of,
     load_experts,
     objective_of,
-    save_trained_alone,
     share_clips,
 )
 from vmonarch.finetune.objective import Draw, generator_for
@@ -96,7 +93,6 @@ class Trainer:
         self.objective = objective_of(self.folder, config)
         self.accelerator = _accelerator(config, len(self.objective.experts))
         self.rank, self.world = self.accelerator.process_index, self.accelerator.num_processes
-        self.spread = self.accelerator.distributed_type.value == "FSDP"
         # Processes that share clips, noise and noise levels have one data rank.
         self.group = config.sequence_parallel_size
         problem = f"must divide the number of processes, {self.world}, got {self.group}"
@@ -141,7 +137,7 @@ class Trainer:
         config, accelerator = self.config, self.accelerator
         products = torch.bfloat16 if config.precision == "bf16" else torch.float32
         # FSDP wants the weights of a block to have one dtype.
-        frozen = torch.float32 if self.spread else products
+        frozen = torch.float32 if accelerator.distributed_type.value == "FSDP" else products
         experts, teacher = load_experts(self.folder, self.objective.experts, config, frozen)
         distils_lora = bool(config.objective.distillation and config.lora.rank)
         loaded = [experts] if teacher is None else [experts, teacher]
@@ -155,7 +151,6 @@ class Trainer:
         # The parts are reached through this; training goes through what accelerate makes of it.
         self.experts: Experts = experts
         self.model, self.optimizer = accelerator.prepare(experts, optimizer)
-        save_trained_alone(experts)
         self.teacher: Experts | BeforeLora | None = BeforeLora(experts) if distils_lora else teacher
         if teacher is not None:
             teacher.to(accelerator.device, products)
@@ -165,25 +160,28 @@ class Trainer:
         named = accelerator.unwrap_model(self.model).named_parameters()
         self.trained = {name: parameter for name, parameter in named if parameter.requires_grad}
         self.average = EMAModel(self.trained.values(), decay=config.ema) if config.ema else None
-        # Weights are read and written by name: accelerate knows them by how they are wrapped.
-        accelerator.register_save_state_pre_hook(self._write_weights)
-        accelerator.register_load_state_pre_hook(lambda models, folder: models.clear())
+        for parameter in self.trained.values():
+            # AdamW would make it in its first step: what a checkpoint fills has to be there before.
+            moments = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
+            self.optimizer.state[parameter] = {"step": torch.zeros((), device=parameter.device), **moments}
 
     # Checkpoints
 
     def save(self) -> Path:
         """Commit a checkpoint of this step."""
-        run = {"batches": self.loader.position, "spread": self.spread, **self.about}
-        write = lambda folder: self.accelerator.save_state(str(folder))
-        return checkpoints.save(self.saved, self.step, write, run, keep=self.config.checkpoints.keep)
+        run = {"batches": self.loader.position, **self.about}
+        return checkpoints.save(self.saved, self.step, self._tensors(), run, keep=self.config.checkpoints.keep)
 
-    def _write_weights(self, models: list[Any], weights: list[Any], folder: str) -> None:
-        """Put the trained weights in place of all, and write their average; FSDP has written its own."""
-        if weights:
-            weights[:] = [{name: parameter.detach() for name, parameter in self.trained.items()}]
-        if self.average is not None and self.rank == 0:
-            average = dict(zip(self.trained, self.average.shadow_params, strict=True))
-            save_file(average, Path(folder) / checkpoints.AVERAGE)
+    def _tensors(self) -> dict[str, torch.Tensor]:
+        """All that training changes, by name: the weights, what AdamW knows of each, and their average."""
+        found = {}
+        for name, parameter in self.trained.items():
+            found[checkpoints.WEIGHTS + name] = parameter.detach()
+            found |= {f"{kind}.{name}": tensor for kind, tensor in self.optimizer.state[parameter].items()}
+        if self.average is not None:
+            names = (checkpoints.AVERAGE + name for name in self.trained)
+            found |= zip(names, self.average.shadow_params, strict=True)
+        return found
 
     def _resume(self) -> None:
         """Restore the newest checkpoint, if there is one and it is of this run."""
@@ -191,8 +189,6 @@ class Trainer:
         if path is None:
             return
         run = checkpoints.read(path)
-        if self.spread != run["spread"]:
-            raise CheckpointError(f"{path} was saved with{'out' * self.spread} FSDP; go on with it as it began")
         anew = run["world_size"] != self.world
         if anew and not self.config.checkpoints.any_processes:
             raise CheckpointError(
@@ -206,18 +202,9 @@ class Trainer:
         free = (*FREE, "steps") if self.config.optimizer.schedule == "constant" else FREE
         if changed := "; ".join(changes(run["config"], self.about["config"], free)):
             raise CheckpointError(f"{path} cannot be resumed with other settings: {changed}; give another output_dir")
-        try:
-            self.accelerator.load_state(str(path))
-            if not self.spread:
-                checkpoints.load_weights(path / checkpoints.WEIGHTS, self.trained)
-            if self.average is not None:
-                shadow = dict(zip(self.trained, self.average.shadow_params, strict=True))
-                checkpoints.load_weights(path / checkpoints.AVERAGE, shadow)
-                self.average.optimization_step = run["step"]
-        # That of torch is a BaseException.
-        except (Exception, CheckpointException) as error:
-            problem = f"{path} cannot be loaded; without it, the run goes on from the one before"
-            raise CheckpointError(f"{problem}: {error}") from error
+        checkpoints.read_tensors(path, self._tensors())
+        if self.average is not None:
+            self.average.optimization_step = run["step"]
         if not anew:
             self.loader.position = run["batches"]
         self.step = run["step"]
@@ -428,13 +415,10 @@ def _accelerator(config: FinetuneConfig, experts: int) -> Accelerator:
         for name, only in {"ema": 0, "transfer": 0, "sequence_parallel_size": 1}.items():
             require(getattr(config, name) == only, name, f"must be {only} {why}")
         require(not config.validation.videos_every, "validation.videos_every", f"must be 0 {why}")
-        # Of a full one, the first process would have to hold all.
-        plugin = accelerator.state.fsdp_plugin
-        plugin.set_state_dict_type("SHARDED_STATE_DICT")
         if config.precision == "bf16":
             # accelerate would have gradients added in bfloat16. Inputs stay as they are: the rotary embedding is
             # float32, and a block that checkpointing computes again gets it without this cast.
-            plugin.mixed_precision_policy = MixedPrecisionPolicy(
+            accelerator.state.fsdp_plugin.mixed_precision_policy = MixedPrecisionPolicy(
                 param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False
             )
     return accelerator

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from vmonarch.configs import InputError, Settings, build, choice, deep_merge, number, presets
-from vmonarch.configs.methods import Additions, AttentionMethod, merge_attention, resolve_method
+from vmonarch.configs.methods import AttentionMethod, merge_attention, resolve_method
 from vmonarch.pipelines.embedded import EMBEDDED_SETTINGS, embedded_model_path
 from vmonarch.pipelines.environment import DTYPES, choose_device, choose_dtype
 from vmonarch.pipelines.lora import LORA, find_lora
@@ -115,11 +115,6 @@ class SamplingConfig(Settings):
         """The methods that compute self-attention, by the field that names them."""
         return {}
 
-    @property
-    def additions(self) -> Additions:
-        """What the model is loaded for, besides attention; nothing where methods with their own share it."""
-        return Additions()
-
     def batches(self) -> list[list[tuple[str, int]]]:
         """Prompt and seed of every video, prompts outermost, cut into the batches that are sampled together."""
         jobs = [(prompt, seed) for prompt in self.prompts for seed in self.seeds]
@@ -159,12 +154,6 @@ class GenerateConfig(SamplingConfig):
     def attention_methods(self) -> Mapping[str, Sequence[AttentionMethod]]:
         """As in `SamplingConfig`."""
         return {"attention": (self.attention,)}
-
-    @property
-    def additions(self) -> Additions:
-        """As in `SamplingConfig`."""
-        additions: Additions = self.attention.additions
-        return additions
 
 
 def check_sizes(config: Any, multiples: tuple[int, int], temporal: int, where: str = "") -> None:

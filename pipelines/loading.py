@@ -106,7 +106,9 @@ def load_model(config: SamplingConfig, folder: ModelFolder, shard: Shard = ALONE
     pipe.vae.decoder.register_forward_pre_hook(lambda _, inputs: (inputs[0].float(), *inputs[1:]))
     if folder.traits.tiled:
         pipe.vae.enable_tiling()
-    if linears := config.additions.linears:
+    methods = [method for several in config.attention_methods.values() for method in several]
+    # Of several that take turns each has its own.
+    if len(methods) == 1 and (linears := methods[0].additions.linears):
         for transformer in find_transformers(pipe).values():
             quantize_for_good(transformer, linears, device)
     if config.offload == "model":

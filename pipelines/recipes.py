@@ -12,9 +12,8 @@ compiled blocks and quantised linear layers.
 
 from __future__ import annotations
 
-import contextlib
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from vmonarch.configs import InputError
@@ -27,7 +26,7 @@ if TYPE_CHECKING:
 # What a transformer carries of a recipe: functions that take it off again, and how its weights were quantised for good.
 _UNDO, _FOR_GOOD = "_vmonarch_undo", "_vmonarch_linears"
 # A block of a model is one function to torch.compile; every method, and every kind of step, makes a version of it.
-RECOMPILE_LIMIT = 64
+_VERSIONS = 64
 # Linear layers of other sizes have no products in float8.
 _FLOAT8_MULTIPLE = 16
 # The first GPUs with products in float8: Ada.
@@ -105,16 +104,11 @@ def check_linears(linears: str, device: torch.device) -> None:
         raise InputError("linears", problem)
 
 
-@contextlib.contextmanager
-def room_for_versions(methods: Iterable[AttentionMethod]) -> Iterator[None]:
-    """Let torch.compile make a version of a block for each of several methods, and for every kind of their steps."""
-    if not any(method.additions.compile for method in methods):
-        yield
-        return
+def allow_versions() -> None:
+    """From now on let torch.compile make as many versions of a block as methods and kinds of steps may need."""
     import torch._dynamo
 
-    with torch._dynamo.config.patch(recompile_limit=RECOMPILE_LIMIT):
-        yield
+    torch._dynamo.config.recompile_limit = max(_VERSIONS, torch._dynamo.config.recompile_limit)
 
 
 def repeated_blocks(transformer: Any) -> list[Any]:
@@ -199,6 +193,7 @@ def _put_on(transformer: Any, additions: Additions, device: torch.device, backen
         registry.set_active_backend(default)
         undo.append(transformer.reset_attention_backend)
     if additions.compile:
+        allow_versions()
         for block in blocks:
             # Not block.compile(), which would compile the hooks of diffusers' caches too, and these are no graph.
             undo.append(functools.partial(_put_back, block, vars(block).get("forward")))

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from vmonarch.configs import InputError
 from vmonarch.installation import is_applied
 from vmonarch.pipelines.config import SamplingConfig
 from vmonarch.pipelines.loading import LoadedModel
@@ -57,9 +58,14 @@ def sample(
         steps: instead of `config.steps`.
         decode: whether to make frames of the latents, or leave it at these.
         progress: title of a progress bar; None for none.
+
+    Raises:
+        InputError: there is no prompt.
     """
     import torch
 
+    if not prompts:
+        raise InputError("prompts", "must hold at least one prompt")
     pipe, device, traits = model.pipe, model.device, model.folder.traits
     generators = [torch.Generator("cpu").manual_seed(seed) for seed in seeds]
     names = {**{name: name for name in ("height", "width", "num_frames")}, **traits.arguments}

@@ -33,7 +33,7 @@ from filelock import FileLock
 SUPPORT = Path(__file__).with_name("support")
 QUICK = Path(__file__).with_name("quick.txt")
 pytest.register_assert_rewrite("op_checks")
-SLOW_IMPORTS = ("torch._dynamo", "accelerate", "peft", "omegaconf", "pyarrow.parquet", "torch.utils.tensorboard",
+SLOW_IMPORTS = ("torch._dynamo", "accelerate", "peft", "pyarrow.parquet", "torch.utils.tensorboard",
                 "diffusers.pipelines.wan.pipeline_wan")  # fmt: skip
 
 # Looking for garbage among all that torch and diffusers keep takes a twentieth of the time.

@@ -167,17 +167,15 @@ class Steps(WanPipeline):
         """The velocities [1, C, T, h, w] with the prompt of these steps, by their numbers."""
         self.velocities: dict[int, torch.Tensor] = {}
         self.wanted, self.numbers = steps, itertools.count()
-        # Every method, and every kind of step, has its version of a block.
-        with torch._dynamo.config.patch(recompile_limit=recipes.RECOMPILE_LIMIT):
-            self(
-                prompt_embeds=self.texts[0],
-                negative_prompt_embeds=self.texts[1],
-                latents=self.noise,
-                num_inference_steps=self.options.steps,
-                guidance_scale=GUIDANCE if self.options.guidance else 1.0,
-                output_type="latent",
-                callback_on_step_end=self._ended,
-            )
+        self(
+            prompt_embeds=self.texts[0],
+            negative_prompt_embeds=self.texts[1],
+            latents=self.noise,
+            num_inference_steps=self.options.steps,
+            guidance_scale=GUIDANCE if self.options.guidance else 1.0,
+            output_type="latent",
+            callback_on_step_end=self._ended,
+        )
         record = record_of(self.transformer)
         if record is not None and record.sharing is not None:
             # The last step, which frees the residuals, may not be among these.
@@ -330,6 +328,7 @@ def ways(
             # diffusers' hooks read signatures in their first call, which cannot be compiled.
             pipe.do([0])
         if compiled and not method.additions.compile:
+            recipes.allow_versions()
             transformer.compile_repeated_blocks(fullgraph=ranks == 1, dynamic=False, backend=options.compile_backend)
         return pipe
 
@@ -339,7 +338,9 @@ def ways(
         pipe = pipeline(method, mode, options.ranks)
         kinds = step_kinds(method, pipe.names)
         # Which steps are exact follows from all before them where their errors decide.
-        every = list(range(len(kinds))) if method.decides_steps else steps_to_measure(kinds)
+        refresh = Refresh.parse(method.options.get("refresh"))
+        decided = refresh is not None and refresh.decides
+        every = list(range(len(kinds))) if decided else steps_to_measure(kinds)
         steps = [0] if first else every
         named = lambda velocities: {f"step {n}": x.movedim(1, -1) for n, x in zip(steps, velocities, strict=True)}
 
@@ -357,7 +358,7 @@ def ways(
             return {name: x.float() for name, x in named(pipeline(eager, "eager", 1).do(steps).values()).items()}
 
         def more(clock: Clock, row: dict[str, Any]) -> None:
-            found = pipe.kinds() if method.decides_steps else kinds
+            found = pipe.kinds() if decided else kinds
             row.update(pipe.seconds(clock, row["rounds"] * len(steps), found), options=method.to_dict())
             if options.cold:
                 make = partial(ways, {"cold": (method, mode)}, options, first=True)

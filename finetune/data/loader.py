@@ -15,11 +15,11 @@ from dataclasses import KW_ONLY, dataclass, replace
 from itertools import count, islice
 from typing import TypeVar
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 
 from vmonarch.finetune.data.parquet import EMPTY_CAPTION, TEXT_LENGTH, DataError, ParquetFolder, Sample
+from vmonarch.finetune.objective import generator_for
 
 # That read and decode rows.
 THREADS = 2
@@ -102,13 +102,14 @@ class LatentLoader:
             problem = f"{place} has text of {text.shape[1]}: another text encoder made it"
             raise DataError(f"text_dim is {self.text_dim}, but {problem}")
 
-    def schedule(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
+    def schedule(self, epoch: int) -> tuple[list[int], list[bool]]:
         """(the order of the rows in an epoch, for each slot over all ranks whether its caption is dropped)."""
         rows, slots = len(self.folder), self.batches_per_epoch * self._unit
-        order = np.argsort(_random_bits(rows, self.seed, epoch, 0)) if self.shuffle else np.arange(rows)
-        # The upper 53 bits are a number of [0, 1) exactly.
-        uniform = (_random_bits(slots, self.seed, epoch, 2) >> np.uint64(11)) * 2.0**-53
-        return order, uniform < self.caption_dropout
+        random = lambda what: generator_for(self.seed, what, epoch)
+        # Of numbers and not by a shuffle, which another version of torch may make otherwise.
+        order = torch.rand(rows, generator=random("order"), dtype=torch.float64).argsort()
+        dropped = torch.rand(slots, generator=random("captions"), dtype=torch.float64) < self.caption_dropout
+        return order.tolist() if self.shuffle else list(range(rows)), dropped.tolist()
 
     def _rows(self) -> Iterator[list[tuple[int, bool]]]:
         """Of each batch from the position on, the rows and whether their captions are dropped."""
@@ -118,7 +119,7 @@ class LatentLoader:
             if epoch != current:
                 (order, dropped), current = self.schedule(epoch), epoch
             start = place * self._unit + self.rank * self.batch_size
-            yield [(int(order[s % len(order)]), bool(dropped[s])) for s in range(start, start + self.batch_size)]
+            yield [(order[s % len(order)], dropped[s]) for s in range(start, start + self.batch_size)]
 
     def _batch(self, rows: list[tuple[int, bool]]) -> Batch:
         """The clips of rows, and whether each goes without its caption."""
@@ -156,8 +157,3 @@ class LatentLoader:
             batch = future.result()
             self.position += 1
             yield batch
-
-
-def _random_bits(count: int, seed: int, epoch: int, purpose: int) -> np.ndarray:
-    """[count] uint64. Streams of numpy's bit generators stay as they are from version to version; shuffles may not."""
-    return np.random.PCG64(np.random.SeedSequence((seed, epoch, purpose))).random_raw(count)

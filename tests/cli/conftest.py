@@ -86,6 +86,12 @@ class Cli:
         captured = self._capsys.readouterr()
         return code, captured.out, captured.err
 
+    def done(self, *words: object, **options: Any) -> str:
+        """The output of `vmonarch WORDS`, which has to end well."""
+        code, out, err = self(*words, **options)
+        assert code == 0, err
+        return out
+
     def outputs(self, folder: str = "outputs/generate") -> list[str]:
         """Names of all files in an output folder, hidden ones too."""
         path = self.folder / folder

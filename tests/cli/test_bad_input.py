@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from vmonarch.configs import FOLDER
 from vmonarch.pipelines import loading
 
 PROMPT = "a red circle moving right"
@@ -52,6 +53,7 @@ COMPARE = {
 # Of the others: all arguments.
 EVAL = {
     "prompt twice": (["a red", "a red"], ["must differ"]),
+    "file of presets": (["--config", str(FOLDER / "eval.yaml")], ["--config", "holds presets", "exact, figure12, "]),
     "prompt set": (["--prompt-set", "movies"], ["--prompt-set must be one of embedded"]),
     "vbench": (["a red", "--vbench", "imaging"], ["did you mean imaging_quality?"]),
     "small frames": (["a red", "--vmaf", "--height", "16", "--width", "64"], ["--vmaf needs frames", "got 64×16"]),

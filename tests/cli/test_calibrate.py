@@ -17,8 +17,7 @@ SPARSE = "two-resolution:share=0.2,tile=[1,2,2]"
 
 def test_a_model_is_diagnosed_and_planned_and_other_plans_need_no_sampling(cli, monkeypatch):
     words = ["calibrate", PROMPT, "--every", 1, "--candidates", "vmonarch-t1", SPARSE]
-    code, out, err = cli(*words, "--flops", 0.5, "--measure", "kl", "--refine", 2)
-    assert code == 0 and "work:" in out, err
+    assert "work:" in cli.done(*words, "--flops", 0.5, "--measure", "kl", "--refine", 2)
     (folder,) = (cli.folder / "outputs" / "calibrate").iterdir()
     assert sorted(path.name for path in folder.iterdir()) == ["diagnosis.json", "plan.json"]
     diagnosis = json.loads((folder / "diagnosis.json").read_text())
@@ -33,11 +32,10 @@ def test_a_model_is_diagnosed_and_planned_and_other_plans_need_no_sampling(cli, 
     with monkeypatch.context() as patch:
         patch.setattr("vmonarch.pipelines.loading.load_model", lambda *_: pytest.fail("a model was loaded"))
         with pytest.warns(UserWarning, match="the plan is nothing but full attention"):
-            code, out, _ = cli(*again, "--flops", 99, "--plan", "exact.json", tiny=False)
-        assert code == 0 and out.splitlines()[-1] == "exact.json"
+            assert cli.done(*again, "--flops", 99, "--plan", "exact.json", tiny=False).endswith("exact.json\n")
         assert {name for row in AttentionPlan.parse("exact.json").layers["transformer"] for name in row} == {"full"}
         least = diagnosis["candidates"][SPARSE]["flops"] / default_flops(LatentGrid(*diagnosis["grid"])) + 1e-9
-        assert cli(*again, "--measure", "kl", "--flops", least, "--plan", "2.json", tiny=False)[0] == 0
+        cli.done(*again, "--measure", "kl", "--flops", least, "--plan", "2.json", tiny=False)
         assert list(AttentionPlan.parse("2.json").methods) == [SPARSE]
         for words, message in (
             (again, "exists; give another --plan"),
@@ -49,7 +47,7 @@ def test_a_model_is_diagnosed_and_planned_and_other_plans_need_no_sampling(cli, 
             assert code == 2 and message in err, err
     (options,) = AttentionPlan.parse("2.json").methods.values()
     assert options == TwoResolutionOptions(share=0.2, tile=(1, 2, 2))
-    assert cli("compare", "a red circle", "--methods", "full", "vmonarch:plan=2.json")[0] == 0
+    cli.done("compare", "a red circle", "--methods", "full", "vmonarch:plan=2.json")
 
 
 def test_a_plan_for_a_time_needs_a_gpu(cli, monkeypatch):
@@ -59,14 +57,12 @@ def test_a_plan_for_a_time_needs_a_gpu(cli, monkeypatch):
     assert not list((cli.folder / "outputs" / "calibrate").glob("*")), "nothing was sampled"
     times = {"full": 2.0, "vmonarch-t1": 0.8, "vmonarch": 0.8}
     monkeypatch.setattr("vmonarch.eval.calibrate.run.head_times", lambda *_: times)
-    code, out, err = cli(*line)
-    assert code == 0, err
+    out = cli.done(*line)
     assert re.search(r"^time: \S+ % of full", out, re.MULTILINE)
     diagnosis = out.splitlines()[-2]
     monkeypatch.setenv("HOME", str(cli.folder))
     words = ["--diagnosis", f"~/{diagnosis}", "--time", 1, "--plan", "~/p.json"]
-    code, out, err = cli("calibrate", *words, tiny=False)
-    assert code == 0 and "time: 40.0 % of full attention's" in out, err
+    assert "time: 40.0 % of full attention's" in cli.done("calibrate", *words, tiny=False)
 
 
 def test_what_was_sampled_outlives_a_plan_that_cannot_be_made(cli, monkeypatch):
@@ -81,6 +77,6 @@ def test_what_was_sampled_outlives_a_plan_that_cannot_be_made(cli, monkeypatch):
     (folder,) = (cli.folder / "outputs" / "calibrate").iterdir()
     assert code == 2 and "--flops has no plan" in err and "--diagnosis makes other plans" in err
     assert str(folder.relative_to(cli.folder) / "diagnosis.json") in err
-    assert cli("calibrate", "--diagnosis", folder / "diagnosis.json", tiny=False)[0] == 0
+    cli.done("calibrate", "--diagnosis", folder / "diagnosis.json", tiny=False)
     with pytest.warns(UserWarning, match="nothing but full attention"):
-        assert cli(*line, "--flops", 99)[0] == 0
+        cli.done(*line, "--flops", 99)

@@ -295,12 +295,10 @@ def test_vbench_gets_every_video_with_its_prompt(loaded, copied: Path, monkeypat
 def test_the_command_writes_the_report_and_prints_the_table(cli) -> None:
     line = ["eval", "a red circle moving right", "a blue square", "--methods", "vmonarch-plain", "--seed", 1]
     line += ["--report-items", 1, "output_dir=a folder"]
-    code, out, err = cli(*line)
-    assert code == 0, err
+    out = cli.done(*line)
     assert "| vmonarch-plain  " in out and "| full (reference) |         100.0 % |" in out
     assert len({len(line) for line in out.splitlines() if line.startswith("|")}) == 1
     assert out.rstrip().endswith("a folder/report.html")
     page = (cli.folder / "a folder" / "report.html").read_text(encoding="utf-8")
     assert page.count("<video") == 2 and "1 of 2 items" in page
-    code, out, _ = cli(*line, "--quiet")
-    assert code == 0 and out.strip() == "a folder/report.html"
+    assert cli.done(*line, "--quiet").strip() == "a folder/report.html"

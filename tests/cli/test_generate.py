@@ -19,6 +19,7 @@ import torch
 from videos import read_video
 
 from vmonarch.cli import main
+from vmonarch.configs import InputError
 from vmonarch.pipelines import loading, sampling
 from vmonarch.pipelines.config import GenerateConfig
 from vmonarch.pipelines.generation import generate
@@ -42,8 +43,7 @@ def sampled(loaded: loading.LoadedModel, prompts: list[str], seeds: list[int], *
 
 def test_every_prompt_gets_every_seed_and_a_record_that_tells_all(cli) -> None:
     words = ["--seed", 3, 5, "--fps", 8, "--attention", "vmonarch-t3", "attention.min_mass=0.2"]
-    code, out, err = cli("generate", PROMPT, "a blue square", *words)
-    assert code == 0, err
+    out = cli.done("generate", PROMPT, "a blue square", *words)
     records = cli.records()
     assert [(r["prompt"], r["seed"]) for r in records] == [(p, s) for p in (PROMPT, "a blue square") for s in (3, 5)]
     folder = cli.folder / "outputs/generate"
@@ -77,6 +77,8 @@ def test_a_seed_means_the_same_in_any_batch(loaded: loading.LoadedModel) -> None
     together = sampled(loaded, ["a blue square", PROMPT, PROMPT], [1, 5, 6])
     assert torch.allclose(together[1], alone[0], atol=1e-4)
     assert not torch.allclose(together[2], alone[0], atol=1e-2)
+    with pytest.raises(InputError, match="prompts must hold at least one prompt"):
+        sampled(loaded, [], [])
 
 
 def test_image_to_video(cli, tiny_image_model: Path) -> None:
@@ -89,14 +91,13 @@ def test_image_to_video(cli, tiny_image_model: Path) -> None:
         told = pytest.warns(UserWarning, match="image: 80×32 is crop") if "wide" in name else contextlib.nullcontext()
         words = ["generate", PROMPT, "a blue square", "--batch-size", 2, "--image", name]
         with told:
-            code, _, err = cli(*words, model=tiny_image_model)
-        assert code == 0, err
+            cli.done(*words, model=tiny_image_model)
     wide, _, centre, _, other, _ = cli.records()
     assert "cropped to 48×32" in wide["model"]["image_changes"] and not centre["model"]["image_changes"]
     assert wide["frames_sha256"] == centre["frames_sha256"] != other["frames_sha256"]
     assert wide["model"]["image_sha256"] != centre["model"]["image_sha256"]
     path = cli.folder / "outputs/generate" / centre["video"].replace(".mp4", ".json")
-    assert cli("generate", "--from-json", path, tiny=False)[0] == 0
+    cli.done("generate", "--from-json", path, tiny=False)
     assert cli.records()[-1]["model"]["image_sha256"] == centre["model"]["image_sha256"]
     Image.fromarray(pixels).save(cli.folder / "centre.png")
     code, _, err = cli("generate", "--from-json", path, tiny=False)
@@ -108,8 +109,7 @@ def test_one_model_for_text_and_image(cli, tiny_token_timestep_model: Path) -> N
 
     Image.new("RGB", (48, 32), (200, 30, 30)).save(cli.folder / "first.png")
     for words in ([], ["--image", "first.png"]):
-        code, _, err = cli("generate", PROMPT, *words, model=os.path.relpath(tiny_token_timestep_model))
-        assert code == 0, err
+        cli.done("generate", PROMPT, *words, model=os.path.relpath(tiny_token_timestep_model))
     text, image = cli.records()
     assert (text["model"]["pipeline"], image["model"]["pipeline"]) == ("WanPipeline", "WanImageToVideoPipeline")
     assert all(Path(image["config"][name]).is_absolute() for name in ("model", "image"))
@@ -132,12 +132,11 @@ def test_a_hub_model_is_recorded_with_its_commit(cli, monkeypatch: pytest.Monkey
         return str(snapshot)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
-    assert cli("generate", PROMPT, "--revision", "main", model="owner/name")[0] == 0
+    cli.done("generate", PROMPT, "--revision", "main", model="owner/name")
     (record,) = cli.records()
     assert (record["config"]["model"], record["config"]["revision"]) == ("owner/name", "0123abcd")
     path = f"outputs/generate/{cli.outputs()[0].split('.')[0]}.json"
-    code, _, err = cli("generate", "--from-json", path, tiny=False)
-    assert code == 0, err
+    cli.done("generate", "--from-json", path, tiny=False)
     assert asked == [("owner/name", "main"), ("owner/name", "0123abcd")]
 
 
@@ -207,8 +206,7 @@ def test_config_file_options_and_overrides_lie_in_that_order(cli) -> None:
 
 def test_a_prompt_is_enough(cli) -> None:
     """The shipped model at its own size; few frames and steps, for speed."""
-    code, _, err = cli("generate", "a red circle moving right", "--num-frames", 13, "--steps", 3, tiny=False)
-    assert code == 0, err
+    cli.done("generate", "a red circle moving right", "--num-frames", 13, "--steps", 3, tiny=False)
     (record,) = cli.records()
     assert record["config"]["model"] == record["model"]["name"] == "embedded"
     frames, _ = read_video(cli.folder / "outputs/generate" / record["video"])

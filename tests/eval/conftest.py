@@ -49,6 +49,6 @@ def run_command(tmp_path: Path) -> Callable[..., tuple[int, Any]]:
 def forkserver() -> Iterator[Any]:
     """A context that, as "spawn", pickles what a process is given, but imports what takes long once for all."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["accelerate", "peft", "omegaconf", "diffusers.pipelines.wan.pipeline_wan"])
+    context.set_forkserver_preload(["accelerate", "peft", "diffusers.pipelines.wan.pipeline_wan"])
     yield context
     multiprocessing.forkserver._forkserver._stop()

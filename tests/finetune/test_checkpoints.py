@@ -6,28 +6,26 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 from accelerate import PartialState
 
 from vmonarch import files
 from vmonarch.finetune import checkpoints
-from vmonarch.finetune.checkpoints import CheckpointError, newest, read, steps_in
+from vmonarch.finetune.checkpoints import CheckpointError, newest, read, read_tensors, steps_in
 
 
 def save(folder, step, keep=2):
-    """Files whose every byte tells the step."""
-
-    def write(partial):
-        (partial / "weights").mkdir()
-        (partial / "weights" / "part.bin").write_bytes(bytes([step % 256]) * 1000)
-        (partial / "optimizer.bin").write_bytes(bytes([step % 256]) * 500)
-
-    return checkpoints.save(folder, step, write, {"config": step}, keep=keep)
+    """Tensors whose every number tells the step, in two files."""
+    tensors = {f"tensor-{n}": torch.full((9,), float(step)) for n in range(70)}
+    return checkpoints.save(folder, step, tensors, {"config": step}, keep=keep)
 
 
 def assert_sound(folder, step):
     path = newest(folder)
     assert path == folder / f"step-{step:08d}" and read(path)["config"] == step
-    assert (path / "weights" / "part.bin").read_bytes() == bytes([step % 256]) * 1000
+    found = {f"tensor-{n}": torch.zeros(9) for n in range(70)}
+    read_tensors(path, found)
+    assert all((tensor == step).all() for tensor in found.values())
 
 
 def hidden(folder):
@@ -50,10 +48,20 @@ def test_the_oldest_are_removed_and_the_new_one_never(tmp_path):
 
 def test_a_record_that_this_version_cannot_read_is_named(tmp_path):
     record = save(tmp_path, 1) / "run.json"
-    for damage, message in ((('"format": 5', '"format": 6'), "has format 6; this"), (('"', "'"), "no record of a run")):
+    for damage, message in ((('"format": 6', '"format": 7'), "has format 7; this"), (('"', "'"), "no record of a run")):
         record.write_text(record.read_text().replace(*damage))
         with pytest.raises(CheckpointError, match=f"step-00000001/run.json .*{message}"):
             read(record.parent)
+
+
+def test_an_interrupted_save_leaves_nothing(tmp_path, monkeypatch):
+    def interrupted(*given):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(checkpoints.dcp.HuggingFaceStorageWriter, "write_data", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        save(tmp_path, 1)
+    assert not list(tmp_path.iterdir())
 
 
 # Failing disks
@@ -78,7 +86,7 @@ def disk(monkeypatch):
         monkeypatch.setattr(owner, name, wrapped)
 
     PartialState()
-    for owner, name in ((files, "flush"), (Path, "rename"), (Path, "write_bytes")):
+    for owner, name in ((files, "flush"), (Path, "rename"), (Path, "write_bytes"), (checkpoints, "write_tensors")):
         watch(owner, name)
     monkeypatch.setattr(PartialState, "wait_for_everyone", lambda state: Disk.log.append(("wait", "")))
     return Disk
@@ -114,10 +122,10 @@ def test_all_is_on_disk_before_the_name_and_the_name_before_the_oldest_goes(tmp_
     last = lambda name, path: max(n for n, entry in enumerate(disk.log) if entry == (name, str(path)))
     named = last("rename", partial)
     files = [file.relative_to(path) for file in (path, *path.rglob("*"))]
-    assert len(files) == 5 and all(last("flush", partial / file) < named for file in files)
+    assert len(files) == 4 and all(last("flush", partial / file) < named for file in files)
     assert named < last("flush", tmp_path) < last("rename", tmp_path / "step-00000001")
     # All processes wait for the folder, for its files, for these to be on disk, and for its name.
     waits = [n for n, (name, _) in enumerate(disk.log) if name == "wait"]
-    written = [n for n, entry in enumerate(disk.log) if entry[0] == "write_bytes" and "run.json" not in entry[1]]
+    written = [n for n, (name, _) in enumerate(disk.log) if name == "write_tensors"]
     first = min(n for n, (name, _) in enumerate(disk.log) if name == "flush")
     assert waits[0] < written[0] and written[-1] < waits[1] < first < waits[2] < named < waits[3] == len(disk.log) - 1

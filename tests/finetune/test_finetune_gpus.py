@@ -55,7 +55,6 @@ def test_two_gpus_resume_as_if_they_had_not_ended(place, tmp_path, engine, rank)
     assert whole == parts and len([line for line in whole if "loss" in line]) == 6
     saved = tmp_path / "parts" / "checkpoints" / "step-00000006"
     assert json.loads((saved / "run.json").read_text())["world_size"] == 2
-    assert (saved / "pytorch_model_fsdp_0").is_dir() == (engine == "fsdp")
     made = tmp_path / ("layers.safetensors" if rank else "model")
     export(tmp_path / "parts", made)
     pipe = diffusers.WanPipeline.from_pretrained(place / "model" if rank else made)

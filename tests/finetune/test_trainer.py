@@ -5,20 +5,17 @@ import json
 import math
 import shutil
 from itertools import islice
-from unittest import mock
 
 import diffusers
 import pytest
 import tiny_folders
 import tiny_wan as tiny
 import torch
-from accelerate import Accelerator
 from safetensors.torch import load_file
-from torch.distributed.checkpoint import CheckpointException
 
 import vmonarch
 from vmonarch.configs import InputError
-from vmonarch.finetune.checkpoints import CheckpointError, newest, read, steps_in
+from vmonarch.finetune.checkpoints import CheckpointError, newest, read, read_tensors, steps_in
 from vmonarch.finetune.config import FinetuneConfig
 from vmonarch.finetune.data.parquet import Sample, write_shard
 from vmonarch.finetune.export import comfyui_name, export
@@ -132,10 +129,10 @@ def test_a_resumed_run_is_the_same_run(place, tmp_path, kind):
     assert moved == ({"transformer", "transformer_2"} if kind == "t2v-2.2" else {"transformer"})
     parts = tmp_path / "parts"
     Trainer(settings(place, parts, kind, clips, **options | {"steps": 9})).run()
-    state = torch.get_rng_state()
+    # Nothing that is drawn from it bears on a run.
     torch.rand(1)
     resumed = Trainer(settings(place, parts, kind, clips, **options))
-    assert resumed.step == 9 and torch.equal(torch.get_rng_state(), state)
+    assert resumed.step == 9
     resumed.run()
     assert losses(parts) == found
     assert equal(weights(resumed), weights(whole)) and equal(average(resumed), average(whole))
@@ -318,26 +315,21 @@ def test_another_run_is_not_resumed(place, tmp_path):
     assert Trainer(settings(place, tmp_path, **free)).step == 2
 
 
-def test_a_checkpoint_that_has_been_damaged_is_named_and_the_one_before_serves(place, tmp_path, monkeypatch):
+def test_a_checkpoint_that_has_been_damaged_is_named_and_the_one_before_serves(place, tmp_path):
     options = {"steps": 2, "checkpoints": {"every": 1}}
     Trainer(settings(place, tmp_path, **options)).run()
     path = newest(tmp_path / "checkpoints")
-    for name in ("optimizer.bin", "model.safetensors"):
-        whole = (path / name).read_bytes()
-        (path / name).write_bytes(b"cut")
-        with pytest.raises(
-            CheckpointError, match="step-00000002 cannot be loaded; without it, the run goes on from the"
+    file = min(path.glob("*.safetensors"))
+    cut = lambda: file.write_bytes(file.read_bytes()[:-9])
+    for damage, why in ((cut, f"{file.name}: .*header"), (file.unlink, "Missing key")):
+        damage()
+        for use in (
+            lambda: Trainer(settings(place, tmp_path, **options)),
+            lambda: export(tmp_path, tmp_path / "exported"),
         ):
-            Trainer(settings(place, tmp_path, **options))
-        (path / name).write_bytes(whole)
-    (path / "model.safetensors").unlink()
-    for use in (lambda: Trainer(settings(place, tmp_path, **options)), lambda: export(tmp_path, tmp_path / "exported")):
-        with pytest.raises(CheckpointError, match="model.safetensors.*cannot be read"):
-            use()
-    # As FSDP does where a process's part is damaged.
-    with monkeypatch.context() as patch, pytest.raises(CheckpointError, match="cannot be loaded; without it"):
-        patch.setattr(Accelerator, "load_state", mock.Mock(side_effect=CheckpointException("cut", {})))
-        Trainer(settings(place, tmp_path, **options))
+            message = f"step-00000002 cannot be loaded; without it, the one before serves: .*{why}"
+            with pytest.raises(CheckpointError, match=message):
+                use()
     shutil.rmtree(path)
     assert Trainer(settings(place, tmp_path, **options)).step == 1
 
@@ -406,10 +398,11 @@ def test_full_weights_become_a_folder_that_stock_diffusers_loads(place, tmp_path
     stored = load_file(
         export(tmp_path / "run", tmp_path / "sixth", **options) / "transformer" / "diffusion_pytorch_model.safetensors"
     )
-    sixth = load_file(tmp_path / "run" / "checkpoints" / "step-00000006" / "ema.safetensors")
+    sixth = {f"average.{name}": torch.zeros_like(tensor) for name, tensor in average(trainer).items()}
+    read_tensors(tmp_path / "run" / "checkpoints" / "step-00000006", sixth)
     assert {tensor.dtype for tensor in stored.values()} == {torch.bfloat16, torch.float32}
     for name, tensor in stored.items():
-        assert torch.equal(tensor, sixth[f"parts.transformer.{name}"].to(tensor.dtype))
+        assert torch.equal(tensor, sixth[f"average.parts.transformer.{name}"].to(tensor.dtype))
     with pytest.raises(InputError, match="model must be of the Wan family.*LTXPipeline"):
         export(tmp_path / "run", tmp_path / "other", model=str(model(place, "ltx")))
 
