@@ -65,27 +65,25 @@ def parse_override(override: str) -> dict[str, Any]:
     key, _, value = override.partition("=")
     key = key.replace("-", "_")
     try:
-        parsed = _parse(value)
+        return _yaml([f"{key}={value}"])
     except ValueError as error:
         raise InputError(key, f"has a value that is not YAML: {value!r}") from error
-    for part in reversed(key.split(".")):
-        parsed = {part: parsed}
-    return typing.cast(dict[str, Any], parsed)
 
 
-def _parse(text: str) -> Any:
-    """What YAML says, in which 1e-6 is a number, as in YAML 1.2 and not in PyYAML, and a date is text, as in JSON."""
+def _yaml(given: str | list[str]) -> Any:
+    """What OmegaConf reads in a text or in overrides: unlike for PyYAML, 1e-6 is a number, and a date is text.
+
+    Raises:
+        ValueError: it is not YAML.
+    """
     import yaml
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
 
-    class Loader(yaml.SafeLoader):
-        pass
-
-    exponent = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$")
-    Loader.add_implicit_resolver("tag:yaml.org,2002:float", exponent, list("-+.0123456789"))
-    Loader.add_constructor("tag:yaml.org,2002:timestamp", yaml.SafeLoader.construct_yaml_str)
     try:
-        return yaml.load(text, Loader)
-    except yaml.YAMLError as error:
+        read = OmegaConf.create if isinstance(given, str) else OmegaConf.from_dotlist
+        return OmegaConf.to_container(read(given), resolve=False)
+    except (yaml.YAMLError, OmegaConfBaseException) as error:
         raise ValueError(str(error)) from error
 
 
@@ -141,7 +139,9 @@ def preset_names(group: str) -> list[str]:
 @functools.cache
 def presets(group: str) -> dict[str, dict[str, Any]]:
     """The entries of `configs/<group>.yaml`, by their names; not to be changed."""
-    return _parse((FOLDER / f"{group}.yaml").read_text(encoding="utf-8"))
+    import yaml
+
+    return yaml.safe_load((FOLDER / f"{group}.yaml").read_text(encoding="utf-8"))
 
 
 def read_yaml(name: str, group: str, argument: str = "config") -> dict[str, Any]:
@@ -153,7 +153,7 @@ def read_yaml(name: str, group: str, argument: str = "config") -> dict[str, Any]
     if name in (known := preset_names(group)):
         return dict(presets(group)[name])
     try:
-        contents = _parse(Path(name).read_text(encoding="utf-8"))
+        contents = _yaml(Path(name).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         problem = f"must be a YAML file or one of {', '.join(known)}, got {name!r}: {error}"
         raise InputError(argument, problem) from error

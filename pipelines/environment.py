@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     import torch
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-PACKAGES = ("torch", "triton", "diffusers", "transformers", "accelerate", "peft", "imageio-ffmpeg")
+PACKAGES = ("torch", "triton", "diffusers", "transformers", "accelerate", "peft", "omegaconf", "imageio-ffmpeg")
 EXTRAS = {
     "parallel": ("xfuser",),
     "ui": ("gradio",),
