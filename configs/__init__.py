@@ -81,7 +81,7 @@ def _yaml(given: str | list[str]) -> Any:
     from omegaconf.errors import OmegaConfBaseException
 
     try:
-        read = OmegaConf.create if isinstance(given, str) else OmegaConf.from_dotlist
+        read: Any = OmegaConf.create if isinstance(given, str) else OmegaConf.from_dotlist
         return OmegaConf.to_container(read(given), resolve=False)
     except (yaml.YAMLError, OmegaConfBaseException) as error:
         raise ValueError(str(error)) from error

@@ -45,7 +45,7 @@ class EvalConfig(SamplingConfig):
         report_megabytes: and no more videos than that.
     """
 
-    methods: tuple[Any, ...] = ("full", "vmonarch")
+    methods: tuple[Any, ...] = ("full", "near-lossless")
     output_dir: str = "outputs/eval"
     prompt_set: str | None = choice(None, "embedded")
     num_prompts: int | None = number(None, "[1, inf)")

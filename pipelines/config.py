@@ -143,7 +143,7 @@ class GenerateConfig(SamplingConfig):
         contact_sheet: a PNG of twelve frames beside each video.
     """
 
-    attention: Any = "vmonarch"
+    attention: Any = "near-lossless"
     contact_sheet: bool = True
 
     def __post_init__(self) -> None:
@@ -195,7 +195,8 @@ def build_config(schema: type[AnySettings], *layers: Mapping[str, Any]) -> AnySe
     for layer in layers:
         merged = deep_merge(values, layer)
         if "attention" in layer:
-            merged["attention"] = merge_attention(values.get("attention", "vmonarch"), layer["attention"])
+            below = values.get("attention", getattr(schema, "attention", "full"))
+            merged["attention"] = merge_attention(below, layer["attention"])
         values = merged
     return build(schema, values)
 

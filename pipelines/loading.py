@@ -104,8 +104,6 @@ def load_model(config: SamplingConfig, folder: ModelFolder, shard: Shard = ALONE
     # transformer's type.
     pipe.vae.enable_slicing()
     pipe.vae.decoder.register_forward_pre_hook(lambda _, inputs: (inputs[0].float(), *inputs[1:]))
-    if folder.traits.tiled:
-        pipe.vae.enable_tiling()
     methods = [method for several in config.attention_methods.values() for method in several]
     # Of several that take turns each has its own.
     if len(methods) == 1 and (linears := methods[0].additions.linears):

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import contextlib
 import time
+import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from vmonarch.configs import InputError
 from vmonarch.installation import is_applied
 from vmonarch.pipelines.config import SamplingConfig
 from vmonarch.pipelines.loading import LoadedModel
@@ -19,6 +19,9 @@ from vmonarch.reports import Report, report
 
 if TYPE_CHECKING:
     import torch
+
+# Bytes that Wan's VAEs take to decode whole frames in float32, for each pixel of one: the most in docs/choose.md.
+_DECODED_PIXEL = 28_000
 
 
 @dataclass(frozen=True)
@@ -58,14 +61,9 @@ def sample(
         steps: instead of `config.steps`.
         decode: whether to make frames of the latents, or leave it at these.
         progress: title of a progress bar; None for none.
-
-    Raises:
-        InputError: there is no prompt.
     """
     import torch
 
-    if not prompts:
-        raise InputError("prompts", "must hold at least one prompt")
     pipe, device, traits = model.pipe, model.device, model.folder.traits
     generators = [torch.Generator("cpu").manual_seed(seed) for seed in seeds]
     names = {**{name: name for name in ("height", "width", "num_frames")}, **traits.arguments}
@@ -83,6 +81,8 @@ def sample(
     }
     pipe.set_progress_bar_config(disable=progress is None, desc=progress, leave=False)
     traits.prepare(pipe, config)
+    if decode:
+        _tile(model, config)
     if hasattr(pipe.scheduler, "generator"):
         # Pipelines give it to no step.
         pipe.scheduler.generator = generators
@@ -101,6 +101,18 @@ def sample(
     frames, latents = (found.float().cpu(), None) if decode else (None, found)
     ran = report(pipe) if is_applied(pipe) else None
     return Batch(frames, latents, seconds, len(forward) // 2, ran)
+
+
+def _tile(model: LoadedModel, config: SamplingConfig) -> None:
+    """Let the VAE decode in tiles where the model always does, or where a card is too small to decode whole frames."""
+    import torch
+
+    traits, vae, device = model.folder.traits, model.pipe.vae, model.device
+    needs = traits.wan * (config.height or 0) * (config.width or 0) * _DECODED_PIXEL
+    short = device.type == "cuda" and needs > 0.9 * torch.cuda.get_device_properties(device).total_memory
+    if short:
+        warnings.warn(f"the VAE decodes in tiles: whole frames may need {needs / 1e9:.0f} GB", stacklevel=3)
+    (vae.enable_tiling if traits.tiled or short else vae.disable_tiling)()
 
 
 @contextlib.contextmanager

@@ -235,25 +235,6 @@ def test_exact_blocks_match_float64_however_their_keys_are_split(name, splits, e
 
 
 @in_interpreter
-def test_rows_that_no_segment_holds_are_kept_or_get_nothing():
-    tensors = qkv(60, 60, 24, dtype=torch.float16)
-    segments = (Segment(20, 41, ((0, 60),)),)
-    whole = flash_forward(*tensors, segments, scale=0.3, entropy=False)
-    for splits in (1, 3):
-        out = torch.full((2, 60, 2, 26), 7.0)[..., :-2]
-        returned, lse, _ = flash_forward(*tensors, segments, scale=0.3, entropy=False, out=out, splits=splits)
-        assert returned is out
-        assert (out[:, :20] == 7).all() and (out[:, 41:] == 7).all()
-        torch.testing.assert_close(out[:, 20:41].half(), whole[0][:, 20:41], rtol=2e-3, atol=1e-3)
-        torch.testing.assert_close(lse, whole[1], rtol=1e-6, atol=1e-6)
-    for segments in ((), (Segment(0, 60, ()),), (Segment(5, 5, ((0, 60),)),), (Segment(3, 9, ((4, 4),)),)):
-        out, lse, entropy = flash_forward(*tensors, segments, scale=0.3, entropy=True)
-        assert (out == 0).all() and (lse == -torch.inf).all() and (entropy == 0).all()
-        gradients = flash_backward(out, lse, None, *tensors, out, lse, entropy, segments, scale=0.3)
-        assert all((x == 0).all() for x in gradients)
-
-
-@in_interpreter
 @pytest.mark.parametrize("block", [(16, 64), (32, 16)], ids=str)
 def test_block_sizes_change_nothing_but_rounding(block):
     options = {"BLOCK_M": block[0], "BLOCK_N": block[1]}

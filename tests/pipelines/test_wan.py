@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from unittest import mock
+
 import diffusers
 import pytest
 import tiny_wan
@@ -9,6 +12,7 @@ import torch
 
 import vmonarch
 from vmonarch import ExactBlocks, VMonarchProcessor
+from vmonarch.pipelines.sampling import _tile
 
 
 @pytest.mark.parametrize("kind", [*tiny_wan.KINDS, *tiny_wan.RELATIVES])
@@ -67,3 +71,12 @@ def test_on_the_gpu(tiny, kind):
     expected = tiny.generate(pipe)
     pipe.to("cuda")
     torch.testing.assert_close(tiny.generate(pipe).cpu(), expected, rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("gigabytes", [24, 32])
+def test_a_card_too_small_for_whole_frames_decodes_in_tiles(monkeypatch, recwarn, gigabytes):
+    model = mock.Mock(device=torch.device("cuda"), **{"folder.traits": SimpleNamespace(wan=True, tiled=False)})
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: mock.Mock(total_memory=gigabytes * 2**30))
+    _tile(model, SimpleNamespace(height=720, width=1280))
+    assert model.pipe.vae.mock_calls == [mock.call.enable_tiling() if gigabytes == 24 else mock.call.disable_tiling()]
+    assert ["may need 26 GB" in str(warning.message) for warning in recwarn] == [True] * (gigabytes == 24)

@@ -144,7 +144,7 @@ def method_help() -> str:
 
 def add_method_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare which methods sample."""
-    about = f"of {method_help()} (default full vmonarch)"
+    about = f"of {method_help()} (default full near-lossless)"
     parser.add_argument("--methods", "--recipe", nargs="+", metavar="METHOD", help=about)
 
 

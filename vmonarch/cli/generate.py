@@ -10,7 +10,7 @@ from vmonarch.pipelines.config import GenerateConfig
 
 def add_generate(parser: argparse.ArgumentParser) -> None:
     add_sampling_arguments(parser, group="generate")
-    parser.add_argument("--attention", "--recipe", metavar="METHOD", help=f"{method_help()} (default vmonarch)")
+    parser.add_argument("--attention", "--recipe", metavar="METHOD", help=f"{method_help()} (default near-lossless)")
     parser.add_argument("--from-json", metavar="FILE", help="make the video of this record again")
     add_options(parser, GenerateConfig, "contact_sheet")
 
