@@ -73,7 +73,7 @@ BENCH = {
     "unknown shape": ([*KERNELS, "--shapes", "43x28"], ["--shapes", "43x28x52", "'43x28'"]),
     "unknown setting": ([*E2E, "--settings", "1.3b-61x448x833"], ["--settings", "did you mean 1.3b-61x448x832?"]),
     "unknown method": ([*E2E, "--methods", "vmonach"], ["--methods", "did you mean vmonarch"]),
-    "unknown mode": ([*E2E, "--modes", "fast"], ["--modes", "eager, compiled", "fast"]),
+    "unknown command": (["kernls"], ["COMMAND", "did you mean kernels?"]),
     "no round": ([*KERNELS, "--rounds", "0"], ["--rounds must be above 0, got 0"]),
     "train frames": ([*TRAIN, "--frames", "60"], ["--frames must have frames 1 more than a multiple of 4, got 60"]),
 }

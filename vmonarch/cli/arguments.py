@@ -62,10 +62,10 @@ class Parser(argparse.ArgumentParser):
         return self, arguments
 
     def error(self, message: str) -> NoReturn:
-        """Print the usage and `message`, with what a misspelt option may have meant, and exit with code 2."""
-        unknown = message.partition("unrecognized arguments: ")[2].split()
-        hints = (suggest(word.partition("=")[0], self._option_string_actions) for word in unknown if word[:1] == "-")
-        super().error(message + "".join(hints))
+        """Print the usage and `message`, with what a misspelt word may have meant, and exit with code 2."""
+        unknown = re.findall(r" (-[^ =]+)", message.partition("unrecognized arguments:")[2])
+        unknown += re.findall(r"^argument COMMAND: invalid choice: '(.*?)'", message)
+        super().error(message + "".join(suggest(x, [*self._option_string_actions, *self.commands]) for x in unknown))
 
     def shown(self, argument: str) -> str:
         """How the help calls a setting: by its option (`--seed` for `seeds`), as a word (`prompt`), else by its key."""
