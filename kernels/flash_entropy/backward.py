@@ -24,11 +24,13 @@ from vmonarch.kernels.flash_entropy.forward import (
     NO_BIAS,
     Bias,
     biased,
+    head_of,
     key_bounds,
     load_factor,
     load_tile,
     load_transposed,
     scores_of_keys,
+    strided,
 )
 from vmonarch.kernels.flash_entropy.segments import (
     Segment,
@@ -43,19 +45,13 @@ from vmonarch.kernels.flash_entropy.segments import (
 
 @triton.jit(do_not_specialize=["num_items", "H", "Sq"])
 def _delta_kernel(
-    grad_out_ptr,
-    out_ptr,
+    grad_output,
+    output,
     grad_lse_ptr,  # [B, H, Sq]
     entropy_ptr,  # [B, H, Sq]
     grad_entropy_ptr,  # [B, H, Sq]
     delta_ptr,  # [B, H, Sq]
     items_ptr,  # [I, 5]
-    stride_gb,
-    stride_gs,
-    stride_gh,
-    stride_ob,
-    stride_os,
-    stride_oh,
     num_items,
     H,
     Sq,
@@ -75,15 +71,13 @@ def _delta_kernel(
     rows = tl.arange(0, BLOCK_M)
     dims = tl.arange(0, BLOCK_DV)
     first_row = row_start.to(tl.int64)
-    grad_out_rows_ptr = grad_out_ptr + b * stride_gb + h * stride_gh + first_row * stride_gs
-    out_rows_ptr = out_ptr + b * stride_ob + h * stride_oh + first_row * stride_os
-    grad_out = load_tile(
-        grad_out_rows_ptr, stride_gs, rows[:, None], rows_left, dims[None, :], VALUE_DIM, BLOCK_DV, False
-    )
-    out = load_tile(out_rows_ptr, stride_os, rows[:, None], rows_left, dims[None, :], VALUE_DIM, BLOCK_DV, False)
+    do_ptr = head_of(grad_output, b, h) + first_row * grad_output.stride_s
+    o_ptr = head_of(output, b, h) + first_row * output.stride_s
+    do = load_tile(do_ptr, grad_output.stride_s, rows[:, None], rows_left, dims[None, :], VALUE_DIM, BLOCK_DV, False)
+    o = load_tile(o_ptr, output.stride_s, rows[:, None], rows_left, dims[None, :], VALUE_DIM, BLOCK_DV, False)
     present = rows < rows_left
     stat_rows = bh * Sq + row_start + rows
-    delta = row_delta(grad_out, out, grad_lse_ptr, stat_rows, present)
+    delta = row_delta(do, o, grad_lse_ptr, stat_rows, present)
     if grad_entropy_ptr is not None:
         grad_entropy = tl.load(grad_entropy_ptr + stat_rows, mask=present, other=0.0)
         delta += grad_entropy * tl.load(entropy_ptr + stat_rows, mask=present, other=0.0)
@@ -114,8 +108,8 @@ def row_deltas(
     if num_items == 0:
         return
     launcher(_delta_kernel, (num_items * delta.shape[0] * H,))(
-        grad_out, out, grad_lse, entropy, grad_entropy, delta, rows.items, *grad_out.stride()[:3], *out.stride()[:3],
-        num_items, H, Sq, VALUE_DIM=Dv, BLOCK_DV=block_dim(Dv), BLOCK_M=block_rows, num_warps=4,
+        strided(grad_out), strided(out), grad_lse, entropy, grad_entropy, delta, rows.items, num_items, H, Sq,
+        VALUE_DIM=Dv, BLOCK_DV=block_dim(Dv), BLOCK_M=block_rows, num_warps=4,
     )  # fmt: skip
 
 
@@ -142,8 +136,8 @@ def _grad_q_tile(
     v_ptr,
     key_factor,
     key_mask,
-    stride_ks,
-    stride_vs,
+    key,
+    value,
     b,
     h,
     last_key,
@@ -166,8 +160,8 @@ def _grad_q_tile(
     """Add what one tile of keys contributes to dQ / scale and dφq."""
     keys = first_key + tl.arange(0, BLOCK_N)
     value_dims = tl.arange(0, BLOCK_DV)
-    k_t, fk_t = load_transposed(k_ptr, stride_ks, key_factor, b, h, keys, stop, HEAD_DIM, BLOCK_D, RANK, ALL_KEYS)
-    v_t = load_tile(v_ptr, stride_vs, keys[None, :], stop, value_dims[:, None], VALUE_DIM, BLOCK_DV, ALL_KEYS)
+    k_t, fk_t = load_transposed(k_ptr, key.stride_s, key_factor, b, h, keys, stop, HEAD_DIM, BLOCK_D, RANK, ALL_KEYS)
+    v_t = load_tile(v_ptr, value.stride_s, keys[None, :], stop, value_dims[:, None], VALUE_DIM, BLOCK_DV, ALL_KEYS)
     scores = scores_of_keys(
         q, k_t, fq, fk_t, keys, stop, last_key, key_mask, b, log2_scale, RANK, CAUSAL, ALL_KEYS, PRECISION
     )
@@ -183,36 +177,21 @@ def _grad_q_tile(
 
 @triton.jit(do_not_specialize=["num_items", "num_slots", "H", "Sq", "Sk"])
 def _backward_q_kernel(
-    q_ptr,
-    k_ptr,
-    v_ptr,
+    query,
+    key,
+    value,
     query_factor,
     key_factor,
     key_mask,
-    grad_out_ptr,
+    grad_output,
     lse_ptr,  # [B, H, Sq]
     delta_ptr,  # [B, H, Sq]
     grad_entropy_ptr,  # [B, H, Sq]
-    grad_q_ptr,
+    grad_query,
     grad_fq_ptr,  # [B, Sq, H, R], contiguous
     part_ptr,  # [B·H, slots, M, D]
     items_ptr,  # [I, 5]
     ranges_ptr,  # [R, 2]
-    stride_qb,
-    stride_qs,
-    stride_qh,
-    stride_kb,
-    stride_ks,
-    stride_kh,
-    stride_vb,
-    stride_vs,
-    stride_vh,
-    stride_gb,
-    stride_gs,
-    stride_gh,
-    stride_dqb,
-    stride_dqs,
-    stride_dqh,
     num_items,
     num_slots,
     H,
@@ -251,11 +230,11 @@ def _backward_q_kernel(
     dims = tl.arange(0, BLOCK_D)
     value_dims = tl.arange(0, BLOCK_DV)
     first_row = row_start.to(tl.int64)
-    q_rows_ptr = q_ptr + b * stride_qb + h * stride_qh + first_row * stride_qs
-    grad_out_rows_ptr = grad_out_ptr + b * stride_gb + h * stride_gh + first_row * stride_gs
-    q = load_tile(q_rows_ptr, stride_qs, rows[:, None], rows_left, dims[None, :], HEAD_DIM, BLOCK_D, False)
+    q_rows_ptr = head_of(query, b, h) + first_row * query.stride_s
+    do_rows_ptr = head_of(grad_output, b, h) + first_row * grad_output.stride_s
+    q = load_tile(q_rows_ptr, query.stride_s, rows[:, None], rows_left, dims[None, :], HEAD_DIM, BLOCK_D, False)
     grad_out = load_tile(
-        grad_out_rows_ptr, stride_gs, rows[:, None], rows_left, value_dims[None, :], VALUE_DIM, BLOCK_DV, False
+        do_rows_ptr, grad_output.stride_s, rows[:, None], rows_left, value_dims[None, :], VALUE_DIM, BLOCK_DV, False
     )
     fq = q
     if RANK > 0:
@@ -270,10 +249,10 @@ def _backward_q_kernel(
     if ENTROPY_GRAD:
         grad_entropy = tl.load(grad_entropy_ptr + stat_rows, mask=present, other=0.0)[:, None]
 
-    k_head_ptr = k_ptr + b * stride_kb + h * stride_kh
-    v_head_ptr = v_ptr + b * stride_vb + h * stride_vh
-    k_step = tl.full([], BLOCK_N, tl.int64) * stride_ks
-    v_step = tl.full([], BLOCK_N, tl.int64) * stride_vs
+    k_head_ptr = head_of(key, b, h)
+    v_head_ptr = head_of(value, b, h)
+    k_step = tl.full([], BLOCK_N, tl.int64) * key.stride_s
+    v_step = tl.full([], BLOCK_N, tl.int64) * value.stride_s
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     acc_f = acc
     if RANK > 0:
@@ -282,26 +261,26 @@ def _backward_q_kernel(
         whole, stop = key_bounds(last_key, Sk, key_mask, CAUSAL, BLOCK_M, BLOCK_N)
         for first_key in range(0, whole, BLOCK_N):
             acc, acc_f = _grad_q_tile(
-                q, fq, grad_out, lse, delta, grad_entropy, k_head_ptr, v_head_ptr, key_factor, key_mask, stride_ks,
-                stride_vs, b, h, last_key, first_key, stop, acc, acc_f, log2_scale, HEAD_DIM, VALUE_DIM, BLOCK_D,
+                q, fq, grad_out, lse, delta, grad_entropy, k_head_ptr, v_head_ptr, key_factor, key_mask, key,
+                value, b, h, last_key, first_key, stop, acc, acc_f, log2_scale, HEAD_DIM, VALUE_DIM, BLOCK_D,
                 BLOCK_DV, BLOCK_N, RANK, CAUSAL, True, ENTROPY_GRAD, PRECISION,
             )  # fmt: skip
         for first_key in range(whole, stop, BLOCK_N):
             acc, acc_f = _grad_q_tile(
-                q, fq, grad_out, lse, delta, grad_entropy, k_head_ptr, v_head_ptr, key_factor, key_mask, stride_ks,
-                stride_vs, b, h, last_key, first_key, stop, acc, acc_f, log2_scale, HEAD_DIM, VALUE_DIM,
+                q, fq, grad_out, lse, delta, grad_entropy, k_head_ptr, v_head_ptr, key_factor, key_mask, key,
+                value, b, h, last_key, first_key, stop, acc, acc_f, log2_scale, HEAD_DIM, VALUE_DIM,
                 BLOCK_D, BLOCK_DV, BLOCK_N, RANK, CAUSAL, False, ENTROPY_GRAD, PRECISION,
             )  # fmt: skip
     else:
         for r in range(first_range, last_range):
             start = tl.load(ranges_ptr + 2 * r)
             num_keys = tl.load(ranges_ptr + 2 * r + 1) - start
-            k_tile_ptr = k_head_ptr + start.to(tl.int64) * stride_ks
-            v_tile_ptr = v_head_ptr + start.to(tl.int64) * stride_vs
+            k_tile_ptr = k_head_ptr + start.to(tl.int64) * key.stride_s
+            v_tile_ptr = v_head_ptr + start.to(tl.int64) * value.stride_s
             for _ in range(num_keys // BLOCK_N):
                 acc, acc_f = _grad_q_tile(
-                    q, fq, grad_out, lse, delta, grad_entropy, k_tile_ptr, v_tile_ptr, key_factor, key_mask, stride_ks,
-                    stride_vs, b, h, 0, 0, BLOCK_N, acc, acc_f, log2_scale, HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_DV,
+                    q, fq, grad_out, lse, delta, grad_entropy, k_tile_ptr, v_tile_ptr, key_factor, key_mask, key,
+                    value, b, h, 0, 0, BLOCK_N, acc, acc_f, log2_scale, HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_DV,
                     BLOCK_N, 0, False, True, ENTROPY_GRAD, PRECISION,
                 )  # fmt: skip
                 k_tile_ptr += k_step
@@ -309,8 +288,8 @@ def _backward_q_kernel(
             keys_left = num_keys % BLOCK_N
             if keys_left > 0:
                 acc, acc_f = _grad_q_tile(
-                    q, fq, grad_out, lse, delta, grad_entropy, k_tile_ptr, v_tile_ptr, key_factor, key_mask, stride_ks,
-                    stride_vs, b, h, 0, 0, keys_left, acc, acc_f, log2_scale, HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_DV,
+                    q, fq, grad_out, lse, delta, grad_entropy, k_tile_ptr, v_tile_ptr, key_factor, key_mask, key,
+                    value, b, h, 0, 0, keys_left, acc, acc_f, log2_scale, HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_DV,
                     BLOCK_N, 0, False, False, ENTROPY_GRAD, PRECISION,
                 )  # fmt: skip
 
@@ -321,9 +300,9 @@ def _backward_q_kernel(
             tl.store(part_rows_ptr + dims[None, :], acc, mask=dims[None, :] < HEAD_DIM)
             # The sum kernel writes these rows.
             rows_left = 0
-    grad_q_rows_ptr = grad_q_ptr + b * stride_dqb + h * stride_dqh + first_row * stride_dqs
+    grad_q_rows_ptr = head_of(grad_query, b, h) + first_row * grad_query.stride_s
     present = rows < rows_left
-    store_rows(grad_q_rows_ptr, stride_dqs, rows, present, acc * scale, HEAD_DIM, BLOCK_D, ACCUMULATE)
+    store_rows(grad_q_rows_ptr, grad_query.stride_s, rows, present, acc * scale, HEAD_DIM, BLOCK_D, ACCUMULATE)
     if RANK > 0:
         grad_fq_rows_ptr = grad_fq_ptr + ((b * Sq + first_row) * H + h) * RANK
         store_rows(grad_fq_rows_ptr, H * RANK, rows, present, acc_f, RANK, RANK)
@@ -331,12 +310,9 @@ def _backward_q_kernel(
 
 @triton.jit(do_not_specialize=["H"])
 def _sum_parts_kernel(
-    grad_q_ptr,
+    grad_query,
     part_ptr,  # [B·H·slots, BLOCK_M, D]
     merges_ptr,  # [J, 5]
-    stride_dqb,
-    stride_dqs,
-    stride_dqh,
     H,
     scale,
     HEAD_DIM: tl.constexpr,
@@ -363,8 +339,8 @@ def _sum_parts_kernel(
     for slot in range(slots):
         part_rows = (first_slot + slot) * BLOCK_M + rows
         acc += tl.load(part_ptr + part_rows[:, None] * HEAD_DIM + dims[None, :], mask=mask, other=0.0)
-    grad_q_rows_ptr = grad_q_ptr + b * stride_dqb + h * stride_dqh + row_start.to(tl.int64) * stride_dqs
-    store_rows(grad_q_rows_ptr, stride_dqs, rows, rows < rows_left, acc * scale, HEAD_DIM, BLOCK_D, ACCUMULATE)
+    grad_q_rows_ptr = head_of(grad_query, b, h) + row_start.to(tl.int64) * grad_query.stride_s
+    store_rows(grad_q_rows_ptr, grad_query.stride_s, rows, rows < rows_left, acc * scale, HEAD_DIM, BLOCK_D, ACCUMULATE)
 
 
 @triton.jit
@@ -379,8 +355,8 @@ def _grad_kv_tile(
     delta_ptr,
     grad_entropy_ptr,
     stat_row,
-    stride_qs,
-    stride_gs,
+    query,
+    grad_output,
     b,
     h,
     first_row,
@@ -406,9 +382,11 @@ def _grad_kv_tile(
     """Add what one tile of queries contributes to dK / scale, dφk and dV."""
     rows = first_row + tl.arange(0, BLOCK_M)
     value_dims = tl.arange(0, BLOCK_DV)
-    q_t, fq_t = load_transposed(q_ptr, stride_qs, query_factor, b, h, rows, stop, HEAD_DIM, BLOCK_D, RANK, ALL_ROWS)
+    q_t, fq_t = load_transposed(
+        q_ptr, query.stride_s, query_factor, b, h, rows, stop, HEAD_DIM, BLOCK_D, RANK, ALL_ROWS
+    )
     grad_out = load_tile(
-        grad_out_ptr, stride_gs, rows[:, None], stop, value_dims[None, :], VALUE_DIM, BLOCK_DV, ALL_ROWS
+        grad_out_ptr, grad_output.stride_s, rows[:, None], stop, value_dims[None, :], VALUE_DIM, BLOCK_DV, ALL_ROWS
     )
     stat_rows = stat_row + rows
     if ALL_ROWS:
@@ -445,39 +423,21 @@ def _grad_kv_tile(
 
 @triton.jit(do_not_specialize=["num_items", "H", "Sq", "Sk"])
 def _backward_kv_kernel(
-    q_ptr,
-    k_ptr,
-    v_ptr,
+    query,
+    key,
+    value,
     query_factor,
     key_factor,
     key_mask,
-    grad_out_ptr,
+    grad_output,
     lse_ptr,  # [B, H, Sq]
     delta_ptr,  # [B, H, Sq]
     grad_entropy_ptr,  # [B, H, Sq]
-    grad_k_ptr,
+    grad_key,
     grad_fk_ptr,  # [B, Sk, H, R], contiguous
-    grad_v_ptr,
+    grad_value,
     items_ptr,  # [I, 5], of keys
     ranges_ptr,  # [R, 2], of queries
-    stride_qb,
-    stride_qs,
-    stride_qh,
-    stride_kb,
-    stride_ks,
-    stride_kh,
-    stride_vb,
-    stride_vs,
-    stride_vh,
-    stride_gb,
-    stride_gs,
-    stride_gh,
-    stride_dkb,
-    stride_dks,
-    stride_dkh,
-    stride_dvb,
-    stride_dvs,
-    stride_dvh,
     num_items,
     H,
     Sq,
@@ -512,21 +472,21 @@ def _backward_kv_kernel(
     dims = tl.arange(0, BLOCK_D)
     value_dims = tl.arange(0, BLOCK_DV)
     first_key = key_start.to(tl.int64)
-    k_rows_ptr = k_ptr + b * stride_kb + h * stride_kh + first_key * stride_ks
-    v_rows_ptr = v_ptr + b * stride_vb + h * stride_vh + first_key * stride_vs
+    k_rows_ptr = head_of(key, b, h) + first_key * key.stride_s
+    v_rows_ptr = head_of(value, b, h) + first_key * value.stride_s
     # Keys that are not there are zeros; their rows of dK and dV are not stored, so p needs no mask.
-    k = load_tile(k_rows_ptr, stride_ks, keys[:, None], keys_left, dims[None, :], HEAD_DIM, BLOCK_D, False)
-    v = load_tile(v_rows_ptr, stride_vs, keys[:, None], keys_left, value_dims[None, :], VALUE_DIM, BLOCK_DV, False)
+    k = load_tile(k_rows_ptr, key.stride_s, keys[:, None], keys_left, dims[None, :], HEAD_DIM, BLOCK_D, False)
+    v = load_tile(v_rows_ptr, value.stride_s, keys[:, None], keys_left, value_dims[None, :], VALUE_DIM, BLOCK_DV, False)
 
     fk = k
     if RANK > 0:
         ranks = tl.arange(0, RANK)
         fk = load_factor(key_factor, b, h, key_start + keys[:, None], key_stop, ranks[None, :], RANK, False)
 
-    q_head_ptr = q_ptr + b * stride_qb + h * stride_qh
-    grad_out_head_ptr = grad_out_ptr + b * stride_gb + h * stride_gh
-    q_step = tl.full([], BLOCK_M, tl.int64) * stride_qs
-    grad_out_step = tl.full([], BLOCK_M, tl.int64) * stride_gs
+    q_head_ptr = head_of(query, b, h)
+    grad_out_head_ptr = head_of(grad_output, b, h)
+    q_step = tl.full([], BLOCK_M, tl.int64) * query.stride_s
+    grad_out_step = tl.full([], BLOCK_M, tl.int64) * grad_output.stride_s
     grad_k = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     grad_fk = grad_k
     if RANK > 0:
@@ -543,21 +503,21 @@ def _backward_kv_kernel(
         for first_row in range(start, tl.minimum(whole, Sq), BLOCK_M):
             grad_k, grad_fk, grad_v = _grad_kv_tile(
                 k, fk, v, q_head_ptr, query_factor, grad_out_head_ptr, lse_ptr, delta_ptr, grad_entropy_ptr, bh * Sq,
-                stride_qs, stride_gs, b, h, first_row, Sk - Sq, key_start, Sq, grad_k, grad_fk, grad_v,
+                query, grad_output, b, h, first_row, Sk - Sq, key_start, Sq, grad_k, grad_fk, grad_v,
                 log2_scale, HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, RANK, CAUSAL, False,
                 ENTROPY_GRAD, PRECISION,
             )  # fmt: skip
         for first_row in range(whole, stop, BLOCK_M):
             grad_k, grad_fk, grad_v = _grad_kv_tile(
                 k, fk, v, q_head_ptr, query_factor, grad_out_head_ptr, lse_ptr, delta_ptr, grad_entropy_ptr, bh * Sq,
-                stride_qs, stride_gs, b, h, first_row, Sk - Sq, key_start, stop, grad_k, grad_fk, grad_v,
+                query, grad_output, b, h, first_row, Sk - Sq, key_start, stop, grad_k, grad_fk, grad_v,
                 log2_scale, HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, RANK, False, True,
                 ENTROPY_GRAD, PRECISION,
             )  # fmt: skip
         for first_row in range(stop, Sq, BLOCK_M):
             grad_k, grad_fk, grad_v = _grad_kv_tile(
                 k, fk, v, q_head_ptr, query_factor, grad_out_head_ptr, lse_ptr, delta_ptr, grad_entropy_ptr, bh * Sq,
-                stride_qs, stride_gs, b, h, first_row, Sk - Sq, key_start, Sq, grad_k, grad_fk, grad_v,
+                query, grad_output, b, h, first_row, Sk - Sq, key_start, Sq, grad_k, grad_fk, grad_v,
                 log2_scale, HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, RANK, False, False,
                 ENTROPY_GRAD, PRECISION,
             )  # fmt: skip
@@ -565,13 +525,13 @@ def _backward_kv_kernel(
         for r in range(first_range, last_range):
             start = tl.load(ranges_ptr + 2 * r)
             num_rows = tl.load(ranges_ptr + 2 * r + 1) - start
-            q_tile_ptr = q_head_ptr + start.to(tl.int64) * stride_qs
-            grad_out_tile_ptr = grad_out_head_ptr + start.to(tl.int64) * stride_gs
+            q_tile_ptr = q_head_ptr + start.to(tl.int64) * query.stride_s
+            grad_out_tile_ptr = grad_out_head_ptr + start.to(tl.int64) * grad_output.stride_s
             stat_row = bh * Sq + start
             for _ in range(num_rows // BLOCK_M):
                 grad_k, grad_fk, grad_v = _grad_kv_tile(
                     k, fk, v, q_tile_ptr, query_factor, grad_out_tile_ptr, lse_ptr, delta_ptr, grad_entropy_ptr,
-                    stat_row, stride_qs, stride_gs, b, h, 0, 0, 0, BLOCK_M, grad_k, grad_fk, grad_v, log2_scale,
+                    stat_row, query, grad_output, b, h, 0, 0, 0, BLOCK_M, grad_k, grad_fk, grad_v, log2_scale,
                     HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, 0, False, True, ENTROPY_GRAD, PRECISION,
                 )  # fmt: skip
                 q_tile_ptr += q_step
@@ -581,7 +541,7 @@ def _backward_kv_kernel(
             if rows_left > 0:
                 grad_k, grad_fk, grad_v = _grad_kv_tile(
                     k, fk, v, q_tile_ptr, query_factor, grad_out_tile_ptr, lse_ptr, delta_ptr, grad_entropy_ptr,
-                    stat_row, stride_qs, stride_gs, b, h, 0, 0, 0, rows_left, grad_k, grad_fk, grad_v, log2_scale,
+                    stat_row, query, grad_output, b, h, 0, 0, 0, rows_left, grad_k, grad_fk, grad_v, log2_scale,
                     HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, 0, False, False, ENTROPY_GRAD, PRECISION,
                 )  # fmt: skip
 
@@ -591,11 +551,11 @@ def _backward_kv_kernel(
         grad_k = tl.where(counts, grad_k, 0.0)
         grad_fk = tl.where(counts, grad_fk, 0.0)
         grad_v = tl.where(counts, grad_v, 0.0)
-    grad_k_rows_ptr = grad_k_ptr + b * stride_dkb + h * stride_dkh + first_key * stride_dks
-    grad_v_rows_ptr = grad_v_ptr + b * stride_dvb + h * stride_dvh + first_key * stride_dvs
+    grad_k_rows_ptr = head_of(grad_key, b, h) + first_key * grad_key.stride_s
+    grad_v_rows_ptr = head_of(grad_value, b, h) + first_key * grad_value.stride_s
     present = keys < keys_left
-    store_rows(grad_k_rows_ptr, stride_dks, keys, present, grad_k * scale, HEAD_DIM, BLOCK_D, ACCUMULATE_K)
-    store_rows(grad_v_rows_ptr, stride_dvs, keys, present, grad_v, VALUE_DIM, BLOCK_DV, ACCUMULATE_V)
+    store_rows(grad_k_rows_ptr, grad_key.stride_s, keys, present, grad_k * scale, HEAD_DIM, BLOCK_D, ACCUMULATE_K)
+    store_rows(grad_v_rows_ptr, grad_value.stride_s, keys, present, grad_v, VALUE_DIM, BLOCK_DV, ACCUMULATE_V)
     if RANK > 0:
         grad_fk_rows_ptr = grad_fk_ptr + ((b * Sk + first_key) * H + h) * RANK
         store_rows(grad_fk_rows_ptr, H * RANK, keys, present, grad_fk, RANK, RANK)
@@ -676,7 +636,7 @@ def flash_backward(
     dq = _new_gradient(query, rows.covered) if dq is None else dq
     dk = _new_gradient(key, columns.covered) if dk is None else dk
     dv = _new_gradient(value, columns.covered) if dv is None else dv
-    strides = [stride for x in (query, key, value, grad_out) for stride in x.stride()[:3]]
+    tensors = strided(query), strided(key), strided(value), *bias.arguments(), strided(grad_out)
     constants = {
         "HEAD_DIM": D, "BLOCK_D": block_dim(D), "VALUE_DIM": Dv, "BLOCK_DV": block_dim(Dv),
         "ENTROPY_GRAD": grad_entropy is not None, "PRECISION": dot_precision(query.dtype), **bias.constants(),
@@ -695,16 +655,14 @@ def flash_backward(
         )  # fmt: skip
     elif num_items > 0:
         launcher(_backward_q_kernel, (num_items * B * H,))(
-            query, key, value, *bias.arguments(), grad_out, lse, delta, grad_entropy, dq, dfq, parts, rows.items,
-            rows.ranges, *strides, *dq.stride()[:3], num_items, rows.slots, H, Sq, key.shape[1], scale,
-            log2_scale_of(scale), ACCUMULATE=add_to_q, **constants,
-            **row_options,
+            *tensors, lse, delta, grad_entropy, strided(dq), dfq, parts, rows.items, rows.ranges, num_items, rows.slots,
+            H, Sq, key.shape[1], scale, log2_scale_of(scale), ACCUMULATE=add_to_q, **constants, **row_options,
         )  # fmt: skip
     if rows.merges is not None:
         # The kernel for Hopper has the scale in already.
         launcher(_sum_parts_kernel, (rows.merges.shape[0] * (BLOCK_M // COMBINE_ROWS),))(
-            dq, parts, rows.merges, *dq.stride()[:3], H, 1.0 if on_hopper else scale,
-            HEAD_DIM=D, BLOCK_D=block_dim(D), BLOCK_M=BLOCK_M, ROWS=COMBINE_ROWS, ACCUMULATE=add_to_q, num_warps=4,
+            strided(dq), parts, rows.merges, H, 1.0 if on_hopper else scale, HEAD_DIM=D, BLOCK_D=block_dim(D),
+            BLOCK_M=BLOCK_M, ROWS=COMBINE_ROWS, ACCUMULATE=add_to_q, num_warps=4,
         )  # fmt: skip
     num_items = columns.items.shape[0]
     if num_items > 0 and on_hopper:
@@ -715,10 +673,9 @@ def flash_backward(
         )  # fmt: skip
     elif num_items > 0:
         launcher(_backward_kv_kernel, (num_items * B * H,))(
-            query, key, value, *bias.arguments(), grad_out, lse, delta, grad_entropy, dk, dfk, dv, columns.items,
-            columns.ranges, *strides, *dk.stride()[:3], *dv.stride()[:3], num_items, H, Sq, key.shape[1], scale,
-            log2_scale_of(scale),
-            ACCUMULATE_K=add_to_k, ACCUMULATE_V=add_to_v, **constants, **column_options,
+            *tensors, lse, delta, grad_entropy, strided(dk), dfk, strided(dv), columns.items, columns.ranges, num_items,
+            H, Sq, key.shape[1], scale, log2_scale_of(scale), ACCUMULATE_K=add_to_k, ACCUMULATE_V=add_to_v, **constants,
+            **column_options,
         )  # fmt: skip
     return dq, dk, dv
 

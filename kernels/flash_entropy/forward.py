@@ -42,7 +42,11 @@ class Strided(NamedTuple):
     stride_h: int
 
 
-def _strided(tensor: torch.Tensor | None) -> Strided | None:
+def strided(tensor: torch.Tensor) -> Strided:
+    return Strided(tensor, *tensor.stride()[:3])
+
+
+def _shared(tensor: torch.Tensor | None) -> Strided | None:
     """A tensor [B or 1, S, H or 1, …] for all batch entries and heads."""
     if tensor is None:
         return None
@@ -77,13 +81,19 @@ class Bias(NamedTuple):
         """φq, φk or the scales, and the key mask of the portable kernels."""
         query_factor, key_factor = self.factors or self.scales or (None, None)
         key_mask = None if self.key_mask is None else self.key_mask[:, :, None]
-        return _strided(query_factor), _strided(key_factor), _strided(key_mask)
+        return _shared(query_factor), _shared(key_factor), _shared(key_mask)
 
     def constants(self) -> dict[str, Any]:
         return {"RANK": self.rank, "CAUSAL": self.causal}
 
 
 NO_BIAS = Bias()
+
+
+@triton.jit
+def head_of(x, b, h):
+    """Where a head of a `Strided` begins."""
+    return x.ptr + b * x.stride_b + h * x.stride_h
 
 
 @triton.jit
@@ -111,8 +121,7 @@ def load_tile(ptr, stride, rows, rows_left, dims, DIM: tl.constexpr, BLOCK_DIM: 
 @triton.jit
 def load_factor(factor, b, h, rows, stop, columns, RANK: tl.constexpr, ALL_ROWS: tl.constexpr):
     """φ of the rows of one head; arguments as in `load_tile`."""
-    head_ptr = factor.ptr + b * factor.stride_b + h * factor.stride_h
-    return load_tile(head_ptr, factor.stride_s, rows, stop, columns, RANK, RANK, ALL_ROWS)
+    return load_tile(head_of(factor, b, h), factor.stride_s, rows, stop, columns, RANK, RANK, ALL_ROWS)
 
 
 @triton.jit
@@ -196,8 +205,8 @@ def _attend_tile(
     v_ptr,
     key_factor,
     key_mask,
-    stride_ks,
-    stride_vs,
+    key,
+    value,
     b,
     h,
     last_key,
@@ -222,31 +231,30 @@ def _attend_tile(
     """Take one tile of keys into the running sums of a row block."""
     keys = first_key + tl.arange(0, BLOCK_N)
     value_dims = tl.arange(0, BLOCK_DV)
-    k_t, fk_t = load_transposed(k_ptr, stride_ks, key_factor, b, h, keys, stop, HEAD_DIM, BLOCK_D, RANK, ALL_KEYS)
+    k_t, fk_t = load_transposed(k_ptr, key.stride_s, key_factor, b, h, keys, stop, HEAD_DIM, BLOCK_D, RANK, ALL_KEYS)
     if q.dtype == tl.int8:
         tl.static_assert(_SCALE_BLOCK % BLOCK_N == 0)
-        scale_ptr = key_factor.ptr + b * key_factor.stride_b + h * key_factor.stride_h
-        fk_t = tl.load(scale_ptr + first_key // _SCALE_BLOCK * key_factor.stride_s)
+        fk_t = tl.load(head_of(key_factor, b, h) + first_key // _SCALE_BLOCK * key_factor.stride_s)
     scores = scores_of_keys(
         q, k_t, fq, fk_t, keys, stop, last_key, key_mask, b, log2_scale, RANK, CAUSAL, ALL_KEYS, PRECISION
     )
     p, alpha, row_max, row_sum, row_entropy = online_softmax(
         scores, row_max, row_sum, row_entropy, log2_scale, ENTROPY=ENTROPY, MAY_BE_EMPTY=key_mask is not None
     )
-    v = load_tile(v_ptr, stride_vs, keys[:, None], stop, value_dims[None, :], VALUE_DIM, BLOCK_DV, ALL_KEYS)
+    v = load_tile(v_ptr, value.stride_s, keys[:, None], stop, value_dims[None, :], VALUE_DIM, BLOCK_DV, ALL_KEYS)
     acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision=PRECISION)
     return acc, row_max, row_sum, row_entropy
 
 
 @triton.jit(do_not_specialize=["num_items", "num_slots", "H", "Sq", "Sk"])
 def _forward_kernel(
-    q_ptr,
-    k_ptr,
-    v_ptr,
+    query,
+    key,
+    value,
     query_factor,
     key_factor,
     key_mask,
-    out_ptr,
+    output,
     lse_ptr,  # [B, H, Sq]
     entropy_ptr,  # [B, H, Sq]
     part_out_ptr,  # [B·H, slots, M, Dv]
@@ -254,18 +262,6 @@ def _forward_kernel(
     part_entropy_ptr,  # [B·H, slots, M]
     items_ptr,  # [I, 5]
     ranges_ptr,  # [R, 2]
-    stride_qb,
-    stride_qs,
-    stride_qh,
-    stride_kb,
-    stride_ks,
-    stride_kh,
-    stride_vb,
-    stride_vs,
-    stride_vh,
-    stride_ob,
-    stride_os,
-    stride_oh,
     num_items,
     num_slots,
     H,
@@ -303,21 +299,20 @@ def _forward_kernel(
     dims = tl.arange(0, BLOCK_D)
     value_dims = tl.arange(0, BLOCK_DV)
     rows_left = row_stop - row_start
-    q_head_ptr = q_ptr + b * stride_qb + h * stride_qh
-    k_head_ptr = k_ptr + b * stride_kb + h * stride_kh
-    v_head_ptr = v_ptr + b * stride_vb + h * stride_vh
-    q_rows_ptr = q_head_ptr + row_start.to(tl.int64) * stride_qs
-    q = load_tile(q_rows_ptr, stride_qs, rows[:, None], rows_left, dims[None, :], HEAD_DIM, BLOCK_D, False)
+    k_head_ptr = head_of(key, b, h)
+    v_head_ptr = head_of(value, b, h)
+    q_rows_ptr = head_of(query, b, h) + row_start.to(tl.int64) * query.stride_s
+    q = load_tile(q_rows_ptr, query.stride_s, rows[:, None], rows_left, dims[None, :], HEAD_DIM, BLOCK_D, False)
     fq = q
     if RANK > 0:
         ranks = tl.arange(0, RANK)
         fq = load_factor(query_factor, b, h, row_start + rows[:, None], row_stop, ranks[None, :], RANK, False)
     elif q.dtype == tl.int8:
-        scale_ptr = query_factor.ptr + b * query_factor.stride_b + h * query_factor.stride_h
+        scale_ptr = head_of(query_factor, b, h)
         fq = tl.load(scale_ptr + (row_start + rows) * query_factor.stride_s, mask=rows < rows_left, other=0.0)
     last_key = row_start + Sk - Sq
-    k_step = tl.full([], BLOCK_N, tl.int64) * stride_ks
-    v_step = tl.full([], BLOCK_N, tl.int64) * stride_vs
+    k_step = tl.full([], BLOCK_N, tl.int64) * key.stride_s
+    v_step = tl.full([], BLOCK_N, tl.int64) * value.stride_s
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
     row_max = tl.full([BLOCK_M], -float("inf"), tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
@@ -328,13 +323,13 @@ def _forward_kernel(
         whole, stop = key_bounds(last_key, Sk, key_mask, CAUSAL, BLOCK_M, BLOCK_N)
         for first_key in range(0, whole, BLOCK_N):
             acc, row_max, row_sum, row_entropy = _attend_tile(
-                q, fq, k_head_ptr, v_head_ptr, key_factor, key_mask, stride_ks, stride_vs, b, h, last_key, first_key,
+                q, fq, k_head_ptr, v_head_ptr, key_factor, key_mask, key, value, b, h, last_key, first_key,
                 stop, acc, row_max, row_sum, row_entropy, log2_scale, HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_DV,
                 BLOCK_N, RANK, CAUSAL, True, ENTROPY, PRECISION,
             )  # fmt: skip
         for first_key in range(whole, stop, BLOCK_N):
             acc, row_max, row_sum, row_entropy = _attend_tile(
-                q, fq, k_head_ptr, v_head_ptr, key_factor, key_mask, stride_ks, stride_vs, b, h, last_key, first_key,
+                q, fq, k_head_ptr, v_head_ptr, key_factor, key_mask, key, value, b, h, last_key, first_key,
                 stop, acc, row_max, row_sum, row_entropy, log2_scale, HEAD_DIM, VALUE_DIM, BLOCK_D,
                 BLOCK_DV, BLOCK_N, RANK, CAUSAL, False, ENTROPY, PRECISION,
             )  # fmt: skip
@@ -342,11 +337,11 @@ def _forward_kernel(
         for r in range(first_range, last_range):
             start = tl.load(ranges_ptr + 2 * r)
             num_keys = tl.load(ranges_ptr + 2 * r + 1) - start
-            k_tile_ptr = k_head_ptr + start.to(tl.int64) * stride_ks
-            v_tile_ptr = v_head_ptr + start.to(tl.int64) * stride_vs
+            k_tile_ptr = k_head_ptr + start.to(tl.int64) * key.stride_s
+            v_tile_ptr = v_head_ptr + start.to(tl.int64) * value.stride_s
             for _ in range(num_keys // BLOCK_N):
                 acc, row_max, row_sum, row_entropy = _attend_tile(
-                    q, fq, k_tile_ptr, v_tile_ptr, key_factor, key_mask, stride_ks, stride_vs, b, h, 0, 0, BLOCK_N, acc,
+                    q, fq, k_tile_ptr, v_tile_ptr, key_factor, key_mask, key, value, b, h, 0, 0, BLOCK_N, acc,
                     row_max, row_sum, row_entropy, log2_scale, HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_DV, BLOCK_N, 0,
                     False, True, ENTROPY, PRECISION,
                 )  # fmt: skip
@@ -355,7 +350,7 @@ def _forward_kernel(
             keys_left = num_keys % BLOCK_N
             if keys_left > 0:
                 acc, row_max, row_sum, row_entropy = _attend_tile(
-                    q, fq, k_tile_ptr, v_tile_ptr, key_factor, key_mask, stride_ks, stride_vs, b, h, 0, 0, keys_left,
+                    q, fq, k_tile_ptr, v_tile_ptr, key_factor, key_mask, key, value, b, h, 0, 0, keys_left,
                     acc, row_max, row_sum, row_entropy, log2_scale, HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_DV, BLOCK_N, 0,
                     False, False, ENTROPY, PRECISION,
                 )  # fmt: skip
@@ -373,7 +368,7 @@ def _forward_kernel(
             # The combine kernel writes these rows.
             rows_left = 0
     present = rows < rows_left
-    store_rows(out_ptr + b * stride_ob + h * stride_oh, stride_os, row_start + rows, present, out, VALUE_DIM, BLOCK_DV)
+    store_rows(head_of(output, b, h), output.stride_s, row_start + rows, present, out, VALUE_DIM, BLOCK_DV)
     stat_rows = bh * Sq + row_start + rows
     tl.store(lse_ptr + stat_rows, log2_lse * 0.6931471805599453, mask=present)
     if ENTROPY:
@@ -382,16 +377,13 @@ def _forward_kernel(
 
 @triton.jit(do_not_specialize=["block_rows", "H", "stride_h"])
 def _combine_kernel(
-    out_ptr,
+    output,
     lse_ptr,  # [B, H, Sq], heads stride_h apart, and samples H·stride_h
     entropy_ptr,  # the same
     part_out_ptr,  # [slots, block_rows, Dv]
     part_lse_ptr,  # [slots, block_rows], in units of log 2
     part_entropy_ptr,  # [slots, block_rows]
     merges_ptr,  # [J, 5]
-    stride_ob,
-    stride_os,
-    stride_oh,
     block_rows,
     H,
     stride_h,
@@ -434,7 +426,7 @@ def _combine_kernel(
             row_entropy -= tl.sum(p, 1) * part_entropy * 1.4426950408889634
 
     out = acc / tl.where(row_sum == 0, 1.0, row_sum)[:, None]
-    store_rows(out_ptr + b * stride_ob + h * stride_oh, stride_os, row_start + rows, present, out, VALUE_DIM, BLOCK_DV)
+    store_rows(head_of(output, b, h), output.stride_s, row_start + rows, present, out, VALUE_DIM, BLOCK_DV)
     stat_rows = bh * stride_h + row_start + rows
     tl.store(lse_ptr + stat_rows, log2_partition(row_max, row_sum) * 0.6931471805599453, mask=present)
     if ENTROPY:
@@ -469,7 +461,7 @@ def combine_parts(
         return
     H, Dv = out.shape[2:]
     launcher(_combine_kernel, (merges.shape[0] * (block_rows // COMBINE_ROWS),))(
-        out, lse, entropy, *parts, merges, *out.stride()[:3], block_rows, H, lse.stride(1), VALUE_DIM=Dv,
+        strided(out), lse, entropy, *parts, merges, block_rows, H, lse.stride(1), VALUE_DIM=Dv,
         BLOCK_DV=block_dim(Dv), ROWS=COMBINE_ROWS, ENTROPY=entropy is not None, num_warps=4,
     )  # fmt: skip
 
@@ -534,7 +526,6 @@ def flash_forward(
     row_entropy = statistic(0.0) if entropy else None
     parts = new_parts(query, work.slots * (B * H if work.firsts is None else 1), BLOCK_M, Dv, entropy)
     num_items = work.items.shape[0]
-    out_strides = out.stride()[:3]
     if on_hopper and num_items > 0:
         hopper_kernels.flash(
             query, key, value, work, scale=scale, out=out, lse=lse, entropy=row_entropy,
@@ -542,10 +533,9 @@ def flash_forward(
         )  # fmt: skip
     elif num_items > 0:
         launcher(_forward_kernel, (num_items * B * H,))(
-            query, key, value, *bias.arguments(), out, lse, row_entropy, *parts, work.items, work.ranges,
-            *query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *out_strides, num_items, work.slots,
-            H, Sq, key.shape[1], log2_scale_of(scale), HEAD_DIM=D, VALUE_DIM=Dv, BLOCK_D=block_dim(D),
-            BLOCK_DV=block_dim(Dv), ENTROPY=entropy,
+            strided(query), strided(key), strided(value), *bias.arguments(), strided(out), lse, row_entropy, *parts,
+            work.items, work.ranges, num_items, work.slots, H, Sq, key.shape[1], log2_scale_of(scale), HEAD_DIM=D,
+            VALUE_DIM=Dv, BLOCK_D=block_dim(D), BLOCK_DV=block_dim(Dv), ENTROPY=entropy,
             PRECISION=dot_precision(value.dtype), **bias.constants(), **options,
         )  # fmt: skip
     combine_parts(parts, work.merges, BLOCK_M, out, lse, row_entropy)
