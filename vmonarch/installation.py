@@ -75,7 +75,7 @@ def find_transformers(pipe_or_transformer: object) -> dict[str, torch.nn.Module]
 def _unwrap(module: torch.nn.Module, argument: str = "pipe_or_transformer") -> torch.nn.Module:
     found = [child for child in module.modules() if diffusers_class(child) is not None]
     if len(found) != 1:
-        problem = f"is a {type(module).__name__}, which is no supported video transformer"
+        problem = f"must be (or wrap) one supported video transformer, got {type(module).__name__}"
         raise TypeError(f"{argument} {problem}; supported: {SUPPORTED}")
     return found[0]
 
