@@ -63,10 +63,11 @@ demo: $(READY)
 finetune-demo: $(READY)
 	$(BIN)/vmonarch preprocess --procedural 16 --model embedded --output outputs/finetune-demo/clips
 	$(BIN)/vmonarch preprocess --procedural 4 --model embedded --output outputs/finetune-demo/held-out seed=1
+	$(BIN)/vmonarch compare "$(PROMPT)" --methods full vmonarch --output-dir outputs/finetune-demo/before
 	ACCELERATE_USE_CPU=true $(BIN)/vmonarch finetune --config embedded-demo
 	test -d outputs/finetune-demo/model || $(BIN)/vmonarch export outputs/finetune-demo/run --output outputs/finetune-demo/model
 	$(BIN)/vmonarch compare "$(PROMPT)" --model outputs/finetune-demo/model --methods full vmonarch \
-		--output-dir outputs/finetune-demo/compare
+		--output-dir outputs/finetune-demo/after
 
 test: $(READY)
 	$(PYTEST) $(QUICK) --ignore $(COMPILES) --ignore $(MUTANTS)
