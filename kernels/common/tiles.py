@@ -1,8 +1,8 @@
-"""Tiles of rows: loading and storing them, and the tokens of a head, of which a program takes some."""
+"""Tensors with their strides; tiles of rows: loading and storing them; and the tokens of a head."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -12,6 +12,35 @@ from vmonarch.kernels.common.launch import block_dim
 from vmonarch.kernels.common.replay import launcher
 
 _NUM_WARPS = 4
+
+
+class Strided(NamedTuple):
+    """A tensor [B, S, H, …] as kernels take it."""
+
+    ptr: Any
+    stride_b: int
+    stride_s: int
+    stride_h: int
+
+
+def strided(tensor: torch.Tensor | None) -> Strided | None:
+    """The tensor as kernels take it; None for none."""
+    return None if tensor is None else Strided(tensor, *tensor.stride()[:3])
+
+
+def broadcast(tensor: torch.Tensor | None) -> Strided | None:
+    """A tensor [B or 1, S, H or 1, …] for all batch entries and heads."""
+    if tensor is None:
+        return None
+    stride_b, stride_s, stride_h = tensor.stride()[:3]
+    return Strided(tensor, stride_b if tensor.shape[0] > 1 else 0, stride_s, stride_h if tensor.shape[2] > 1 else 0)
+
+
+@triton.jit
+def head_of(x, b, h):
+    """Where a head of a `Strided` begins."""
+    # int64: a stride times an index may pass 2^31.
+    return x.ptr + b.to(tl.int64) * x.stride_b + h.to(tl.int64) * x.stride_h
 
 
 def launch_on_tokens(kernel: Any, result: torch.Tensor, *arguments: Any, **options: Any) -> None:

@@ -18,19 +18,17 @@ import triton.language as tl
 from vmonarch.kernels.common.launch import block_dim, dot_precision, hopper_fits, launch_options, unit_stride
 from vmonarch.kernels.common.replay import launcher
 from vmonarch.kernels.common.softmax import log2_scale_of, probabilities, row_delta
-from vmonarch.kernels.common.tiles import store_rows
+from vmonarch.kernels.common.tiles import head_of, store_rows, strided
 from vmonarch.kernels.flash_entropy.forward import (
     COMBINE_ROWS,
     NO_BIAS,
     Bias,
     biased,
-    head_of,
     key_bounds,
     load_factor,
     load_tile,
     load_transposed,
     scores_of_keys,
-    strided,
 )
 from vmonarch.kernels.flash_entropy.segments import (
     Segment,

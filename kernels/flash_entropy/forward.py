@@ -22,7 +22,7 @@ import triton.language as tl
 from vmonarch.kernels.common.launch import block_dim, dot_precision, hopper_fits, launch_options
 from vmonarch.kernels.common.replay import launcher
 from vmonarch.kernels.common.softmax import entropy_of, log2_partition, log2_scale_of, online_softmax
-from vmonarch.kernels.common.tiles import store_rows
+from vmonarch.kernels.common.tiles import Strided, broadcast, head_of, store_rows, strided
 from vmonarch.kernels.flash_entropy.reference import SCALE_BLOCK
 from vmonarch.kernels.flash_entropy.segments import Segment, processors, row_work
 
@@ -31,27 +31,6 @@ COMBINE_ROWS = 16
 # Keys of a tile of the kernel for Hopper with a bias, of all programs that share a processor.
 HOPPER_KEYS = 128
 _SCALE_BLOCK = tl.constexpr(SCALE_BLOCK)
-
-
-class Strided(NamedTuple):
-    """A tensor [B, S, H, …] as kernels take it."""
-
-    ptr: Any
-    stride_b: int
-    stride_s: int
-    stride_h: int
-
-
-def strided(tensor: torch.Tensor) -> Strided:
-    return Strided(tensor, *tensor.stride()[:3])
-
-
-def _shared(tensor: torch.Tensor | None) -> Strided | None:
-    """A tensor [B or 1, S, H or 1, …] for all batch entries and heads."""
-    if tensor is None:
-        return None
-    stride_b, stride_s, stride_h = tensor.stride()[:3]
-    return Strided(tensor, stride_b if tensor.shape[0] > 1 else 0, stride_s, stride_h if tensor.shape[2] > 1 else 0)
 
 
 class Bias(NamedTuple):
@@ -81,19 +60,13 @@ class Bias(NamedTuple):
         """φq, φk or the scales, and the key mask of the portable kernels."""
         query_factor, key_factor = self.factors or self.scales or (None, None)
         key_mask = None if self.key_mask is None else self.key_mask[:, :, None]
-        return _shared(query_factor), _shared(key_factor), _shared(key_mask)
+        return broadcast(query_factor), broadcast(key_factor), broadcast(key_mask)
 
     def constants(self) -> dict[str, Any]:
         return {"RANK": self.rank, "CAUSAL": self.causal}
 
 
 NO_BIAS = Bias()
-
-
-@triton.jit
-def head_of(x, b, h):
-    """Where a head of a `Strided` begins."""
-    return x.ptr + b * x.stride_b + h * x.stride_h
 
 
 @triton.jit

@@ -17,7 +17,7 @@ import triton.language as tl
 from vmonarch.kernels.common.launch import block_dim, dot_precision, hopper_fits, launch_options, unspecialised
 from vmonarch.kernels.common.replay import launcher
 from vmonarch.kernels.common.softmax import log2_partition, log2_scale_of, online_softmax, probabilities
-from vmonarch.kernels.common.tiles import load_rows, store_rows
+from vmonarch.kernels.common.tiles import Strided, broadcast, head_of, load_rows, store_rows, strided
 from vmonarch.kernels.flash_entropy.backward import row_deltas
 from vmonarch.kernels.monarch.call import MonarchCall
 from vmonarch.kernels.monarch.places import plain_places, token_at, token_in_cell
@@ -49,13 +49,19 @@ def _key_range(places, block, POOLED: tl.constexpr):
 
 
 @triton.jit
+def _attended(mask, batch, rows, valid):
+    """Which keys of these rows the mask names."""
+    at = batch.to(tl.int64) * mask.stride_b + rows.to(tl.int64) * mask.stride_s
+    return tl.load(mask.ptr + at, mask=valid, other=0) != 0
+
+
+@triton.jit
 def _masked_scores(
-    scores, rows, valid, i, bias_ptr, mask_ptr, stride_ms, log2_scale,
-    POOLED: tl.constexpr, HAS_MASK: tl.constexpr, MASKED: tl.constexpr,
+    scores, rows, valid, i, bias_ptr, mask, batch, log2_scale, POOLED: tl.constexpr, MASKED: tl.constexpr
 ):  # fmt: skip
     """Scores [M, N] whose keys lie along the last axis: masked, and for pooled keys scaled, log2 n added."""
-    if HAS_MASK:
-        valid = valid & (tl.load(mask_ptr + rows.to(tl.int64) * stride_ms, mask=valid, other=0) != 0)
+    if mask is not None:
+        valid = valid & _attended(mask, batch, rows, valid)
     if POOLED:
         # A pooled key stands for n keys: log n is added to its logit (docs/attention.md, "Pooled keys").
         scores = scores * log2_scale + tl.load(bias_ptr + i, mask=valid, other=-float("inf"))[None, :]
@@ -67,9 +73,9 @@ def _masked_scores(
 @triton.jit
 def _r_step_keys(
     acc_k, acc_v, row_max, row_sum, z, start, stop,
-    k_ptr, v_ptr, bias_ptr, mask_ptr, stride_ks, stride_vs, stride_ms, places, block, range_stop, log2_scale,
+    k_ptr, v_ptr, stride_ks, stride_vs, bias_ptr, mask, batch, places, block, range_stop, log2_scale,
     D: tl.constexpr, E: tl.constexpr, SUM_K: tl.constexpr, LAST: tl.constexpr, POOLED: tl.constexpr,
-    HAS_MASK: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
+    MASKED: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
     """Take the keys [start, stop) of a block into the running sums, BLOCK_N at a time."""
@@ -78,11 +84,9 @@ def _r_step_keys(
         rows, valid = _key_rows(places, block, i, range_stop, POOLED)
         k = load_rows(k_ptr, stride_ks, rows, valid, D, BLOCK_D, MASKED)  # [N, D]
         scores = tl.dot(z, tl.trans(k), input_precision=PRECISION)  # [M, N]
-        scores = _masked_scores(
-            scores, rows, valid, i, bias_ptr, mask_ptr, stride_ms, log2_scale, POOLED, HAS_MASK, MASKED
-        )
+        scores = _masked_scores(scores, rows, valid, i, bias_ptr, mask, batch, log2_scale, POOLED, MASKED)
         p, alpha, row_max, row_sum, _ = online_softmax(
-            scores, row_max, row_sum, row_sum, 1.0 if POOLED else log2_scale, False, HAS_MASK
+            scores, row_max, row_sum, row_sum, 1.0 if POOLED else log2_scale, False, mask is not None
         )
         p = p.to(k.dtype)
         if SUM_K:
@@ -95,30 +99,26 @@ def _r_step_keys(
 
 @triton.jit
 def _load_z(
-    z_ptr, stride_zb, stride_zs, stride_zh, places, heads, group, j,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, Z_IS_QUERY: tl.constexpr,
-    MASKED: tl.constexpr = True,
+    centroids, places, heads, group, j,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, Z_IS_QUERY: tl.constexpr, MASKED: tl.constexpr = True,
 ):  # fmt: skip
     """Centroid queries [M, D] of positions j: the query itself in the first iteration, a block tensor later."""
     block, head, batch = _parts_of(group, places, heads)
     if Z_IS_QUERY:
         token, valid = token_at(places, block, j)
-        base = z_ptr + batch.to(tl.int64) * stride_zb + head.to(tl.int64) * stride_zh
-        return load_rows(base, stride_zs, token, valid, D, BLOCK_D, MASKED)
+        return load_rows(head_of(centroids, batch, head), centroids.stride_s, token, valid, D, BLOCK_D, MASKED)
     else:
-        base = z_ptr + group.to(tl.int64) * places.positions * D
+        base = centroids.ptr + group.to(tl.int64) * places.positions * D
         return load_rows(base, D, j, j < places.positions, D, BLOCK_D, MASKED)
 
 
 @triton.jit(do_not_specialize=["heads", "row_tiles"])
 def _r_step_kernel(
-    z_ptr, k_ptr, v_ptr, bias_ptr, mask_ptr, aL_ptr, y_ptr, cL_ptr, lse_ptr,
-    stride_zb, stride_zs, stride_zh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
-    stride_mb, stride_ms, heads, places, row_tiles, scale, log2_scale,
+    centroids, key, value, mask, bias_ptr, aL_ptr, y_ptr, cL_ptr, lse_ptr,
+    heads, places, row_tiles, scale, log2_scale,
     D: tl.constexpr, E: tl.constexpr, LAST: tl.constexpr, Z_IS_QUERY: tl.constexpr, POOLED: tl.constexpr,
-    HAS_MASK: tl.constexpr, PRECISION: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_TAIL: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_E: tl.constexpr,
+    PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_TAIL: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
     """One tile of positions of one key block: aL and cL, unless there is no aL_ptr, and in the last iteration y.
 
@@ -129,16 +129,12 @@ def _r_step_kernel(
     group = pid // row_tiles
     j = pid % row_tiles * BLOCK_M + tl.arange(0, BLOCK_M)
     block, head, batch = _parts_of(group, places, heads)
-    z = _load_z(z_ptr, stride_zb, stride_zs, stride_zh, places, heads, group, j, D, BLOCK_D, Z_IS_QUERY)
+    z = _load_z(centroids, places, heads, group, j, D, BLOCK_D, Z_IS_QUERY)
+    k_ptr = head_of(key, batch, head)
+    v_ptr = head_of(value, batch, head)
     if POOLED:
-        k_ptr += group.to(tl.int64) * places.cells * D
+        k_ptr = key.ptr + group.to(tl.int64) * places.cells * D
         bias_ptr += block * places.cells
-    else:
-        k_ptr += batch.to(tl.int64) * stride_kb + head.to(tl.int64) * stride_kh
-    if LAST:
-        v_ptr += batch.to(tl.int64) * stride_vb + head.to(tl.int64) * stride_vh
-    if HAS_MASK:
-        mask_ptr += batch.to(tl.int64) * stride_mb
 
     acc_k = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     acc_v = tl.zeros([BLOCK_M, BLOCK_E], tl.float32) if LAST else acc_k
@@ -146,17 +142,17 @@ def _r_step_kernel(
     row_sum = tl.zeros([BLOCK_M], tl.float32)
     start, stop = _key_range(places, block, POOLED)
     full_stop = start
-    if not HAS_MASK:
+    if mask is None:
         full_stop = start + (stop - start) // BLOCK_N * BLOCK_N
         acc_k, acc_v, row_max, row_sum = _r_step_keys(
             acc_k, acc_v, row_max, row_sum, z, start, full_stop,
-            k_ptr, v_ptr, bias_ptr, mask_ptr, stride_ks, stride_vs, stride_ms, places, block, stop, log2_scale,
-            D, E, aL_ptr is not None, LAST, POOLED, False, False, PRECISION, BLOCK_N, BLOCK_D, BLOCK_E,
+            k_ptr, v_ptr, key.stride_s, value.stride_s, bias_ptr, mask, batch, places, block, stop, log2_scale,
+            D, E, aL_ptr is not None, LAST, POOLED, False, PRECISION, BLOCK_N, BLOCK_D, BLOCK_E,
         )  # fmt: skip
     acc_k, acc_v, row_max, row_sum = _r_step_keys(
         acc_k, acc_v, row_max, row_sum, z, full_stop, stop,
-        k_ptr, v_ptr, bias_ptr, mask_ptr, stride_ks, stride_vs, stride_ms, places, block, stop, log2_scale,
-        D, E, aL_ptr is not None, LAST, POOLED, HAS_MASK, True, PRECISION, BLOCK_TAIL, BLOCK_D, BLOCK_E,
+        k_ptr, v_ptr, key.stride_s, value.stride_s, bias_ptr, mask, batch, places, block, stop, log2_scale,
+        D, E, aL_ptr is not None, LAST, POOLED, True, PRECISION, BLOCK_TAIL, BLOCK_D, BLOCK_E,
     )  # fmt: skip
 
     inverse = 1.0 / tl.where(row_sum == 0, 1.0, row_sum)
@@ -180,7 +176,7 @@ def _r_step_kernel(
 
 @triton.jit(do_not_specialize=["heads", "cell_tiles"])
 def _pool_kernel(
-    k_ptr, pooled_ptr, bias_ptr, stride_kb, stride_ks, stride_kh, heads, places, cell_tiles,
+    key, pooled_ptr, bias_ptr, heads, places, cell_tiles,
     D: tl.constexpr, COARSE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Mean key of every cell, and log2 of the number of its keys."""
@@ -189,14 +185,14 @@ def _pool_kernel(
     group = pid // cell_tiles
     cell = pid % cell_tiles * BLOCK_N + tl.arange(0, BLOCK_N)
     block, head, batch = _parts_of(group, places, heads)
-    k_ptr += batch.to(tl.int64) * stride_kb + head.to(tl.int64) * stride_kh
+    k_ptr = head_of(key, batch, head)
     inside = cell < places.cells
     total = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     count = tl.zeros([BLOCK_N], tl.float32)
     for step in tl.static_range(COARSE * COARSE):
         token, valid = token_in_cell(places, block, cell, step // COARSE, step % COARSE, COARSE)
         valid = valid & inside
-        total += load_rows(k_ptr, stride_ks, token, valid, D, BLOCK_D, True).to(tl.float32)
+        total += load_rows(k_ptr, key.stride_s, token, valid, D, BLOCK_D, True).to(tl.float32)
         count += valid.to(tl.float32)
     mean = total / tl.maximum(count, 1.0)[:, None]
     row = group.to(tl.int64) * places.cells + cell
@@ -208,7 +204,7 @@ def _pool_kernel(
 
 @triton.jit(do_not_specialize=["heads", "cell_tiles"])
 def _unpool_kernel(
-    d_pooled_ptr, bias_ptr, dk_ptr, stride_kb, stride_ks, stride_kh, heads, places, cell_tiles,
+    grad_key, d_pooled_ptr, bias_ptr, heads, places, cell_tiles,
     D: tl.constexpr, COARSE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Add to every key's gradient its share of its cell's."""
@@ -217,7 +213,7 @@ def _unpool_kernel(
     group = pid // cell_tiles
     cell = pid % cell_tiles * BLOCK_N + tl.arange(0, BLOCK_N)
     block, head, batch = _parts_of(group, places, heads)
-    dk_ptr += batch.to(tl.int64) * stride_kb + head.to(tl.int64) * stride_kh
+    dk_ptr = head_of(grad_key, batch, head)
     inside = cell < places.cells
     row = group.to(tl.int64) * places.cells + cell
     d_pooled = load_rows(d_pooled_ptr, D, row, inside, D, BLOCK_D, True).to(tl.float32)
@@ -225,16 +221,16 @@ def _unpool_kernel(
     share = d_pooled * tl.exp2(-tl.where(bias == -float("inf"), 0.0, bias))[:, None]
     for step in tl.static_range(COARSE * COARSE):
         token, valid = token_in_cell(places, block, cell, step // COARSE, step % COARSE, COARSE)
-        store_rows(dk_ptr, stride_ks, token, valid & inside, share, D, BLOCK_D, ADD=True)
+        store_rows(dk_ptr, grad_key.stride_s, token, valid & inside, share, D, BLOCK_D, ADD=True)
 
 
 @triton.jit
 def _r_backward_z_keys(
-    dz, z, daL, dy, delta, lse, start, stop, k_ptr, v_ptr, bias_ptr, mask_ptr,
-    stride_ks, stride_vs, stride_ms, places, block, range_stop, scale, log2_scale,
+    dz, z, daL, dy, delta, lse, start, stop,
+    k_ptr, v_ptr, stride_ks, stride_vs, bias_ptr, mask, batch, places, block, range_stop, scale, log2_scale,
     D: tl.constexpr, E: tl.constexpr, SUM_K: tl.constexpr, LAST: tl.constexpr, POOLED: tl.constexpr,
-    HAS_MASK: tl.constexpr, MASKED: tl.constexpr,
-    PRECISION: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
+    MASKED: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
     """Add to dz / scale what the keys [start, stop) of a block contribute, BLOCK_N at a time."""
     for first in tl.range(start, stop, BLOCK_N):
@@ -242,9 +238,7 @@ def _r_backward_z_keys(
         rows, valid = _key_rows(places, block, i, range_stop, POOLED)
         k = load_rows(k_ptr, stride_ks, rows, valid, D, BLOCK_D, MASKED)
         scores = tl.dot(z, tl.trans(k), input_precision=PRECISION)
-        masked = _masked_scores(
-            scores, rows, valid, i, bias_ptr, mask_ptr, stride_ms, log2_scale, POOLED, HAS_MASK, MASKED
-        )
+        masked = _masked_scores(scores, rows, valid, i, bias_ptr, mask, batch, log2_scale, POOLED, MASKED)
         p = probabilities(masked, lse, 1.0 if POOLED else log2_scale)
         if SUM_K:
             dp = tl.dot(daL, tl.trans(k), input_precision=PRECISION)
@@ -260,13 +254,11 @@ def _r_backward_z_keys(
 
 @triton.jit(do_not_specialize=["heads", "row_tiles"])
 def _r_backward_z_kernel(
-    z_ptr, k_ptr, v_ptr, bias_ptr, mask_ptr, daL_ptr, dy_ptr, delta_ptr, lse_ptr,
-    cR_ptr, daR_ptr, dcR_ptr, dq_ptr,
-    stride_zb, stride_zs, stride_zh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
-    stride_mb, stride_ms, stride_dqb, stride_dqs, stride_dqh, heads, places, row_tiles, scale, log2_scale, min_mass,
+    centroids, key, value, mask, bias_ptr, daL_ptr, dy_ptr, delta_ptr, lse_ptr,
+    grad_query, cR_ptr, daR_ptr, dcR_ptr, heads, places, row_tiles, scale, log2_scale, min_mass,
     D: tl.constexpr, E: tl.constexpr, LAST: tl.constexpr, Z_IS_QUERY: tl.constexpr, POOLED: tl.constexpr,
-    HAS_MASK: tl.constexpr, PRECISION: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
+    PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_E: tl.constexpr,
 ):  # fmt: skip
     """Gradient of one tile of z. For z = q it is added to dq; else αR and cR, of which z was made, get theirs.
 
@@ -279,7 +271,7 @@ def _r_backward_z_kernel(
     block, head, batch = _parts_of(group, places, heads)
     inside = j < places.positions
     row = group.to(tl.int64) * places.positions + j
-    z = _load_z(z_ptr, stride_zb, stride_zs, stride_zh, places, heads, group, j, D, BLOCK_D, Z_IS_QUERY, True)
+    z = _load_z(centroids, places, heads, group, j, D, BLOCK_D, Z_IS_QUERY)
     daL = z
     if daL_ptr is not None:
         daL = load_rows(daL_ptr, D, row, inside, D, BLOCK_D, True)
@@ -288,36 +280,32 @@ def _r_backward_z_kernel(
     dy = z
     if LAST:
         dy = load_rows(dy_ptr, E, row, inside, E, BLOCK_E, True)
-        v_ptr += batch.to(tl.int64) * stride_vb + head.to(tl.int64) * stride_vh
+    k_ptr = head_of(key, batch, head)
+    v_ptr = head_of(value, batch, head)
     if POOLED:
-        k_ptr += group.to(tl.int64) * places.cells * D
+        k_ptr = key.ptr + group.to(tl.int64) * places.cells * D
         bias_ptr += block * places.cells
-    else:
-        k_ptr += batch.to(tl.int64) * stride_kb + head.to(tl.int64) * stride_kh
-    if HAS_MASK:
-        mask_ptr += batch.to(tl.int64) * stride_mb
 
     dz = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     start, stop = _key_range(places, block, POOLED)
     full_stop = start
-    if not HAS_MASK:
+    if mask is None:
         full_stop = start + (stop - start) // BLOCK_N * BLOCK_N
         dz = _r_backward_z_keys(
-            dz, z, daL, dy, delta, lse, start, full_stop, k_ptr, v_ptr, bias_ptr, mask_ptr,
-            stride_ks, stride_vs, stride_ms, places, block, stop, scale, log2_scale, D, E, daL_ptr is not None, LAST,
-            POOLED, False, False, PRECISION, BLOCK_N, BLOCK_D, BLOCK_E,
+            dz, z, daL, dy, delta, lse, start, full_stop,
+            k_ptr, v_ptr, key.stride_s, value.stride_s, bias_ptr, mask, batch, places, block, stop, scale, log2_scale,
+            D, E, daL_ptr is not None, LAST, POOLED, False, PRECISION, BLOCK_N, BLOCK_D, BLOCK_E,
         )  # fmt: skip
     dz = _r_backward_z_keys(
-        dz, z, daL, dy, delta, lse, full_stop, stop, k_ptr, v_ptr, bias_ptr, mask_ptr,
-        stride_ks, stride_vs, stride_ms, places, block, stop, scale, log2_scale, D, E, daL_ptr is not None, LAST,
-        POOLED, HAS_MASK, True, PRECISION, BLOCK_N, BLOCK_D, BLOCK_E,
+        dz, z, daL, dy, delta, lse, full_stop, stop,
+        k_ptr, v_ptr, key.stride_s, value.stride_s, bias_ptr, mask, batch, places, block, stop, scale, log2_scale,
+        D, E, daL_ptr is not None, LAST, POOLED, True, PRECISION, BLOCK_N, BLOCK_D, BLOCK_E,
     )  # fmt: skip
     dz *= scale
 
     if Z_IS_QUERY:
         token, valid = token_at(places, block, j)
-        dq_ptr += batch.to(tl.int64) * stride_dqb + head.to(tl.int64) * stride_dqh
-        store_rows(dq_ptr, stride_dqs, token, valid, dz, D, BLOCK_D, ADD=True)
+        store_rows(head_of(grad_query, batch, head), grad_query.stride_s, token, valid, dz, D, BLOCK_D, ADD=True)
     else:
         # z = αR / max(cR, min_mass)
         cR = tl.load(cR_ptr + row, mask=inside, other=1.0)
@@ -330,8 +318,8 @@ def _r_backward_z_kernel(
 
 @triton.jit
 def _r_backward_keys_rows(
-    dk, dv, k, v, attended, bias, start, stop, z_ptr, daL_ptr, dy_ptr, delta_ptr, lse_ptr,
-    stride_zb, stride_zs, stride_zh, heads, places, group, scale, log2_scale,
+    dk, dv, k, v, attended, bias, start, stop, centroids, daL_ptr, dy_ptr, delta_ptr, lse_ptr,
+    heads, places, group, scale, log2_scale,
     D: tl.constexpr, E: tl.constexpr, LAST: tl.constexpr, Z_IS_QUERY: tl.constexpr, POOLED: tl.constexpr,
     HAS_MASK: tl.constexpr, MASKED: tl.constexpr,
     PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
@@ -341,7 +329,7 @@ def _r_backward_keys_rows(
         j = first + tl.arange(0, BLOCK_M)
         inside = j < places.positions
         row = group.to(tl.int64) * places.positions + j
-        z = _load_z(z_ptr, stride_zb, stride_zs, stride_zh, places, heads, group, j, D, BLOCK_D, Z_IS_QUERY, MASKED)
+        z = _load_z(centroids, places, heads, group, j, D, BLOCK_D, Z_IS_QUERY, MASKED)
         daL = z
         if daL_ptr is not None:
             daL = load_rows(daL_ptr, D, row, inside, D, BLOCK_D, MASKED)
@@ -382,13 +370,11 @@ def _load_statistics(ptr, row, inside, other, MASKED: tl.constexpr):
 
 @triton.jit(do_not_specialize=["heads", "key_tiles"])
 def _r_backward_keys_kernel(
-    z_ptr, k_ptr, v_ptr, bias_ptr, mask_ptr, daL_ptr, dy_ptr, delta_ptr, lse_ptr, dk_ptr, dv_ptr,
-    stride_zb, stride_zs, stride_zh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
-    stride_mb, stride_ms, stride_dkb, stride_dks, stride_dkh, stride_dvb, stride_dvs, stride_dvh,
-    heads, places, key_tiles, scale, log2_scale,
+    centroids, key, value, mask, bias_ptr, daL_ptr, dy_ptr, delta_ptr, lse_ptr,
+    grad_key, grad_value, heads, places, key_tiles, scale, log2_scale,
     D: tl.constexpr, E: tl.constexpr, LAST: tl.constexpr, Z_IS_QUERY: tl.constexpr, POOLED: tl.constexpr,
-    HAS_MASK: tl.constexpr, PRECISION: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
+    PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_E: tl.constexpr,
 ):  # fmt: skip
     """Add one tile of keys' gradients, as keys and as values, and in the last iteration those of V.
 
@@ -399,25 +385,22 @@ def _r_backward_keys_kernel(
     pid = tl.program_id(0)
     group = pid // key_tiles
     block, head, batch = _parts_of(group, places, heads)
+    k_ptr = head_of(key, batch, head)
+    dk_ptr = head_of(grad_key, batch, head)
     if POOLED:
-        k_ptr += group.to(tl.int64) * places.cells * D
-        dk_ptr += group.to(tl.int64) * places.cells * D
+        k_ptr = key.ptr + group.to(tl.int64) * places.cells * D
+        dk_ptr = grad_key.ptr + group.to(tl.int64) * places.cells * D
         bias_ptr += block * places.cells
-    else:
-        k_ptr += batch.to(tl.int64) * stride_kb + head.to(tl.int64) * stride_kh
-        dk_ptr += batch.to(tl.int64) * stride_dkb + head.to(tl.int64) * stride_dkh
     start, stop = _key_range(places, block, POOLED)
     i = start + pid % key_tiles * BLOCK_N + tl.arange(0, BLOCK_N)
     rows, valid = _key_rows(places, block, i, stop, POOLED)
-    k = load_rows(k_ptr, stride_ks, rows, valid, D, BLOCK_D, True)
+    k = load_rows(k_ptr, key.stride_s, rows, valid, D, BLOCK_D, True)
     v = k
     if LAST:
-        v_ptr += batch.to(tl.int64) * stride_vb + head.to(tl.int64) * stride_vh
-        v = load_rows(v_ptr, stride_vs, rows, valid, E, BLOCK_E, True)
+        v = load_rows(head_of(value, batch, head), value.stride_s, rows, valid, E, BLOCK_E, True)
     attended = valid
-    if HAS_MASK:
-        mask_ptr += batch.to(tl.int64) * stride_mb
-        attended = valid & (tl.load(mask_ptr + rows.to(tl.int64) * stride_ms, mask=valid, other=0) != 0)
+    if mask is not None:
+        attended = valid & _attended(mask, batch, rows, valid)
     bias = tl.zeros([BLOCK_N], tl.float32)
     if POOLED:
         bias = tl.load(bias_ptr + i, mask=valid, other=-float("inf"))
@@ -430,21 +413,25 @@ def _r_backward_keys_kernel(
     if not Z_IS_QUERY or (first_token >= 0 and first_token + places.positions <= places.tokens):
         full_stop = places.positions // BLOCK_M * BLOCK_M
     dk, dv = _r_backward_keys_rows(
-        dk, dv, k, v, attended, bias, 0, full_stop, z_ptr, daL_ptr, dy_ptr, delta_ptr, lse_ptr,
-        stride_zb, stride_zs, stride_zh, heads, places, group, scale, log2_scale, D, E, LAST, Z_IS_QUERY,
-        POOLED, HAS_MASK, False, PRECISION, BLOCK_M, BLOCK_D, BLOCK_E,
+        dk, dv, k, v, attended, bias, 0, full_stop, centroids, daL_ptr, dy_ptr, delta_ptr, lse_ptr,
+        heads, places, group, scale, log2_scale, D, E, LAST, Z_IS_QUERY, POOLED, mask is not None, False,
+        PRECISION, BLOCK_M, BLOCK_D, BLOCK_E,
     )  # fmt: skip
     dk, dv = _r_backward_keys_rows(
-        dk, dv, k, v, attended, bias, full_stop, places.positions, z_ptr, daL_ptr, dy_ptr, delta_ptr, lse_ptr,
-        stride_zb, stride_zs, stride_zh, heads, places, group, scale, log2_scale, D, E, LAST, Z_IS_QUERY,
-        POOLED, HAS_MASK, True, PRECISION, BLOCK_M, BLOCK_D, BLOCK_E,
+        dk, dv, k, v, attended, bias, full_stop, places.positions, centroids, daL_ptr, dy_ptr, delta_ptr, lse_ptr,
+        heads, places, group, scale, log2_scale, D, E, LAST, Z_IS_QUERY, POOLED, mask is not None, True,
+        PRECISION, BLOCK_M, BLOCK_D, BLOCK_E,
     )  # fmt: skip
 
     # The last iteration is differentiated first.
-    store_rows(dk_ptr, stride_dks, rows, valid, dk, D, BLOCK_D, ADD=not (POOLED or LAST))
+    store_rows(dk_ptr, grad_key.stride_s, rows, valid, dk, D, BLOCK_D, ADD=not (POOLED or LAST))
     if LAST:
-        dv_ptr += batch.to(tl.int64) * stride_dvb + head.to(tl.int64) * stride_dvh
-        store_rows(dv_ptr, stride_dvs, rows, valid, dv, E, BLOCK_E)
+        store_rows(head_of(grad_value, batch, head), grad_value.stride_s, rows, valid, dv, E, BLOCK_E)
+
+
+def _tokens_or_blocks(x: torch.Tensor) -> Strided | None:
+    """Tokens [B, S, H, D] with their strides, or a block tensor [B·H·m, ·, D], of which only the rows have one."""
+    return strided(x) if x.ndim == 4 else Strided(x, 0, x.shape[-1], 0)
 
 
 @dataclass(frozen=True)
@@ -471,37 +458,37 @@ class RStep:
         places = self.call.places
         pooled = self.key.new_empty(self.groups, places.cells, self.key.shape[3])
         bias = self.key.new_empty(places.blocks, places.cells, dtype=torch.float32)
-        self._launch(_pool_kernel, (self.key, pooled, bias), self.key, places.cells, COARSE=self.call.options.coarse)
+        self._launch(_pool_kernel, self.key, (pooled, bias), places.cells, COARSE=self.call.options.coarse)
         return pooled, bias
 
     def unpool(self, d_pooled: torch.Tensor, bias: torch.Tensor, dk: torch.Tensor) -> None:
         """Add the gradient of the pooled keys to dk [B, S, H, D]."""
-        self._launch(_unpool_kernel, (d_pooled, bias, dk), dk, self.call.places.cells, COARSE=self.call.options.coarse)
+        self._launch(_unpool_kernel, dk, (d_pooled, bias), self.call.places.cells, COARSE=self.call.options.coarse)
 
-    def _launch(self, kernel, tensors: tuple[torch.Tensor, ...], tokens: torch.Tensor, rows: int, **options) -> None:
+    def _launch(self, kernel, tokens: torch.Tensor, tensors: tuple[torch.Tensor, ...], rows: int, **options) -> None:
         """Launch a kernel that works on this many rows of every block."""
         D = tokens.shape[3]
         block = 32
         tiles = triton.cdiv(rows, block)
         launcher(kernel, (tiles * self.groups,))(
-            *tensors, *tokens.stride()[:3], self.key.shape[2], unspecialised(self.call.places), tiles,
+            strided(tokens), *tensors, self.key.shape[2], unspecialised(self.call.places), tiles,
             D=D, BLOCK_N=block, BLOCK_D=block_dim(D), num_warps=4, **options,
         )  # fmt: skip
 
-    def _shared(self, z: torch.Tensor, pooled: torch.Tensor | None, last: bool) -> tuple[tuple, dict]:
-        """Strides of z, key, value and mask, and the constants that forward and backward have in common."""
+    def _shared(
+        self, z: torch.Tensor, pooled: tuple[torch.Tensor, torch.Tensor] | None, last: bool
+    ) -> tuple[tuple, dict]:
+        """z, key, value, mask and bias, and the constants that forward and backward have in common."""
         z_is_query = z.ndim == 4
-        z_strides = (z.stride(0), z.stride(1), z.stride(2)) if z_is_query else (0, 0, 0)
-        key_strides = (0, z.shape[-1], 0) if pooled is not None else tuple(self.key.stride()[:3])
-        mask_strides = (0, 0) if self.key_mask is None else tuple(self.key_mask.stride())
-        strides = (*z_strides, *key_strides, *self.value.stride()[:3], *mask_strides)
+        key, bias = (self.key, None) if pooled is None else pooled
+        mask = None if self.key_mask is None else self.key_mask[:, :, None]
+        tensors = (_tokens_or_blocks(z), _tokens_or_blocks(key), strided(self.value), broadcast(mask), bias)
         D, E = self.key.shape[3], self.value.shape[3]
         constants = dict(
             D=D, E=E, LAST=last, Z_IS_QUERY=z_is_query, POOLED=pooled is not None,
-            HAS_MASK=self.key_mask is not None, PRECISION=dot_precision(self.key.dtype),
-            BLOCK_D=block_dim(D), BLOCK_E=block_dim(E if last else 1),
+            PRECISION=dot_precision(self.key.dtype), BLOCK_D=block_dim(D), BLOCK_E=block_dim(E if last else 1),
         )  # fmt: skip
-        return strides, constants
+        return tensors, constants
 
     def _options(self, kernel: str) -> dict[str, int]:
         return launch_options(kernel, self.key.device, self.key.dtype, max(self.key.shape[3], self.value.shape[3]))
@@ -553,15 +540,13 @@ class RStep:
                 options=self._options(f"hopper_{stage}"),
             )  # fmt: skip
             return
-        key, bias = (self.key, None) if pooled is None else pooled
-        strides, constants = self._shared(z, None if pooled is None else pooled[0], y is not None)
+        tensors, constants = self._shared(z, pooled, y is not None)
         options = self._options("r_step" if y is None else "r_step_last")
         row_tiles = triton.cdiv(self.call.places.positions, options["BLOCK_M"])
         options["BLOCK_TAIL"] = self._tail_block(options["BLOCK_N"], pooled is not None)
         launcher(_r_step_kernel, (row_tiles * self.groups,))(
-            z, key, self.value, bias, self.key_mask, aL, y, cL, lse, *strides,
-            self.key.shape[2], unspecialised(self.call.places), row_tiles, self.call.scale,
-            log2_scale_of(self.call.scale), **constants, **options,
+            *tensors, aL, y, cL, lse, self.key.shape[2], unspecialised(self.call.places), row_tiles,
+            self.call.scale, log2_scale_of(self.call.scale), **constants, **options,
         )  # fmt: skip
 
     def backward(
@@ -611,25 +596,23 @@ class RStep:
             if bias is not None:
                 self.unpool(d_key, bias, dk)
             return
-        strides, constants = self._shared(z, None if pooled is None else pooled[0], dy is not None)
+        tensors, constants = self._shared(z, pooled, dy is not None)
         numbers = (self.call.scale, log2_scale_of(self.call.scale))
         saved = (daL, dy, delta, lse)
-        dk_strides = dk.stride()[:3] if pooled is None else (0, key.shape[-1], 0)
         options = self._options("r_backward_keys")
         keys = self.call.places.positions if pooled is None else self.call.places.cells
         tiles = triton.cdiv(keys, options["BLOCK_N"])
         launcher(_r_backward_keys_kernel, (tiles * self.groups,))(
-            z, key, self.value, bias, self.key_mask, *saved, d_key, dv, *strides, *dk_strides, *dv.stride()[:3],
-            self.key.shape[2], unspecialised(self.call.places), tiles, *numbers, **constants, **options,
+            *tensors, *saved, _tokens_or_blocks(d_key), strided(dv), self.key.shape[2],
+            unspecialised(self.call.places), tiles, *numbers, **constants, **options,
         )  # fmt: skip
         if bias is not None:
             self.unpool(d_key, bias, dk)
         options = self._options("r_backward_z")
         tiles = triton.cdiv(self.call.places.positions, options["BLOCK_M"])
         launcher(_r_backward_z_kernel, (tiles * self.groups,))(
-            z, key, self.value, bias, self.key_mask, *saved, cR, daR, dcR, dq, *strides, *dq.stride()[:3],
-            self.key.shape[2], unspecialised(self.call.places), tiles, *numbers, self.call.min_mass,
-            **constants, **options,
+            *tensors, *saved, strided(dq), cR, daR, dcR, self.key.shape[2],
+            unspecialised(self.call.places), tiles, *numbers, self.call.min_mass, **constants, **options,
         )  # fmt: skip
 
     def row_dots(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
