@@ -32,7 +32,7 @@ from vmonarch.kernels.common.launch import (
 )
 from vmonarch.kernels.common.replay import launcher
 from vmonarch.kernels.common.softmax import log2_partition, log2_scale_of, online_softmax
-from vmonarch.kernels.common.tiles import load_rows, store_rows
+from vmonarch.kernels.common.tiles import head_of, load_rows, store_rows, strided
 from vmonarch.kernels.monarch.call import MonarchCall, exact_table_of
 from vmonarch.kernels.monarch.places import plain_places, token_at
 
@@ -113,8 +113,7 @@ def _logits(
 
 @triton.jit(do_not_specialize=["heads", "row_tiles"])
 def _l_rows_kernel(
-    q_ptr, aL_ptr, cL_ptr, y_ptr, exact_ptr, lse_exact_ptr, out_exact_ptr, out_ptr, lse_ptr,
-    stride_qb, stride_qs, stride_qh, stride_eb, stride_es, stride_eh, stride_ob, stride_os, stride_oh,
+    query, aL_ptr, cL_ptr, y_ptr, exact_ptr, lse_exact_ptr, exact_output, output, lse_ptr,
     heads, places, row_tiles, log2_scale,
     D: tl.constexpr, E: tl.constexpr, LAST: tl.constexpr, EXACT: tl.constexpr, FULL: tl.constexpr,
     ONE_TILE: tl.constexpr, PRECISION: tl.constexpr,
@@ -127,14 +126,14 @@ def _l_rows_kernel(
     places = plain_places(places)
     first_l, j, head, batch = _program(places, row_tiles, heads, BLOCK_M)
     first_row = _first_row(places, batch, head, heads, j)
-    q_ptr += batch.to(tl.int64) * stride_qb + head.to(tl.int64) * stride_qh
+    q_ptr = head_of(query, batch, head)
     aL_ptr += first_row * D
     cL_ptr += first_row
     first_token = (batch * heads + head).to(tl.int64) * places.tokens
     lse_ptr += first_token
     l = first_l + tl.arange(0, BLOCK_M)
     token, valid = _tokens(places, l, j, FULL)
-    q = load_rows(q_ptr, stride_qs, token, valid, D, BLOCK_D, True)  # [M, D]
+    q = load_rows(q_ptr, query.stride_s, token, valid, D, BLOCK_D, True)  # [M, D]
     logit = 0.0
     if EXACT is not None:
         logit = tl.load(lse_exact_ptr + first_token + token, mask=valid, other=-float("inf")) * 1.4426950408889634
@@ -164,22 +163,21 @@ def _l_rows_kernel(
         row_max = new_max
         if LAST and EXACT == "blocks":
             # Rows without exact keys may hold anything, so they are not read.
-            out_exact_ptr += batch.to(tl.int64) * stride_eb + head.to(tl.int64) * stride_eh
-            out_exact = load_rows(out_exact_ptr, stride_es, token, valid & (weight > 0), E, BLOCK_E, True)
+            out_exact_ptr = head_of(exact_output, batch, head)
+            out_exact = load_rows(out_exact_ptr, exact_output.stride_s, token, valid & (weight > 0), E, BLOCK_E, True)
             acc = acc * alpha[:, None] + out_exact.to(tl.float32) * weight[:, None]
     tl.store(lse_ptr + token, log2_partition(row_max, row_sum) * 0.6931471805599453, mask=valid)
     if LAST:
         if EXACT == "rows":
             valid = valid & (logit == -float("inf"))
-        out_ptr += batch.to(tl.int64) * stride_ob + head.to(tl.int64) * stride_oh
         out = acc * (1.0 / tl.where(row_sum == 0, 1.0, row_sum))[:, None]
-        store_rows(out_ptr, stride_os, token, valid, out, E, BLOCK_E)
+        store_rows(head_of(output, batch, head), output.stride_s, token, valid, out, E, BLOCK_E)
 
 
 @triton.jit(do_not_specialize=["heads", "column_tiles"])
 def _l_centroids_kernel(
-    z_ptr, q_ptr, aL_ptr, cL_ptr, exact_ptr, lse_exact_ptr, lse_ptr, cR_ptr,
-    stride_qb, stride_qs, stride_qh, heads, places, column_tiles, log2_scale, min_mass,
+    z_ptr, query, aL_ptr, cL_ptr, exact_ptr, lse_exact_ptr, lse_ptr, cR_ptr,
+    heads, places, column_tiles, log2_scale, min_mass,
     D: tl.constexpr, EXACT: tl.constexpr, FULL: tl.constexpr, ONE_TILE: tl.constexpr,
     STORE_STATISTICS: tl.constexpr, RELATIVE: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -192,7 +190,7 @@ def _l_centroids_kernel(
     places = plain_places(places)
     first_k, j, head, batch = _program(places, column_tiles, heads, BLOCK_N)
     first_row = _first_row(places, batch, head, heads, j)
-    q_ptr += batch.to(tl.int64) * stride_qb + head.to(tl.int64) * stride_qh
+    q_ptr = head_of(query, batch, head)
     first_token = (batch * heads + head).to(tl.int64) * places.tokens
     lse_ptr += first_token
     k = first_k + tl.arange(0, BLOCK_N)
@@ -205,7 +203,7 @@ def _l_centroids_kernel(
     for first in range(0, BLOCK_M if ONE_TILE else places.blocks, BLOCK_M):
         l = first + tl.arange(0, BLOCK_M)
         token, valid = _tokens(places, l, j, FULL)
-        q = load_rows(q_ptr, stride_qs, token, valid, D, BLOCK_D, True)  # [M, D]
+        q = load_rows(q_ptr, query.stride_s, token, valid, D, BLOCK_D, True)  # [M, D]
         logit = 0.0
         if EXACT is not None:
             logit = tl.load(lse_exact_ptr + first_token + token, mask=valid, other=-float("inf")) * 1.4426950408889634
@@ -282,10 +280,8 @@ def _store_columns(
 
 @triton.jit(do_not_specialize=["heads", "row_tiles"])
 def _l_backward_rows_kernel(
-    daL_ptr, dy_ptr, q_ptr, aL_ptr, cL_ptr, lse_ptr, v_ptr, do_ptr, out_ptr, dcR_ptr, cR_ptr, dlse_ptr,
-    exact_ptr, lse_exact_ptr, out_exact_ptr, dq_ptr, delta_ptr, dlse_exact_ptr, do_exact_ptr, delta_r_ptr,
-    stride_qb, stride_qs, stride_qh, stride_ob, stride_os, stride_oh, stride_gb, stride_gs, stride_gh,
-    stride_eb, stride_es, stride_eh, stride_dqb, stride_dqs, stride_dqh,
+    daL_ptr, dy_ptr, query, aL_ptr, cL_ptr, lse_ptr, v_ptr, grad_output, output, dcR_ptr, cR_ptr, dlse_ptr,
+    exact_ptr, lse_exact_ptr, exact_output, grad_query, delta_ptr, dlse_exact_ptr, do_exact_ptr, delta_r_ptr,
     heads, places, row_tiles, scale, log2_scale, min_mass,
     D: tl.constexpr, E: tl.constexpr, LAST: tl.constexpr, EXACT: tl.constexpr,
     FULL: tl.constexpr, ONE_TILE: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
@@ -299,26 +295,24 @@ def _l_backward_rows_kernel(
     places = plain_places(places)
     first_l, j, head, batch = _program(places, row_tiles, heads, BLOCK_M)
     first_row = _first_row(places, batch, head, heads, j)
-    q_ptr += batch.to(tl.int64) * stride_qb + head.to(tl.int64) * stride_qh
-    dq_ptr += batch.to(tl.int64) * stride_dqb + head.to(tl.int64) * stride_dqh
+    q_ptr = head_of(query, batch, head)
+    dq_ptr = head_of(grad_query, batch, head)
     aL_ptr += first_row * D
     v_ptr += first_row * E
     cL_ptr += first_row
     first_token = (batch * heads + head).to(tl.int64) * places.tokens
     l = first_l + tl.arange(0, BLOCK_M)
     token, valid = _tokens(places, l, j, FULL)
-    q = load_rows(q_ptr, stride_qs, token, valid, D, BLOCK_D, True)  # [M, D]
+    q = load_rows(q_ptr, query.stride_s, token, valid, D, BLOCK_D, True)  # [M, D]
     # A place without a query gets lse = inf, hence L = 0.
     lse = tl.load(lse_ptr + first_token + token, mask=valid, other=float("inf")) * 1.4426950408889634
     lse = tl.where(lse == -float("inf"), float("inf"), lse)
     do = q
     delta = tl.zeros([BLOCK_M], tl.float32)
     if LAST:
-        do_ptr += batch.to(tl.int64) * stride_gb + head.to(tl.int64) * stride_gh
-        do = load_rows(do_ptr, stride_gs, token, valid, E, BLOCK_E, True)
+        do = load_rows(head_of(grad_output, batch, head), grad_output.stride_s, token, valid, E, BLOCK_E, True)
         if not ONE_TILE:
-            out_ptr += batch.to(tl.int64) * stride_ob + head.to(tl.int64) * stride_oh
-            out = load_rows(out_ptr, stride_os, token, valid, E, BLOCK_E, True)
+            out = load_rows(head_of(output, batch, head), output.stride_s, token, valid, E, BLOCK_E, True)
             delta = tl.sum(do.to(tl.float32) * out.to(tl.float32), 1)
     logit = 0.0
     if EXACT is not None:
@@ -326,11 +320,13 @@ def _l_backward_rows_kernel(
         weight = tl.exp2(logit - lse)
         d_weight = delta
         if LAST and EXACT == "blocks":
-            out_exact_ptr += batch.to(tl.int64) * stride_eb + head.to(tl.int64) * stride_eh
-            do_exact_ptr += batch.to(tl.int64) * stride_eb + head.to(tl.int64) * stride_eh
-            out_exact = load_rows(out_exact_ptr, stride_es, token, valid & (weight > 0), E, BLOCK_E, True)
+            out_exact_ptr = head_of(exact_output, batch, head)
+            # do_exact has the strides of out_exact.
+            do_exact_ptr += batch.to(tl.int64) * exact_output.stride_b + head.to(tl.int64) * exact_output.stride_h
+            out_exact = load_rows(out_exact_ptr, exact_output.stride_s, token, valid & (weight > 0), E, BLOCK_E, True)
             d_weight = tl.sum(do.to(tl.float32) * out_exact.to(tl.float32), 1)
-            store_rows(do_exact_ptr, stride_es, token, valid, do.to(tl.float32) * weight[:, None], E, BLOCK_E)
+            do_exact = do.to(tl.float32) * weight[:, None]
+            store_rows(do_exact_ptr, exact_output.stride_s, token, valid, do_exact, E, BLOCK_E)
     if dlse_ptr is not None:
         delta -= tl.load(dlse_ptr + first_token + token, mask=valid, other=0.0)
     dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
@@ -367,7 +363,7 @@ def _l_backward_rows_kernel(
                 if not LAST:
                     dq = tl.dot(over_mass.to(v.dtype), v, dq, input_precision=PRECISION)
             if ONE_TILE:
-                store_rows(dq_ptr, stride_dqs, token, valid, dq, D, BLOCK_D, ADD=not LAST)
+                store_rows(dq_ptr, grad_query.stride_s, token, valid, dq, D, BLOCK_D, ADD=not LAST)
                 dy = L
                 if LAST:
                     dy = tl.dot(tl.trans(do), L.to(do.dtype), input_precision=PRECISION)
@@ -384,15 +380,13 @@ def _l_backward_rows_kernel(
         tl.store(dlse_exact_ptr + first_token + token, d_logit, mask=valid)
     if not ONE_TILE:
         tl.store(delta_ptr + first_token + token, delta, mask=valid)
-        store_rows(dq_ptr, stride_dqs, token, valid, dq, D, BLOCK_D, ADD=not LAST)
+        store_rows(dq_ptr, grad_query.stride_s, token, valid, dq, D, BLOCK_D, ADD=not LAST)
 
 
 @triton.jit(do_not_specialize=["heads", "column_tiles"])
 def _l_backward_columns_kernel(
-    daL_ptr, dy_ptr, q_ptr, aL_ptr, cL_ptr, lse_ptr, v_ptr, do_ptr, dcR_ptr, cR_ptr, exact_ptr, lse_exact_ptr,
-    delta_ptr, delta_r_ptr,
-    stride_qb, stride_qs, stride_qh, stride_gb, stride_gs, stride_gh,
-    heads, places, column_tiles, scale, log2_scale, min_mass,
+    daL_ptr, dy_ptr, query, aL_ptr, cL_ptr, lse_ptr, v_ptr, grad_output, dcR_ptr, cR_ptr, exact_ptr, lse_exact_ptr,
+    delta_ptr, delta_r_ptr, heads, places, column_tiles, scale, log2_scale, min_mass,
     D: tl.constexpr, E: tl.constexpr, LAST: tl.constexpr, EXACT: tl.constexpr, FULL: tl.constexpr,
     ONE_TILE: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
@@ -401,9 +395,9 @@ def _l_backward_columns_kernel(
     places = plain_places(places)
     first_k, j, head, batch = _program(places, column_tiles, heads, BLOCK_N)
     first_row = _first_row(places, batch, head, heads, j)
-    q_ptr += batch.to(tl.int64) * stride_qb + head.to(tl.int64) * stride_qh
+    q_ptr = head_of(query, batch, head)
     if LAST:
-        do_ptr += batch.to(tl.int64) * stride_gb + head.to(tl.int64) * stride_gh
+        do_ptr = head_of(grad_output, batch, head)
     first_token = (batch * heads + head).to(tl.int64) * places.tokens
     k = first_k + tl.arange(0, BLOCK_N)
     inside = k < places.blocks
@@ -420,10 +414,10 @@ def _l_backward_columns_kernel(
     for first in range(0, places.blocks, BLOCK_M):
         l = first + tl.arange(0, BLOCK_M)
         token, valid = _tokens(places, l, j, FULL)
-        q = load_rows(q_ptr, stride_qs, token, valid, D, BLOCK_D, True)  # [M, D]
+        q = load_rows(q_ptr, query.stride_s, token, valid, D, BLOCK_D, True)  # [M, D]
         do = q
         if LAST:
-            do = load_rows(do_ptr, stride_gs, token, valid, E, BLOCK_E, True)
+            do = load_rows(do_ptr, grad_output.stride_s, token, valid, E, BLOCK_E, True)
         lse = tl.load(lse_ptr + first_token + token, mask=valid, other=float("inf")) * 1.4426950408889634
         lse = tl.where(lse == -float("inf"), float("inf"), lse)
         delta = tl.load(delta_ptr + first_token + token, mask=valid, other=0.0)
@@ -476,9 +470,7 @@ class LStep:
             return None
         return "rows" if self.call.exact.whole_rows else "blocks"
 
-    def _launch(
-        self, kernel, name: str, tensors: tuple, strides: tuple, numbers: tuple, written: tuple = (), **constants
-    ) -> None:
+    def _launch(self, kernel, name: str, tensors: tuple, numbers: tuple, written: tuple = (), **constants) -> None:
         """Start one program per position and tile of blocks; block tensors `written` are the first arguments."""
         B, S, H, D = self.query.shape
         m, b = self.call.places.blocks, self.call.places.positions
@@ -495,7 +487,7 @@ class LStep:
             if constants["TMA"]:
                 written = tuple(x if x is None else self._descriptor(x, tile) for x in written)
         launcher(kernel, (tiles * H * b * B,))(
-            *written, *tensors, *strides, H, unspecialised(self.call.places), tiles, *numbers,
+            *written, *tensors, H, unspecialised(self.call.places), tiles, *numbers,
             D=D, FULL=m * b == S, ONE_TILE=tiles == 1,
             PRECISION=dot_precision(self.query.dtype), BLOCK_M=tile, BLOCK_N=tile, BLOCK_D=block_dim(D),
             **constants, **options,
@@ -524,8 +516,7 @@ class LStep:
         self._launch(
             _l_centroids_kernel,
             "l_centroids",
-            (self.query, aL, cL, self.exact, lse_exact, lse, cR),
-            self.query.stride()[:3],
+            (strided(self.query), aL, cL, self.exact, lse_exact, lse, cR),
             (log2_scale_of(self.call.scale), self.call.min_mass),
             (z,),
             EXACT=self._exact_mode(lse_exact),
@@ -549,16 +540,10 @@ class LStep:
         `out_exact` [B, S, H, E] may be `out`, and is with `whole_rows`.
         """
         E = self.query.shape[3] if y is None else y.shape[-1]
-        none = (0, 0, 0)
         self._launch(
             _l_rows_kernel,
             "l_rows" if y is None else "l_output",
-            (self.query, aL, cL, y, self.exact, lse_exact, out_exact, out, lse),
-            (
-                *self.query.stride()[:3],
-                *(none if out_exact is None else out_exact.stride()[:3]),
-                *(none if out is None else out.stride()[:3]),
-            ),
+            (strided(self.query), aL, cL, y, self.exact, lse_exact, strided(out_exact), strided(out), lse),
             (log2_scale_of(self.call.scale),),
             E=E,
             BLOCK_E=block_dim(E) if y is not None else 16,
@@ -597,25 +582,16 @@ class LStep:
         v = daR if y is None else y
         assert v is not None
         E = v.shape[-1]
-        none = (0, 0, 0)
         one_tile = self._one_tile("l_backward_rows")
         delta = None if one_tile else torch.empty_like(lse)
         constants = dict(E=E, BLOCK_E=block_dim(E), LAST=y is not None, EXACT=self._exact_mode(lse_exact))
-        query_strides = self.query.stride()[:3]
-        do_strides = none if do is None else do.stride()[:3]
+        query, grad_output = strided(self.query), strided(do)
         self._launch(
             _l_backward_rows_kernel,
             "l_backward_rows",
             (
-                self.query, aL, cL, lse, v, do, out, dcR, cR, dlse, self.exact, lse_exact, out_exact,
-                dq, delta, dlse_exact, do_exact, delta_r,
-            ),
-            (
-                *query_strides,
-                *(none if out is None else out.stride()[:3]),
-                *do_strides,
-                *(none if out_exact is None else out_exact.stride()[:3]),
-                *dq.stride()[:3],
+                query, aL, cL, lse, v, grad_output, strided(out), dcR, cR, dlse, self.exact, lse_exact,
+                strided(out_exact), strided(dq), delta, dlse_exact, do_exact, delta_r,
             ),
             (self.call.scale, log2_scale_of(self.call.scale), self.call.min_mass),
             (daL, dy),
@@ -625,8 +601,7 @@ class LStep:
             self._launch(
                 _l_backward_columns_kernel,
                 "l_backward_columns",
-                (self.query, aL, cL, lse, v, do, dcR, cR, self.exact, lse_exact, delta, delta_r),
-                (*query_strides, *do_strides),
+                (query, aL, cL, lse, v, grad_output, dcR, cR, self.exact, lse_exact, delta, delta_r),
                 (self.call.scale, log2_scale_of(self.call.scale), self.call.min_mass),
                 (daL, dy),
                 **constants,
