@@ -31,7 +31,7 @@ from vmonarch.kernels.common.launch import (
 from vmonarch.kernels.common.operators import new_results, operator
 from vmonarch.kernels.common.replay import launcher, replayed
 from vmonarch.kernels.common.softmax import log2_partition, log2_scale_of, online_softmax, probabilities, row_delta
-from vmonarch.kernels.common.tiles import load_rows, store_rows
+from vmonarch.kernels.common.tiles import head_of, load_rows, store_rows, strided
 from vmonarch.kernels.window.reference import Window, extents
 
 
@@ -141,9 +141,7 @@ def _keys_at(
 
 @triton.jit(do_not_specialize=["H", "Sq", "bricks"])
 def window_kernel(
-    q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr,
-    stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
-    stride_ob, stride_os, stride_oh, H, Sq, bricks, neighbourhood, log2_scale,
+    query, key, value, output, lse_ptr, H, Sq, bricks, neighbourhood, log2_scale,
     D: tl.constexpr, E: tl.constexpr, PRECISION: tl.constexpr,
     BT: tl.constexpr, BH: tl.constexpr, BW: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
@@ -156,9 +154,9 @@ def window_kernel(
     head = bh % H
     token, exists, t, h, w = _tokens_of(brick, n, n.skipped, BT, BH, BW)
     row = token - n.skipped
-    q = load_rows(q_ptr + b * stride_qb + head * stride_qh, stride_qs, row, exists, D, BLOCK_D, True)
-    k_ptr += b * stride_kb + head * stride_kh
-    v_ptr += b * stride_vb + head * stride_vh
+    q = load_rows(head_of(query, b, head), query.stride_s, row, exists, D, BLOCK_D, True)
+    k_ptr = head_of(key, b, head)
+    v_ptr = head_of(value, b, head)
     acc = tl.zeros([BT * BH * BW, BLOCK_E], tl.float32)
     row_max = tl.full([BT * BH * BW], -float("inf"), tl.float32)
     row_sum = tl.zeros([BT * BH * BW], tl.float32)
@@ -166,23 +164,22 @@ def window_kernel(
         brick, n, n.skipped, 0, n.back_t, n.back_h, n.back_w, n.ahead_t, n.ahead_h, n.ahead_w, BT, BH, BW
     )
     for step in range(count_t * count_h * count_w):
-        key, there, near = _keys_at(step, low_t, low_h, low_w, count_h, count_w, n, t, h, w, BT, BH, BW)
-        k = load_rows(k_ptr, stride_ks, key, there, D, BLOCK_D, True)
+        keys, there, near = _keys_at(step, low_t, low_h, low_w, count_h, count_w, n, t, h, w, BT, BH, BW)
+        k = load_rows(k_ptr, key.stride_s, keys, there, D, BLOCK_D, True)
         scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
         scores = tl.where(near, scores, -float("inf"))
         p, alpha, row_max, row_sum, _ = online_softmax(scores, row_max, row_sum, row_sum, log2_scale, False, True)
-        v = load_rows(v_ptr, stride_vs, key, there, E, BLOCK_E, True)
+        v = load_rows(v_ptr, value.stride_s, keys, there, E, BLOCK_E, True)
         acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision=PRECISION)
     out = acc * (1.0 / tl.where(row_sum == 0, 1.0, row_sum))[:, None]
-    store_rows(out_ptr + b * stride_ob + head * stride_oh, stride_os, row, exists, out, E, BLOCK_E)
+    store_rows(head_of(output, b, head), output.stride_s, row, exists, out, E, BLOCK_E)
     tl.store(lse_ptr + bh * Sq + row, log2_partition(row_max, row_sum) * 0.6931471805599453, mask=exists)
 
 
 @triton.jit(do_not_specialize=["H", "Sq", "bricks"])
 def window_rows_kernel(
-    q_ptr, k_ptr, v_ptr, do_ptr, out_ptr, lse_ptr, dlse_ptr, delta_ptr, dq_ptr,
-    stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
-    stride_gb, stride_gs, stride_gh, stride_ob, stride_os, stride_oh, H, Sq, bricks, neighbourhood, scale, log2_scale,
+    query, key, value, grad_output, output, lse_ptr, dlse_ptr, delta_ptr, dq_ptr,
+    H, Sq, bricks, neighbourhood, scale, log2_scale,
     D: tl.constexpr, E: tl.constexpr, PRECISION: tl.constexpr,
     BT: tl.constexpr, BH: tl.constexpr, BW: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
@@ -195,22 +192,22 @@ def window_rows_kernel(
     head = bh % H
     token, exists, t, h, w = _tokens_of(brick, n, n.skipped, BT, BH, BW)
     row = token - n.skipped
-    q = load_rows(q_ptr + b * stride_qb + head * stride_qh, stride_qs, row, exists, D, BLOCK_D, True)
-    do = load_rows(do_ptr + b * stride_gb + head * stride_gh, stride_gs, row, exists, E, BLOCK_E, True)
-    out = load_rows(out_ptr + b * stride_ob + head * stride_oh, stride_os, row, exists, E, BLOCK_E, True)
+    q = load_rows(head_of(query, b, head), query.stride_s, row, exists, D, BLOCK_D, True)
+    do = load_rows(head_of(grad_output, b, head), grad_output.stride_s, row, exists, E, BLOCK_E, True)
+    out = load_rows(head_of(output, b, head), output.stride_s, row, exists, E, BLOCK_E, True)
     lse = tl.load(lse_ptr + bh * Sq + row, mask=exists, other=float("inf"))
     delta = row_delta(do, out, dlse_ptr, bh * Sq + row, exists)
     tl.store(delta_ptr + bh * Sq + row, delta, mask=exists)
-    k_ptr += b * stride_kb + head * stride_kh
-    v_ptr += b * stride_vb + head * stride_vh
+    k_ptr = head_of(key, b, head)
+    v_ptr = head_of(value, b, head)
     dq = tl.zeros([BT * BH * BW, BLOCK_D], tl.float32)
     low_t, low_h, low_w, count_t, count_h, count_w = _bricks_around(
         brick, n, n.skipped, 0, n.back_t, n.back_h, n.back_w, n.ahead_t, n.ahead_h, n.ahead_w, BT, BH, BW
     )
     for step in range(count_t * count_h * count_w):
-        key, there, near = _keys_at(step, low_t, low_h, low_w, count_h, count_w, n, t, h, w, BT, BH, BW)
-        k = load_rows(k_ptr, stride_ks, key, there, D, BLOCK_D, True)
-        v = load_rows(v_ptr, stride_vs, key, there, E, BLOCK_E, True)
+        keys, there, near = _keys_at(step, low_t, low_h, low_w, count_h, count_w, n, t, h, w, BT, BH, BW)
+        k = load_rows(k_ptr, key.stride_s, keys, there, D, BLOCK_D, True)
+        v = load_rows(v_ptr, value.stride_s, keys, there, E, BLOCK_E, True)
         scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
         dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)
         scores = tl.where(near, scores, -float("inf"))
@@ -221,9 +218,8 @@ def window_rows_kernel(
 
 @triton.jit(do_not_specialize=["H", "Sq", "Sk", "bricks"])
 def window_keys_kernel(
-    q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr,
-    stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
-    stride_gb, stride_gs, stride_gh, H, Sq, Sk, bricks, neighbourhood, scale, log2_scale,
+    query, key, value, grad_output, lse_ptr, delta_ptr, dk_ptr, dv_ptr,
+    H, Sq, Sk, bricks, neighbourhood, scale, log2_scale,
     D: tl.constexpr, E: tl.constexpr, PRECISION: tl.constexpr,
     BT: tl.constexpr, BH: tl.constexpr, BW: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
@@ -234,11 +230,11 @@ def window_keys_kernel(
     bh = (pid // bricks).to(tl.int64)
     b = bh // H
     head = bh % H
-    key, there, kt, kh, kw = _tokens_of(brick, n, 0, BT, BH, BW)
-    k = load_rows(k_ptr + b * stride_kb + head * stride_kh, stride_ks, key, there, D, BLOCK_D, True)
-    v = load_rows(v_ptr + b * stride_vb + head * stride_vh, stride_vs, key, there, E, BLOCK_E, True)
-    q_ptr += b * stride_qb + head * stride_qh
-    do_ptr += b * stride_gb + head * stride_gh
+    keys, there, kt, kh, kw = _tokens_of(brick, n, 0, BT, BH, BW)
+    k = load_rows(head_of(key, b, head), key.stride_s, keys, there, D, BLOCK_D, True)
+    v = load_rows(head_of(value, b, head), value.stride_s, keys, there, E, BLOCK_E, True)
+    q_ptr = head_of(query, b, head)
+    do_ptr = head_of(grad_output, b, head)
     dk = tl.zeros([BT * BH * BW, BLOCK_D], tl.float32)
     dv = tl.zeros([BT * BH * BW, BLOCK_E], tl.float32)
     # A key lies in the windows of queries that are as far ahead of it as windows reach back.
@@ -249,8 +245,8 @@ def window_keys_kernel(
         other = _brick_at(step, low_t, low_h, low_w, count_h, count_w, n, n.skipped, BH, BW)
         token, exists, t, h, w = _tokens_of(other, n, n.skipped, BT, BH, BW)
         row = token - n.skipped
-        q = load_rows(q_ptr, stride_qs, row, exists, D, BLOCK_D, True)
-        do = load_rows(do_ptr, stride_gs, row, exists, E, BLOCK_E, True)
+        q = load_rows(q_ptr, query.stride_s, row, exists, D, BLOCK_D, True)
+        do = load_rows(do_ptr, grad_output.stride_s, row, exists, E, BLOCK_E, True)
         # Where there is no query, lse = inf makes p = 0.
         lse = tl.load(lse_ptr + bh * Sq + row, mask=exists, other=float("inf"))
         delta = tl.load(delta_ptr + bh * Sq + row, mask=exists, other=0.0)
@@ -261,7 +257,7 @@ def window_keys_kernel(
         dp = tl.dot(v, tl.trans(do), input_precision=PRECISION)
         ds = p * (dp - delta[None, :])
         dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
-    target = (b * Sk + key) * H + head
+    target = (b * Sk + keys) * H + head
     store_rows(dk_ptr, D, target, there, dk * scale, D, BLOCK_D)
     store_rows(dv_ptr, E, target, there, dv, E, BLOCK_E)
 
@@ -302,8 +298,8 @@ def _forward(
     out, lse = new_results(query, key, value)
     bricks, constants = _launch("window", query, value, n, n.skipped)
     launcher(window_kernel, (bricks * B * H,))(
-        query, key, value, out, lse, *query.stride()[:3], *key.stride()[:3], *value.stride()[:3],
-        *out.stride()[:3], H, Sq, bricks, unspecialised(n), log2_scale_of(scale), **constants,
+        strided(query), strided(key), strided(value), strided(out), lse, H, Sq, bricks, unspecialised(n),
+        log2_scale_of(scale), **constants,
     )  # fmt: skip
     return out, lse
 
@@ -319,18 +315,16 @@ def _backward(*inputs: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     out = unit_stride(out)
     delta = torch.empty_like(lse)
     dq, dk, dv = (x.new_empty(x.shape) for x in (query, key, value))
-    strides = (*query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *grad_out.stride()[:3])
+    tensors = (strided(query), strided(key), strided(value), strided(grad_out))
     numbers_of_all = (unspecialised(n), scale, log2_scale_of(scale))
     bricks, constants = _launch("window_rows", query, value, n, n.skipped)
     launcher(window_rows_kernel, (bricks * B * H,))(
-        query, key, value, grad_out, out, lse, grad_lse, delta, dq, *strides, *out.stride()[:3],
-        H, Sq, bricks, *numbers_of_all, **constants,
-    )  # fmt: skip
+        *tensors, strided(out), lse, grad_lse, delta, dq, H, Sq, bricks, *numbers_of_all, **constants
+    )
     bricks, constants = _launch("window_keys", query, value, n, 0)
     launcher(window_keys_kernel, (bricks * B * H,))(
-        query, key, value, grad_out, lse, delta, dk, dv, *strides, H, Sq, key.shape[1], bricks, *numbers_of_all,
-        **constants,
-    )  # fmt: skip
+        *tensors, lse, delta, dk, dv, H, Sq, key.shape[1], bricks, *numbers_of_all, **constants
+    )
     return dq, dk, dv
 
 
