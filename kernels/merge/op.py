@@ -20,7 +20,7 @@ import triton.language as tl
 from vmonarch.kernels.common.launch import unit_stride
 from vmonarch.kernels.common.operators import operator
 from vmonarch.kernels.common.replay import replayed
-from vmonarch.kernels.common.tiles import launch_on_tokens, load_rows, store_rows, tokens_of_a_head
+from vmonarch.kernels.common.tiles import head_of, launch_on_tokens, load_rows, store_rows, strided, tokens_of_a_head
 
 
 @triton.jit
@@ -31,9 +31,8 @@ def _share(lse, whole):
 
 @triton.jit(do_not_specialize=["S", "H", "stride_1lb", "stride_1lh", "stride_2lb", "stride_2lh"])
 def merge_kernel(
-    out_ptr_1, lse_ptr_1, out_ptr_2, lse_ptr_2, out_ptr, lse_ptr, stride_1b, stride_1s, stride_1h, stride_1lb,
-    stride_1lh, stride_1ls, stride_2b, stride_2s, stride_2h, stride_2lb, stride_2lh, stride_2ls, S, H,
-    E: tl.constexpr, BLOCK_E: tl.constexpr, ROWS: tl.constexpr,
+    output_1, lse_ptr_1, output_2, lse_ptr_2, out_ptr, lse_ptr, stride_1lb, stride_1lh, stride_1ls,
+    stride_2lb, stride_2lh, stride_2ls, S, H, E: tl.constexpr, BLOCK_E: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """out [B, S, H, E] and lse [B, H, S]."""
     b, h, token, exists = tokens_of_a_head(S, H, ROWS)
@@ -46,8 +45,8 @@ def merge_kernel(
     total = weight_1 + weight_2
     safe_total = tl.where(total == 0.0, 1.0, total)
     share_1, share_2 = (weight_1 / safe_total)[:, None], (weight_2 / safe_total)[:, None]
-    out_1 = load_rows(out_ptr_1 + b * stride_1b + h * stride_1h, stride_1s, token, exists, E, BLOCK_E, True)
-    out_2 = load_rows(out_ptr_2 + b * stride_2b + h * stride_2h, stride_2s, token, exists, E, BLOCK_E, True)
+    out_1 = load_rows(head_of(output_1, b, h), output_1.stride_s, token, exists, E, BLOCK_E, True)
+    out_2 = load_rows(head_of(output_2, b, h), output_2.stride_s, token, exists, E, BLOCK_E, True)
     # An empty part counts for nothing whatever its output holds; a NaN weight must stay visible.
     out = tl.where(share_1 == 0.0, 0.0, out_1.to(tl.float32) * share_1)
     out += tl.where(share_2 == 0.0, 0.0, out_2.to(tl.float32) * share_2)
@@ -58,9 +57,8 @@ def merge_kernel(
 
 @triton.jit(do_not_specialize=["S", "H", "stride_1lb", "stride_1lh", "stride_2lb", "stride_2lh"])
 def merge_backward_kernel(
-    dout_ptr, dlse_ptr, out_ptr_1, lse_ptr_1, out_ptr_2, lse_ptr_2, lse_ptr, dout_ptr_1, dlse_ptr_1, dout_ptr_2,
-    dlse_ptr_2, stride_db, stride_ds, stride_dh, stride_1b, stride_1s, stride_1h, stride_1lb, stride_1lh, stride_1ls,
-    stride_2b, stride_2s, stride_2h, stride_2lb, stride_2lh, stride_2ls, S, H,
+    grad_output, dlse_ptr, output_1, lse_ptr_1, output_2, lse_ptr_2, lse_ptr, dout_ptr_1, dlse_ptr_1, dout_ptr_2,
+    dlse_ptr_2, stride_1lb, stride_1lh, stride_1ls, stride_2lb, stride_2lh, stride_2ls, S, H,
     E: tl.constexpr, BLOCK_E: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """Gradients of both outputs and log-partitions; `dlse_ptr` is None where that of lse is zero."""
@@ -70,13 +68,12 @@ def merge_backward_kernel(
     lse_1 = tl.load(lse_ptr_1 + b * stride_1lb + h * stride_1lh + token * stride_1ls, mask=exists, other=0.0)
     lse_2 = tl.load(lse_ptr_2 + b * stride_2lb + h * stride_2lh + token * stride_2ls, mask=exists, other=0.0)
     share_1, share_2 = _share(lse_1, whole), _share(lse_2, whole)
-    dout = load_rows(dout_ptr + b * stride_db + h * stride_dh, stride_ds, token, exists, E, BLOCK_E, True).to(
-        tl.float32
-    )
+    dout = load_rows(head_of(grad_output, b, h), grad_output.stride_s, token, exists, E, BLOCK_E, True)
+    dout = dout.to(tl.float32)
     store_rows(dout_ptr_1, E, row, exists, dout * share_1[:, None], E, BLOCK_E)
     store_rows(dout_ptr_2, E, row, exists, dout * share_2[:, None], E, BLOCK_E)
-    out_1 = load_rows(out_ptr_1 + b * stride_1b + h * stride_1h, stride_1s, token, exists, E, BLOCK_E, True)
-    out_2 = load_rows(out_ptr_2 + b * stride_2b + h * stride_2h, stride_2s, token, exists, E, BLOCK_E, True)
+    out_1 = load_rows(head_of(output_1, b, h), output_1.stride_s, token, exists, E, BLOCK_E, True)
+    out_2 = load_rows(head_of(output_2, b, h), output_2.stride_s, token, exists, E, BLOCK_E, True)
     along_1 = tl.where(share_1 == 0.0, 0.0, tl.sum(dout * out_1.to(tl.float32), 1))
     along_2 = tl.where(share_2 == 0.0, 0.0, tl.sum(dout * out_2.to(tl.float32), 1))
     common = -(share_1 * along_1 + share_2 * along_2)
@@ -98,8 +95,8 @@ def _new_pair(out_1: torch.Tensor, lse_1: torch.Tensor, *_: Any) -> Pair:
 def _forward(out_1: torch.Tensor, lse_1: torch.Tensor, out_2: torch.Tensor, lse_2: torch.Tensor) -> Pair:
     """(out [B, S, H, E], lse [B, H, S])."""
     out, lse = _new_pair(out_1, lse_1)
-    strides = (*out_1.stride()[:3], *lse_1.stride(), *out_2.stride()[:3], *lse_2.stride())
-    launch_on_tokens(merge_kernel, out, out_1, lse_1, out_2, lse_2, out, lse, *strides)
+    parts = strided(out_1), lse_1, strided(out_2), lse_2
+    launch_on_tokens(merge_kernel, out, *parts, out, lse, *lse_1.stride(), *lse_2.stride())
     return out, lse
 
 
@@ -110,10 +107,10 @@ def _backward(*inputs: Any) -> tuple[torch.Tensor, ...]:
     grad_out = unit_stride(grad_out)
     found = [x.new_empty(x.shape) for x in parts]
     out_1, lse_1, out_2, lse_2 = parts
-    strides = (out_1.stride()[:3], lse_1.stride(), out_2.stride()[:3], lse_2.stride())
+    grad_lse = None if grad_lse is None else grad_lse.contiguous()
     launch_on_tokens(
-        merge_backward_kernel, found[0], grad_out, None if grad_lse is None else grad_lse.contiguous(), *parts, lse,
-        *found, *grad_out.stride()[:3], *(stride for each in strides for stride in each),
+        merge_backward_kernel, found[0], strided(grad_out), grad_lse, strided(out_1), lse_1, strided(out_2), lse_2,
+        lse, *found, *lse_1.stride(), *lse_2.stride(),
     )  # fmt: skip
     return tuple(found)
 
