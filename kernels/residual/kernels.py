@@ -18,30 +18,37 @@ import triton
 import triton.language as tl
 
 from vmonarch.kernels.common.replay import replayed
-from vmonarch.kernels.common.tiles import launch_on_tokens, load_rows, nearest_int8, store_rows, tokens_of_a_head
+from vmonarch.kernels.common.tiles import (
+    head_of,
+    launch_on_tokens,
+    load_rows,
+    nearest_int8,
+    store_rows,
+    strided,
+    tokens_of_a_head,
+)
 from vmonarch.kernels.residual.reference import Residual
 
 
 @triton.jit(do_not_specialize=["S", "H"])
 def attention_residual_kernel(
-    exact_ptr, approximate_ptr, values_ptr, scale_ptr, change_ptr, size_ptr, stride_eb, stride_es, stride_eh, stride_ab,
-    stride_as, stride_ah, S, H, E: tl.constexpr, BLOCK_E: tl.constexpr, ROWS: tl.constexpr,
+    exact, approximate, values_ptr, scale_ptr, change_ptr, size_ptr, S, H,
+    E: tl.constexpr, BLOCK_E: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """values [B, S, H, E] and scale [B, S, H].
 
     With change [B, S, H], they hold an older residual at first; change is Σ_E (x − old)², size Σ_E exact².
     """
     b, h, token, exists = tokens_of_a_head(S, H, ROWS)
-    exact = load_rows(exact_ptr + b * stride_eb + h * stride_eh, stride_es, token, exists, E, BLOCK_E, True)
-    approximate = load_rows(approximate_ptr + b * stride_ab + h * stride_ah, stride_as, token, exists, E, BLOCK_E, True)
-    x = exact.to(tl.float32) - approximate.to(tl.float32)
+    e = load_rows(head_of(exact, b, h), exact.stride_s, token, exists, E, BLOCK_E, True).to(tl.float32)
+    a = load_rows(head_of(approximate, b, h), approximate.stride_s, token, exists, E, BLOCK_E, True).to(tl.float32)
+    x = e - a
     row = (b * S + token) * H + h
     if change_ptr is not None:
         old = load_rows(values_ptr, E, row, exists, E, BLOCK_E, True).to(tl.float32)
         old *= tl.load(scale_ptr + row, mask=exists, other=0.0)[:, None]
         tl.store(change_ptr + row, tl.sum((x - old) * (x - old), 1), mask=exists)
-        exact = exact.to(tl.float32)
-        tl.store(size_ptr + row, tl.sum(exact * exact, 1), mask=exists)
+        tl.store(size_ptr + row, tl.sum(e * e, 1), mask=exists)
     # As integers, magnitudes keep their order, and infinity and NaN are above all numbers.
     largest = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1).to(tl.float32, bitcast=True)
     scale = tl.div_rn(tl.where(largest < float("inf"), largest, float("nan")), 127.0)
@@ -53,17 +60,16 @@ def attention_residual_kernel(
 
 @triton.jit(do_not_specialize=["S", "H"])
 def add_residual_kernel(
-    out_ptr, values_ptr, scale_ptr, stride_ob, stride_os, stride_oh, S, H,
-    E: tl.constexpr, BLOCK_E: tl.constexpr, ROWS: tl.constexpr,
-):  # fmt: skip
+    output, values_ptr, scale_ptr, S, H, E: tl.constexpr, BLOCK_E: tl.constexpr, ROWS: tl.constexpr
+):
     """Add a residual to out [B, S, H, E]."""
     b, h, token, exists = tokens_of_a_head(S, H, ROWS)
     row = (b * S + token) * H + h
-    out_ptr += b * stride_ob + h * stride_oh
-    out = load_rows(out_ptr, stride_os, token, exists, E, BLOCK_E, True)
+    out_ptr = head_of(output, b, h)
+    out = load_rows(out_ptr, output.stride_s, token, exists, E, BLOCK_E, True)
     x = load_rows(values_ptr, E, row, exists, E, BLOCK_E, True).to(tl.float32)
     x *= tl.load(scale_ptr + row, mask=exists, other=0.0)[:, None]
-    store_rows(out_ptr, stride_os, token, exists, out.to(tl.float32) + x, E, BLOCK_E)
+    store_rows(out_ptr, output.stride_s, token, exists, out.to(tl.float32) + x, E, BLOCK_E)
 
 
 def attention_residual_triton(exact: torch.Tensor, approximate: torch.Tensor) -> Residual:
@@ -88,7 +94,7 @@ def _launch(
     change: torch.Tensor | None,
     size: torch.Tensor | None,
 ) -> None:
-    arguments = exact, approximate, *residual, change, size, *exact.stride()[:3], *approximate.stride()[:3]
+    arguments = strided(exact), strided(approximate), *residual, change, size
     launch_on_tokens(attention_residual_kernel, residual.values, *arguments, enable_fp_fusion=False)
 
 
@@ -96,5 +102,5 @@ def _launch(
 def add_residual_triton(out: torch.Tensor, values: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     """`out` with the parts of a residual added by the kernel; arguments as in `add_residual`, already checked."""
     parts = values.contiguous(), scale.contiguous()
-    launch_on_tokens(add_residual_kernel, out, out, *parts, *out.stride()[:3], enable_fp_fusion=False)
+    launch_on_tokens(add_residual_kernel, out, strided(out), *parts, enable_fp_fusion=False)
     return out
