@@ -22,6 +22,7 @@ import triton.language as tl
 from vmonarch.kernels.common.launch import learns, unit_stride
 from vmonarch.kernels.common.operators import operator
 from vmonarch.kernels.common.replay import launcher, replayed
+from vmonarch.kernels.common.tiles import broadcast, strided
 
 
 @triton.jit
@@ -41,27 +42,26 @@ def _store_pairs(ptr, even, odd, C: tl.constexpr, P: tl.constexpr):
 
 
 @triton.jit
-def _angles(cos_ptr, sin_ptr, stride_cos, stride_sin, s, pairs, C: tl.constexpr, D: tl.constexpr):
+def _angles(cosines, sines, s, pairs, C: tl.constexpr, D: tl.constexpr):
     """Cosines and sines [P] of token s: those of even and of odd channels, of which every pair has one each."""
     channels = 2 * pairs % D
     real = 2 * pairs < C
-    cos = tl.load(cos_ptr + s * stride_cos + channels, mask=real, other=0.0).to(tl.float32)
-    sin = tl.load(sin_ptr + s * stride_sin + channels + 1, mask=real, other=0.0).to(tl.float32)
+    cos = tl.load(cosines.ptr + s * cosines.stride_s + channels, mask=real, other=0.0).to(tl.float32)
+    sin = tl.load(sines.ptr + s * sines.stride_s + channels + 1, mask=real, other=0.0).to(tl.float32)
     return cos, sin
 
 
 @triton.jit(do_not_specialize=["S"])
 def norm_rotary_kernel(
-    x_ptr, weight_ptr, cos_ptr, sin_ptr, out_ptr, stride_b, stride_s, stride_cos, stride_sin, S, eps,
-    C: tl.constexpr, D: tl.constexpr, P: tl.constexpr,
-):  # fmt: skip
+    x, weight_ptr, cosines, sines, out_ptr, S, eps, C: tl.constexpr, D: tl.constexpr, P: tl.constexpr
+):
     """out [B, S, C] of x [B, S, C]; one program for each token."""
     token = tl.program_id(0).to(tl.int64)
     b, s = token // S, token % S
     pairs = tl.arange(0, P)
-    even, odd = _load_pairs(x_ptr + b * stride_b + s * stride_s, C, P)
+    even, odd = _load_pairs(x.ptr + b * x.stride_b + s * x.stride_s, C, P)
     weight_even, weight_odd = _load_pairs(weight_ptr, C, P)
-    cos, sin = _angles(cos_ptr, sin_ptr, stride_cos, stride_sin, s, pairs, C, D)
+    cos, sin = _angles(cosines, sines, s, pairs, C, D)
     r = tl.rsqrt(tl.sum(even * even + odd * odd, 0) / C + eps)
     # As the model does, which normalises and rotates in two steps.
     dtype = out_ptr.dtype.element_ty
@@ -72,8 +72,8 @@ def norm_rotary_kernel(
 
 @triton.jit(do_not_specialize=["S", "tokens"])
 def norm_rotary_backward_kernel(
-    grad_ptr, x_ptr, weight_ptr, cos_ptr, sin_ptr, dx_ptr, dw_ptr, grad_b, grad_s, stride_b, stride_s, stride_cos,
-    stride_sin, S, tokens, eps, C: tl.constexpr, D: tl.constexpr, P: tl.constexpr,
+    grad, x, weight_ptr, cosines, sines, dx_ptr, dw_ptr, S, tokens, eps,
+    C: tl.constexpr, D: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
     """dx [B, S, C], and a program's part of dw [programs, C]; a program takes every n-th token."""
     pairs = tl.arange(0, P)
@@ -84,9 +84,9 @@ def norm_rotary_backward_kernel(
     for turn in range(tl.cdiv(tokens - tl.program_id(0), tl.num_programs(0))):
         token = first + turn * tl.num_programs(0)
         b, s = token // S, token % S
-        even, odd = _load_pairs(x_ptr + b * stride_b + s * stride_s, C, P)
-        grad_even, grad_odd = _load_pairs(grad_ptr + b * grad_b + s * grad_s, C, P)
-        cos, sin = _angles(cos_ptr, sin_ptr, stride_cos, stride_sin, s, pairs, C, D)
+        even, odd = _load_pairs(x.ptr + b * x.stride_b + s * x.stride_s, C, P)
+        grad_even, grad_odd = _load_pairs(grad.ptr + b * grad.stride_b + s * grad.stride_s, C, P)
+        cos, sin = _angles(cosines, sines, s, pairs, C, D)
         r = tl.rsqrt(tl.sum(even * even + odd * odd, 0) / C + eps)
         g_even = grad_even * cos + grad_odd * sin
         g_odd = grad_odd * cos - grad_even * sin
@@ -123,8 +123,7 @@ def _forward(
     x, cosines, sines = unit_stride(x), unit_stride(cosines), unit_stride(sines)
     out = _new_result(x, weight, cosines, sines, heads)
     launcher(norm_rotary_kernel, (B * S,))(
-        x, weight.contiguous(), cosines, sines, out, x.stride(0), x.stride(1), cosines.stride(1), sines.stride(1),
-        S, eps, **_constants(x, cosines),
+        strided(x), weight.contiguous(), broadcast(cosines), broadcast(sines), out, S, eps, **_constants(x, cosines)
     )  # fmt: skip
     return out
 
@@ -139,8 +138,8 @@ def _backward(*inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
     programs = min(B * S, PROGRAMS)
     parts = x.new_empty(programs, C, dtype=torch.float32)
     launcher(norm_rotary_backward_kernel, (programs,))(
-        grad, x, weight.contiguous(), cosines, sines, dx, parts, grad.stride(0), grad.stride(1), x.stride(0),
-        x.stride(1), cosines.stride(1), sines.stride(1), S, B * S, eps, **_constants(x, cosines),
+        strided(grad), strided(x), weight.contiguous(), broadcast(cosines), broadcast(sines), dx, parts, S, B * S, eps,
+        **_constants(x, cosines),
     )  # fmt: skip
     return dx, parts.sum(0).to(weight.dtype)
 
