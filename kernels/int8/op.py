@@ -16,7 +16,7 @@ from vmonarch.kernels.common.launch import block_dim, hopper_enabled, positively
 from vmonarch.kernels.common.operators import new_results, operator
 from vmonarch.kernels.common.replay import launcher, replayed
 from vmonarch.kernels.common.softmax import LOG2_E
-from vmonarch.kernels.common.tiles import nearest_int8
+from vmonarch.kernels.common.tiles import head_of, nearest_int8, strided
 from vmonarch.kernels.flash_entropy.forward import Bias, flash_forward
 from vmonarch.kernels.flash_entropy.reference import SCALE_BLOCK
 from vmonarch.kernels.flash_entropy.segments import all_pairs
@@ -54,11 +54,10 @@ class Quantised:
 
 
 @triton.jit
-def _rows(ptr, strides, bh, H, tokens, dims, D: tl.constexpr, stop):
+def _rows(x, bh, H, tokens, dims, D: tl.constexpr, stop):
     """Tokens of a head [N, BLOCK_D], zero from `stop` on."""
-    ptr += (bh // H) * strides[0] + (bh % H) * strides[2]
-    at = tokens.to(tl.int64)[:, None] * strides[1] + dims[None, :]
-    return tl.load(ptr + at, mask=(tokens < stop)[:, None] & (dims < D)[None, :], other=0.0)
+    at = tokens.to(tl.int64)[:, None] * x.stride_s + dims[None, :]
+    return tl.load(head_of(x, bh // H, bh % H) + at, mask=(tokens < stop)[:, None] & (dims < D)[None, :], other=0.0)
 
 
 @triton.jit
@@ -95,7 +94,7 @@ def _keys_of(counts_ptr, b, Sk):
 
 @triton.jit(do_not_specialize=["H", "Sk"])
 def _statistics_kernel(
-    k_ptr, v_ptr, counts_ptr, part_ptr, k_strides, v_strides, H, Sk,
+    key, value, counts_ptr, part_ptr, H, Sk,
     D: tl.constexpr, BLOCK_D: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """part [B·H, chunks, 2, BLOCK_D]: the sum of the keys of a chunk, and the largest |value| of each channel."""
@@ -106,9 +105,9 @@ def _statistics_kernel(
     largest = tl.zeros([BLOCK_D], tl.float32)
     for i in range(CHUNK // ROWS):
         tokens = tl.program_id(1) * CHUNK + i * ROWS + tl.arange(0, ROWS)
-        total += tl.sum(_rows(k_ptr, k_strides, bh, H, tokens, dims, D, keys).to(tl.float32), 0)
-        if v_ptr is not None:
-            v = _rows(v_ptr, v_strides, bh, H, tokens, dims, D, keys)
+        total += tl.sum(_rows(key, bh, H, tokens, dims, D, keys).to(tl.float32), 0)
+        if value is not None:
+            v = _rows(value, bh, H, tokens, dims, D, keys)
             largest = tl.maximum(largest, tl.max(tl.abs(v), 0).to(tl.float32))
     part_ptr += (bh * tl.num_programs(1) + tl.program_id(1)) * 2 * BLOCK_D + dims
     tl.store(part_ptr, total)
@@ -151,8 +150,8 @@ def _finish_kernel(
 
 @triton.jit(do_not_specialize=["H", "Sq", "Sk", "padded"])
 def _quantise_kernel(
-    q_ptr, k_ptr, v_ptr, counts_ptr, mean_ptr, largest_ptr, q8_ptr, q_scale_ptr, q_mean_ptr, k8_ptr, k_scale_ptr,
-    v8_ptr, v_scale_ptr, rest_ptr, q_strides, k_strides, v_strides, H, Sq, Sk, padded, log2_scale,
+    query, key, value, counts_ptr, mean_ptr, largest_ptr, q8_ptr, q_scale_ptr, q_mean_ptr, k8_ptr, k_scale_ptr,
+    v8_ptr, v_scale_ptr, rest_ptr, H, Sq, Sk, padded, log2_scale,
     D: tl.constexpr, BLOCK_D: tl.constexpr, N: tl.constexpr, ROWS: tl.constexpr, ROTATED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -163,11 +162,11 @@ def _quantise_kernel(
     dims = tl.arange(0, BLOCK_D)
     keys = _keys_of(counts_ptr, bh // H, Sk)
     mean = tl.load(mean_ptr + bh * BLOCK_D + dims)
-    turn = _hadamard(BLOCK_D if BLOCK_D < ROTATED else ROTATED, q_ptr.dtype.element_ty)
+    turn = _hadamard(BLOCK_D if BLOCK_D < ROTATED else ROTATED, query.ptr.dtype.element_ty)
     if what == 0:
         for first in range(tile * N, min(tile * N + N, Sq), ROWS):
             tokens = first + tl.arange(0, ROWS)
-            q = _rows(q_ptr, q_strides, bh, H, tokens, dims, D, Sq)
+            q = _rows(query, bh, H, tokens, dims, D, Sq)
             rows = bh * Sq + tokens
             inside = tokens < Sq
             q_mean = tl.sum(q.to(tl.float32) * mean[None, :], 1) * log2_scale
@@ -184,24 +183,24 @@ def _quantise_kernel(
             largest = 0.0
             for i in range(N // ROWS):
                 tokens = tile * N + i * ROWS + tl.arange(0, ROWS)
-                k = _rotated(_rows(k_ptr, k_strides, bh, H, tokens, dims, D, keys), turn, PRECISION) - mean[None, :]
+                k = _rotated(_rows(key, bh, H, tokens, dims, D, keys), turn, PRECISION) - mean[None, :]
                 # Not of every row first, which Triton 3.7 cannot compile for sm_100.
                 largest = tl.maximum(largest, tl.max(tl.where((tokens < keys)[:, None], tl.abs(k), 0.0)))
             k_scale = tl.maximum(largest, 1e-20) / 127.0 + 0.0 * tl.sum(mean, 0)
             tl.store(k_scale_ptr + bh * (padded // N) + tile, k_scale)
             for i in range(N // ROWS):
                 tokens = tile * N + i * ROWS + tl.arange(0, ROWS)
-                k = _rotated(_rows(k_ptr, k_strides, bh, H, tokens, dims, D, keys), turn, PRECISION) - mean[None, :]
+                k = _rotated(_rows(key, bh, H, tokens, dims, D, keys), turn, PRECISION) - mean[None, :]
                 k8 = tl.where((tokens < keys)[:, None], nearest_int8(k * (1.0 / k_scale)), 0)
                 tl.store(k8_ptr + (bh * padded + tokens)[:, None] * BLOCK_D + dims[None, :], k8)
-        elif v_ptr is not None:
+        elif value is not None:
             v_scale = tl.maximum(tl.load(largest_ptr + bh * BLOCK_D + dims), 1e-20) / 448.0
             inverse = 1.0 / v_scale
             rest = tl.zeros([BLOCK_D], tl.float32)
             for i in range(N // ROWS):
                 place = tile * N + i * ROWS + tl.arange(0, ROWS)
                 tokens = key_of_place(place)
-                v = _rows(v_ptr, v_strides, bh, H, tokens, dims, D, keys).to(tl.float32) * inverse[None, :]
+                v = _rows(value, bh, H, tokens, dims, D, keys).to(tl.float32) * inverse[None, :]
                 v8 = v.to(tl.float8e4nv)
                 rest += tl.sum(v - v8.to(tl.float32), 0)
                 tl.store(v8_ptr + (bh * BLOCK_D + dims)[None, :] * padded + place[:, None], v8)
@@ -236,21 +235,20 @@ def quantise(
     if values:
         v8, v_scale = new(BLOCK_D, padded, dtype=torch.float8_e4m3fn), new(BLOCK_D)
         rests, rest = new(blocks, BLOCK_D), new(BLOCK_D)
-    v = value if values else None
-    strides = [x.stride()[:3] for x in (query, key, value)]
+    q, k, v = strided(query), strided(key), strided(value if values else None)
     sizes = {"D": D, "BLOCK_D": BLOCK_D}
     # Of wide heads fewer tokens at a time, which fit any chip.
     rows = min(_ROWS, 2**14 // (BLOCK_D * query.itemsize))
     launcher(_statistics_kernel, (B * H, chunks))(
-        key, v, counts, part, *strides[1:], H, Sk, CHUNK=_CHUNK, ROWS=_ROWS, num_warps=4, **sizes
+        k, v, counts, part, H, Sk, CHUNK=_CHUNK, ROWS=_ROWS, num_warps=4, **sizes
     )
     finish = {"BLOCK_D": BLOCK_D, "ROWS": min(256, 2**15 // BLOCK_D), "num_warps": 8}
     launcher(_finish_kernel, (B * H,))(part, counts, mean, largest, chunks, H, Sk, COLUMNS=2, ROTATED=ROTATED, **finish)
     # Of wide heads, loads that are begun ahead take more room than they save time.
     launcher(_quantise_kernel, (B * H, max(blocks, triton.cdiv(Sq, N)), 2 + values))(
-        query, key, v, counts, mean, largest, q8, q_scale, q_mean, k8, k_scale, v8, v_scale, rests, *strides,
-        H, Sq, Sk, padded, scale * LOG2_E, N=N, ROWS=rows, ROTATED=ROTATED, PRECISION="tf32x3",
-        num_warps=4, num_stages=3 if BLOCK_D <= 64 else 1, **sizes,
+        q, k, v, counts, mean, largest, q8, q_scale, q_mean, k8, k_scale, v8, v_scale, rests, H, Sq, Sk, padded,
+        scale * LOG2_E, N=N, ROWS=rows, ROTATED=ROTATED, PRECISION="tf32x3", num_warps=4,
+        num_stages=3 if BLOCK_D <= 64 else 1, **sizes,
     )  # fmt: skip
     if values:
         launcher(_finish_kernel, (B * H,))(rests, counts, rest, None, blocks, H, Sk, COLUMNS=1, ROTATED=0, **finish)
