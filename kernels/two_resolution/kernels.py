@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 
 from vmonarch.kernels.common.softmax import log2_partition, online_softmax, probabilities, row_delta
-from vmonarch.kernels.common.tiles import load_rows, store_rows
+from vmonarch.kernels.common.tiles import head_of, load_rows, store_rows
 from vmonarch.kernels.two_resolution.tiling import Tiling
 
 # What the logits of means gain has rows of a multiple of so many numbers.
@@ -83,14 +83,13 @@ def _part(place, length, parts):
 
 @triton.jit(do_not_specialize=["H", "S"])
 def means_kernel(
-    k_ptr, v_ptr, key_mask_ptr, k_mean_ptr, v_mean_ptr, log2_number_ptr,
-    stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh, H, S, tiling,
+    key, value, key_mask_ptr, k_mean_ptr, v_mean_ptr, log2_number_ptr, H, S, tiling,
     D: tl.constexpr, E: tl.constexpr, BT: tl.constexpr, BH: tl.constexpr, BW: tl.constexpr, BLOCK: tl.constexpr,
     PARTS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
     """Means [B, m, H, D and E] of one tile of one head, and log2 of its tokens [B, m].
 
-    A tile has at most BT × BH × BW tokens. Without v_ptr, of the first tensor alone.
+    A tile has at most BT × BH × BW tokens. Without a value, of the first tensor alone.
     """
     n = plain(tiling)
     tiles = n.tiles_t * n.tiles_h * n.tiles_w
@@ -99,9 +98,9 @@ def means_kernel(
     h = (pid % H).to(tl.int64)
     b = (pid // H // tiles).to(tl.int64)
     tile = pid // H % tiles
-    k_ptr += b * stride_kb + h * stride_kh
-    if v_ptr is not None:
-        v_ptr += b * stride_vb + h * stride_vh
+    k_ptr = head_of(key, b, h)
+    if value is not None:
+        v_ptr = head_of(value, b, h)
     if key_mask_ptr is not None:
         key_mask_ptr += b * S
     first_t, size_t = _part(tile // (n.tiles_h * n.tiles_w), n.frames, n.tiles_t)
@@ -120,9 +119,9 @@ def means_kernel(
         token = tl.where(there, first + (t * n.rows + y) * n.columns + x, 0)
         own = _attended(key_mask_ptr, token, there)
         # All rows are on their way before the first sum waits.
-        k_rows = load_rows(k_ptr, stride_ks, token, own, D, BLOCK_D, True)
-        if v_ptr is not None:
-            v_rows = load_rows(v_ptr, stride_vs, token, own, E, BLOCK_E, True)
+        k_rows = load_rows(k_ptr, key.stride_s, token, own, D, BLOCK_D, True)
+        if value is not None:
+            v_rows = load_rows(v_ptr, value.stride_s, token, own, E, BLOCK_E, True)
             v += tl.sum(v_rows.to(tl.float32), 0)
         k += tl.sum(k_rows.to(tl.float32), 0)
         number += tl.sum(own.to(tl.float32), 0)
@@ -130,7 +129,7 @@ def means_kernel(
     row = pid.to(tl.int64)
     columns = tl.arange(0, BLOCK_D)
     tl.store(k_mean_ptr + row * D + columns, k / divisor, mask=columns < D)
-    if v_ptr is not None:
+    if value is not None:
         columns = tl.arange(0, BLOCK_E)
         tl.store(v_mean_ptr + row * E + columns, (v / divisor).to(v_mean_ptr.dtype.element_ty), mask=columns < E)
     # The log of 0 is -inf: nobody attends to an empty tile.
@@ -216,9 +215,7 @@ def _means_from(start, gain_ptr, tiles, BLOCK_N: tl.constexpr):
 
 @triton.jit(do_not_specialize=["H", "width", "out_b", "out_s", "out_h", "lse_b", "lse_h"])
 def two_resolution_kernel(
-    q_ptr, k_ptr, v_ptr, k_mean_ptr, v_mean_ptr, gain_ptr, list_ptr, number_ptr, key_mask_ptr,
-    out_ptr, lse_ptr,
-    stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
+    query, key, value, k_mean_ptr, v_mean_ptr, gain_ptr, list_ptr, number_ptr, key_mask_ptr, out_ptr, lse_ptr,
     out_b, out_s, out_h, lse_b, lse_h, H, width, tiling, log2_scale,
     D: tl.constexpr, E: tl.constexpr, REST: tl.constexpr, PRECISION: tl.constexpr,
     QT: tl.constexpr, QH: tl.constexpr, QW: tl.constexpr, BLOCK_M: tl.constexpr, PARTS_M: tl.constexpr,
@@ -233,7 +230,7 @@ def two_resolution_kernel(
     n = plain(tiling)
     tiles = n.tiles_t * n.tiles_h * n.tiles_w
     at, b, h, row, exists = _queries_of(tl.program_id(0), n, H, QT, QH, QW, BLOCK_M, PARTS_M)
-    q = load_rows(q_ptr + b * stride_qb + h * stride_qh, stride_qs, row, exists, D, BLOCK_D, not FULL)
+    q = load_rows(head_of(query, b, h), query.stride_s, row, exists, D, BLOCK_D, not FULL)
     acc = tl.zeros([BLOCK_M, BLOCK_E], tl.float32)
     row_max = tl.full([BLOCK_M], -float("inf"), tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
@@ -248,22 +245,22 @@ def two_resolution_kernel(
             p, alpha, row_max, row_sum, unused = online_softmax(logits, row_max, row_sum, row_sum, 1.0, False, True)
             v = load_rows(v_mean_ptr, H * E, tile, inside, E, BLOCK_E, True)
             acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision=PRECISION)
-    k_ptr += b * stride_kb + h * stride_kh
-    v_ptr += b * stride_vb + h * stride_vh
+    k_ptr = head_of(key, b, h)
+    v_ptr = head_of(value, b, h)
     if key_mask_ptr is not None:
         key_mask_ptr += b * (n.frames * n.rows * n.columns)
     list_ptr += at * width
     for i in range(tl.load(number_ptr + at) * PARTS):
         other = tl.load(list_ptr + i // PARTS).to(tl.int32)
-        key, there = _tokens_of(other, i % PARTS, n, BT, BH, BW, BLOCK)
-        k = load_rows(k_ptr, stride_ks, key, there, D, BLOCK_D, not FULL)
+        keys, there = _tokens_of(other, i % PARTS, n, BT, BH, BW, BLOCK)
+        k = load_rows(k_ptr, key.stride_s, keys, there, D, BLOCK_D, not FULL)
         logits = tl.dot(q, tl.trans(k), input_precision=PRECISION)
         if not FULL:
-            logits = tl.where(_attended(key_mask_ptr, key, there)[None, :], logits, -float("inf"))
+            logits = tl.where(_attended(key_mask_ptr, keys, there)[None, :], logits, -float("inf"))
         p, alpha, row_max, row_sum, unused = online_softmax(
             logits, row_max, row_sum, row_sum, log2_scale, False, not FULL
         )
-        v = load_rows(v_ptr, stride_vs, key, there, E, BLOCK_E, not FULL)
+        v = load_rows(v_ptr, value.stride_s, keys, there, E, BLOCK_E, not FULL)
         acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision=PRECISION)
     inverse = (1.0 / tl.where(row_sum == 0, 1.0, row_sum))[:, None]
     lse = log2_partition(row_max, row_sum) * 0.6931471805599453
@@ -274,10 +271,8 @@ def two_resolution_kernel(
 
 @triton.jit(do_not_specialize=["H", "S", "width"])
 def two_resolution_rows_kernel(
-    q_ptr, k_ptr, v_ptr, k_mean_ptr, v_mean_ptr, gain_ptr, list_ptr, number_ptr, key_mask_ptr,
-    do_ptr, out_ptr, lse_ptr, dlse_ptr, delta_ptr, dq_ptr,
-    stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
-    stride_gb, stride_gs, stride_gh, stride_ob, stride_os, stride_oh, H, S, width, tiling, scale, log2_scale,
+    k_mean_ptr, v_mean_ptr, gain_ptr, list_ptr, number_ptr, key_mask_ptr, lse_ptr, dlse_ptr, delta_ptr, dq_ptr,
+    query, key, value, grad_output, output, H, S, width, tiling, scale, log2_scale,
     D: tl.constexpr, E: tl.constexpr, REST: tl.constexpr, PRECISION: tl.constexpr,
     QT: tl.constexpr, QH: tl.constexpr, QW: tl.constexpr, BLOCK_M: tl.constexpr, PARTS_M: tl.constexpr,
     BT: tl.constexpr, BH: tl.constexpr, BW: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr,
@@ -288,9 +283,9 @@ def two_resolution_rows_kernel(
     tiles = n.tiles_t * n.tiles_h * n.tiles_w
     at, b, h, row, exists = _queries_of(tl.program_id(0), n, H, QT, QH, QW, BLOCK_M, PARTS_M)
     bh = b * H + h
-    q = load_rows(q_ptr + b * stride_qb + h * stride_qh, stride_qs, row, exists, D, BLOCK_D, not FULL)
-    do = load_rows(do_ptr + b * stride_gb + h * stride_gh, stride_gs, row, exists, E, BLOCK_E, not FULL)
-    out = load_rows(out_ptr + b * stride_ob + h * stride_oh, stride_os, row, exists, E, BLOCK_E, not FULL)
+    q = load_rows(head_of(query, b, h), query.stride_s, row, exists, D, BLOCK_D, not FULL)
+    do = load_rows(head_of(grad_output, b, h), grad_output.stride_s, row, exists, E, BLOCK_E, not FULL)
+    out = load_rows(head_of(output, b, h), output.stride_s, row, exists, E, BLOCK_E, not FULL)
     lse = tl.load(lse_ptr + bh * S + row, mask=exists, other=float("inf"))
     delta = row_delta(do, out, dlse_ptr, bh * S + row, exists)
     tl.store(delta_ptr + bh * S + row, delta, mask=exists)
@@ -307,19 +302,19 @@ def two_resolution_rows_kernel(
             dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)
             ds = probabilities(logits, lse[:, None], 1.0) * (dp - delta[:, None])
             dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
-    k_ptr += b * stride_kb + h * stride_kh
-    v_ptr += b * stride_vb + h * stride_vh
+    k_ptr = head_of(key, b, h)
+    v_ptr = head_of(value, b, h)
     if key_mask_ptr is not None:
         key_mask_ptr += b * (n.frames * n.rows * n.columns)
     list_ptr += at * width
     for i in range(tl.load(number_ptr + at) * PARTS):
         other = tl.load(list_ptr + i // PARTS).to(tl.int32)
-        key, there = _tokens_of(other, i % PARTS, n, BT, BH, BW, BLOCK)
-        k = load_rows(k_ptr, stride_ks, key, there, D, BLOCK_D, not FULL)
-        v = load_rows(v_ptr, stride_vs, key, there, E, BLOCK_E, not FULL)
+        keys, there = _tokens_of(other, i % PARTS, n, BT, BH, BW, BLOCK)
+        k = load_rows(k_ptr, key.stride_s, keys, there, D, BLOCK_D, not FULL)
+        v = load_rows(v_ptr, value.stride_s, keys, there, E, BLOCK_E, not FULL)
         logits = tl.dot(q, tl.trans(k), input_precision=PRECISION) * log2_scale
         if not FULL:
-            logits = tl.where(_attended(key_mask_ptr, key, there)[None, :], logits, -float("inf"))
+            logits = tl.where(_attended(key_mask_ptr, keys, there)[None, :], logits, -float("inf"))
         dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)
         ds = probabilities(logits, lse[:, None], 1.0) * (dp - delta[:, None])
         dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
@@ -348,8 +343,8 @@ def _gradients(
 
 @triton.jit(do_not_specialize=["H", "S", "splits", "span"])
 def two_resolution_means_kernel(
-    q_ptr, k_mean_ptr, v_mean_ptr, gain_ptr, do_ptr, lse_ptr, delta_ptr, dk_mean_ptr, dv_mean_ptr,
-    stride_qb, stride_qs, stride_qh, stride_gb, stride_gs, stride_gh, H, S, splits, span, tiling, scale, log2_scale,
+    query, k_mean_ptr, v_mean_ptr, gain_ptr, grad_output, lse_ptr, delta_ptr, dk_mean_ptr, dv_mean_ptr,
+    H, S, splits, span, tiling, scale, log2_scale,
     D: tl.constexpr, E: tl.constexpr, PRECISION: tl.constexpr, QT: tl.constexpr, QH: tl.constexpr, QW: tl.constexpr,
     BLOCK_M: tl.constexpr, PARTS_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
@@ -368,8 +363,8 @@ def two_resolution_means_kernel(
     inside = mean < tiles
     k = load_rows(k_mean_ptr + b * tiles * H * D + h * D, H * D, mean, inside, D, BLOCK_D, True)
     v = load_rows(v_mean_ptr + b * tiles * H * E + h * E, H * E, mean, inside, E, BLOCK_E, True)
-    q_ptr += b * stride_qb + h * stride_qh
-    do_ptr += b * stride_gb + h * stride_gh
+    q_ptr = head_of(query, b, h)
+    do_ptr = head_of(grad_output, b, h)
     dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     dv = tl.zeros([BLOCK_N, BLOCK_E], tl.float32)
     padded = tl.cdiv(tiles, GAINS) * GAINS
@@ -379,7 +374,7 @@ def two_resolution_means_kernel(
         gain = tl.load(gain_ptr + tile.to(tl.int64) * padded + mean, mask=inside, other=-float("inf"))
         row, exists = _tokens_of(tile, i % PARTS_M, _of_queries(n), QT, QH, QW, BLOCK_M)
         dk, dv = _gradients(
-            k, v, gain, q_ptr, do_ptr, lse_ptr + bh * S, delta_ptr + bh * S, stride_qs, stride_gs,
+            k, v, gain, q_ptr, do_ptr, lse_ptr + bh * S, delta_ptr + bh * S, query.stride_s, grad_output.stride_s,
             row, exists, dk, dv, scale, log2_scale, D, E, BLOCK_D, BLOCK_E, PRECISION,
         )  # fmt: skip
     target = (split * (tl.num_programs(0) // blocks // splits) + bh) * tiles + mean
@@ -389,9 +384,8 @@ def two_resolution_means_kernel(
 
 @triton.jit(do_not_specialize=["H", "S"])
 def two_resolution_keys_kernel(
-    q_ptr, k_ptr, v_ptr, log2_number_ptr, list_ptr, number_ptr, key_mask_ptr, do_ptr, lse_ptr, delta_ptr,
-    dk_mean_ptr, dv_mean_ptr, dk_ptr, dv_ptr, stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh,
-    stride_vb, stride_vs, stride_vh, stride_gb, stride_gs, stride_gh, H, S, tiling, scale, log2_scale,
+    query, key, value, log2_number_ptr, list_ptr, number_ptr, key_mask_ptr, grad_output, lse_ptr, delta_ptr,
+    dk_mean_ptr, dv_mean_ptr, dk_ptr, dv_ptr, H, S, tiling, scale, log2_scale,
     D: tl.constexpr, E: tl.constexpr, REST: tl.constexpr, ADD: tl.constexpr, PRECISION: tl.constexpr,
     QT: tl.constexpr, QH: tl.constexpr, QW: tl.constexpr, BLOCK_M: tl.constexpr, PARTS_M: tl.constexpr,
     BT: tl.constexpr, BH: tl.constexpr, BW: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr,
@@ -410,15 +404,15 @@ def two_resolution_keys_kernel(
     bh = (pid // PARTS // tiles).to(tl.int64)
     b = bh // H
     h = bh % H
-    key, there = _tokens_of(tile, pid % PARTS, n, BT, BH, BW, BLOCK)
+    keys, there = _tokens_of(tile, pid % PARTS, n, BT, BH, BW, BLOCK)
     if key_mask_ptr is not None:
         key_mask_ptr += b * (n.frames * n.rows * n.columns)
-    attended = _attended(key_mask_ptr, key, there)
-    k = load_rows(k_ptr + b * stride_kb + h * stride_kh, stride_ks, key, there, D, BLOCK_D, True)
-    v = load_rows(v_ptr + b * stride_vb + h * stride_vh, stride_vs, key, there, E, BLOCK_E, True)
+    attended = _attended(key_mask_ptr, keys, there)
+    k = load_rows(head_of(key, b, h), key.stride_s, keys, there, D, BLOCK_D, True)
+    v = load_rows(head_of(value, b, h), value.stride_s, keys, there, E, BLOCK_E, True)
     gain = tl.where(attended, 0.0, -float("inf"))
-    q_ptr += b * stride_qb + h * stride_qh
-    do_ptr += b * stride_gb + h * stride_gh
+    q_ptr = head_of(query, b, h)
+    do_ptr = head_of(grad_output, b, h)
     dk = tl.zeros([BLOCK, BLOCK_D], tl.float32)
     dv = tl.zeros([BLOCK, BLOCK_E], tl.float32)
     at = bh * tiles + tile
@@ -426,7 +420,7 @@ def two_resolution_keys_kernel(
         other = tl.load(list_ptr + at * queries + i // PARTS_M).to(tl.int32)
         row, exists = _tokens_of(other, i % PARTS_M, _of_queries(n), QT, QH, QW, BLOCK_M)
         dk, dv = _gradients(
-            k, v, gain, q_ptr, do_ptr, lse_ptr + bh * S, delta_ptr + bh * S, stride_qs, stride_gs,
+            k, v, gain, q_ptr, do_ptr, lse_ptr + bh * S, delta_ptr + bh * S, query.stride_s, grad_output.stride_s,
             row, exists, dk, dv, scale, log2_scale, D, E, BLOCK_D, BLOCK_E, PRECISION,
         )  # fmt: skip
     if REST:
@@ -436,5 +430,5 @@ def two_resolution_keys_kernel(
         dk += part * tl.load(dk_mean_ptr + at * D + dims, mask=dims < D, other=0.0)[None, :]
         dv += part * tl.load(dv_mean_ptr + at * E + value_dims, mask=value_dims < E, other=0.0)[None, :]
     row = b * (n.frames * n.rows * n.columns) * H + h
-    store_rows(dk_ptr + row * D, H * D, key, there, dk, D, BLOCK_D, ADD)
-    store_rows(dv_ptr + row * E, H * E, key, there, dv, E, BLOCK_E, ADD)
+    store_rows(dk_ptr + row * D, H * D, keys, there, dk, D, BLOCK_D, ADD)
+    store_rows(dv_ptr + row * E, H * E, keys, there, dv, E, BLOCK_E, ADD)

@@ -24,6 +24,7 @@ from vmonarch.kernels.common.launch import (
 from vmonarch.kernels.common.operators import new_results, operator
 from vmonarch.kernels.common.replay import launcher, replayed
 from vmonarch.kernels.common.softmax import log2_scale_of
+from vmonarch.kernels.common.tiles import strided
 from vmonarch.kernels.flash_entropy.segments import processors
 from vmonarch.kernels.two_resolution.kernels import (
     GAINS,
@@ -87,10 +88,9 @@ def pool(key: torch.Tensor, value: torch.Tensor | None, n: Tiling, key_mask: tor
     k = key.new_empty(B, n.tiles, H, D, dtype=torch.float32)
     v = None if value is None else value.new_empty(B, n.tiles, H, E)
     log2_number = key.new_empty(B, n.tiles, dtype=torch.float32)
-    value_strides = (0, 0, 0) if value is None else value.stride()[:3]
     constants = _box(n.box, _MEANS_BLOCK)
     launcher(means_kernel, (B * n.tiles * H,))(
-        key, value, key_mask, k, v, log2_number, *key.stride()[:3], *value_strides, H, N, unspecialised(n),
+        strided(key), strided(value), key_mask, k, v, log2_number, H, N, unspecialised(n),
         D=D, E=E, BLOCK_D=block_dim(D), BLOCK_E=block_dim(E), **constants,
         num_warps=max(1, constants["BLOCK"] // _MEANS_WARP),
     )  # fmt: skip
@@ -210,8 +210,7 @@ def attend(
     constants = _constants("two_resolution", query, value, n)
     out_rows = (stride // out.shape[3] for stride in out.stride()[:3])
     launcher(two_resolution_kernel, (n.of_queries.tiles * constants["PARTS_M"] * B * H,))(
-        query, key, value, k_mean, v_mean, gain, lists, number, key_mask, out, lse,
-        *query.stride()[:3], *key.stride()[:3], *value.stride()[:3],
+        strided(query), strided(key), strided(value), k_mean, v_mean, gain, lists, number, key_mask, out, lse,
         *out_rows, *lse.stride()[:2], H, width, unspecialised(n), log2_scale_of(scale),
         REST=pooled is not None, FULL=_full(n) and key_mask is None, **constants,
     )  # fmt: skip
@@ -252,8 +251,7 @@ def backward(
     rest = pooled is not None
     k_mean, v_mean, log2_number = _rest(pooled, key)
     dk_mean = dv_mean = None
-    q_strides, g_strides = query.stride()[:3], grad_out.stride()[:3]
-    kv_strides = (*key.stride()[:3], *value.stride()[:3])
+    q, k, v, grad_output = strided(query), strided(key), strided(value), strided(grad_out)
     tiling, log2_scale, queries = unspecialised(n), log2_scale_of(scale), n.of_queries.tiles
     lists, number, gain = _lists(exact, width, log2_number)
     on_hopper = key_mask is None and hopper_fits("two_resolution", query, key, value, grad_out)
@@ -270,9 +268,9 @@ def backward(
         dq = query.new_empty(query.shape)
         constants = _constants("two_resolution_rows", query, value, n)
         launcher(two_resolution_rows_kernel, (queries * constants["PARTS_M"] * B * H,))(
-            query, key, value, k_mean, v_mean, gain, lists, number, key_mask, grad_out, out, lse, grad_lse,
-            delta, dq, *q_strides, *kv_strides, *g_strides, *out.stride()[:3], H, S, width, tiling, scale,
-            log2_scale, REST=rest, FULL=_full(n) and key_mask is None, **constants,
+            k_mean, v_mean, gain, lists, number, key_mask, lse, grad_lse, delta, dq,
+            q, k, v, grad_output, strided(out), H, S, width, tiling, scale, log2_scale,
+            REST=rest, FULL=_full(n) and key_mask is None, **constants,
         )  # fmt: skip
     if rest:
         constants = _constants("two_resolution_means", query, value, n)
@@ -281,9 +279,8 @@ def backward(
         splits = max(1, min(queries, 4 * processors(query.device) // blocks))
         dk_mean, dv_mean = (query.new_empty(splits, B * H, n.tiles, dim, dtype=torch.float32) for dim in (D, E))
         launcher(two_resolution_means_kernel, (blocks * splits,))(
-            query, k_mean, v_mean, gain, grad_out, lse, delta, dk_mean, dv_mean,
-            *q_strides, *g_strides, H, S, splits, triton.cdiv(queries, splits), tiling, scale, log2_scale,
-            **constants,
+            q, k_mean, v_mean, gain, grad_output, lse, delta, dk_mean, dv_mean,
+            H, S, splits, triton.cdiv(queries, splits), tiling, scale, log2_scale, **constants,
         )  # fmt: skip
         dk_mean, dv_mean = dk_mean.sum(0), dv_mean.sum(0)
     lists, number, _ = _lists(exact.transpose(2, 3), queries)
@@ -295,9 +292,8 @@ def backward(
     else:
         constants = _constants("two_resolution_keys", query, value, n)
         launcher(two_resolution_keys_kernel, (n.tiles * constants["PARTS"] * B * H,))(
-            query, key, value, log2_number, lists, number, key_mask, grad_out, lse, delta, dk_mean, dv_mean,
-            dk, dv, *q_strides, *kv_strides, *g_strides, H, S, tiling, scale, log2_scale, REST=rest,
-            ADD=added is not None, **constants,
+            q, k, v, log2_number, lists, number, key_mask, grad_output, lse, delta, dk_mean, dv_mean,
+            dk, dv, H, S, tiling, scale, log2_scale, REST=rest, ADD=added is not None, **constants,
         )  # fmt: skip
     return dq, dk, dv
 
