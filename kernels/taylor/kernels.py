@@ -16,7 +16,8 @@ A program keeps its state and takes many tiles of tokens. Where d' is so large t
 order 2 is taken BLOCK_A of its first dimension at a time.
 
 Shapes: B batch, S tokens, H heads, d' dims, A of them, E value dim, C tokens per chunk; M or N rows of a tile. States
-are float32, [B·H, chunks, 1 + d' + d'², E] and, for c, [B·H, chunks, 1 + d' + d'²].
+are float32, [B·H, chunks, 1 + d' + d'², E] and, for c, [B·H, chunks, 1 + d' + d'²]. `xs`, `vs`, … hold x, v, … of all
+tokens.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from vmonarch.kernels.common.tiles import load_rows, store_rows
+from vmonarch.kernels.common.tiles import head_of, load_rows, store_rows
 
 
 @triton.jit
@@ -149,8 +150,7 @@ def _times(x, z, dtype: tl.constexpr, PRECISION: tl.constexpr):
 
 @triton.jit(do_not_specialize=["H", "S", "chunks", "chunk"])
 def state_kernel(
-    x_ptr, v_ptr, c_ptr, weight_ptr, s_ptr, z_ptr, stride_xb, stride_xs, stride_xh, stride_vb, stride_vs, stride_vh,
-    H, S, chunks, chunk, root_scale, least_weight,
+    xs, vs, c_ptr, weight_ptr, s_ptr, z_ptr, H, S, chunks, chunk, root_scale, least_weight,
     D: tl.constexpr, E: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_A: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
@@ -170,8 +170,8 @@ def state_kernel(
     h = bh % H
     start = (part % chunks).to(tl.int32) * chunk
     stop = tl.minimum(start + chunk, S)
-    x_ptr += b * stride_xb + h * stride_xh
-    v_ptr += b * stride_vb + h * stride_vh
+    x_ptr = head_of(xs, b, h)
+    v_ptr = head_of(vs, b, h)
     s1 = tl.zeros([BLOCK_E, BLOCK_D], tl.float32)
     z1 = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     s2 = tl.zeros([BLOCK_E, BLOCK_A * BLOCK_D], tl.float32)
@@ -189,8 +189,8 @@ def state_kernel(
     for first in range(start, stop, BLOCK_N):
         n = first + tl.arange(0, BLOCK_N)
         inside = n < stop
-        x = _load_scaled(x_ptr, stride_xs, n, inside, 0, root_scale, D, BLOCK_D)
-        v = _load_columns(v_ptr, stride_vs, n, inside, first_e, E, BLOCK_E)
+        x = _load_scaled(x_ptr, xs.stride_s, n, inside, 0, root_scale, D, BLOCK_D)
+        v = _load_columns(v_ptr, vs.stride_s, n, inside, first_e, E, BLOCK_E)
         c = inside.to(tl.float32)
         share = c
         shared = x
@@ -202,7 +202,7 @@ def state_kernel(
         s1 = tl.dot(tl.trans(v), narrow, s1, input_precision=PRECISION)
         z1 += shared * c[:, None]
         if a_tiles > 1:
-            shared = _load_scaled(x_ptr, stride_xs, n, inside, first_a, root_scale, D, BLOCK_A)
+            shared = _load_scaled(x_ptr, xs.stride_s, n, inside, first_a, root_scale, D, BLOCK_A)
             if c_ptr is not None:
                 shared *= share[:, None]
         s2 = tl.dot(tl.trans(v), _pairs(shared, x).to(v.dtype), s2, input_precision=PRECISION)
@@ -247,9 +247,7 @@ def _own_tiles(pid, chunks, chunk, S, programs, BLOCK_M: tl.constexpr):
 
 @triton.jit(do_not_specialize=["H", "S", "chunks", "chunk", "programs"])
 def read_kernel(
-    x_ptr, y_ptr, v_ptr, s_ptr, z_ptr, out_ptr, weight_ptr,
-    stride_xb, stride_xs, stride_xh, stride_yb, stride_ys, stride_yh, stride_vb, stride_vs, stride_vh,
-    stride_ob, stride_os, stride_oh, H, S, chunks, chunk, programs, root_scale, least_weight,
+    xs, ys, vs, s_ptr, z_ptr, output, weight_ptr, H, S, chunks, chunk, programs, root_scale, least_weight,
     D: tl.constexpr, E: tl.constexpr, CAUSAL: tl.constexpr, OWN: tl.constexpr,
     BACK: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_A: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
@@ -266,10 +264,10 @@ def read_kernel(
     part, bh, start, stop, first_tile, last_tile = _own_tiles(pid // column_tiles, chunks, chunk, S, programs, BLOCK_M)
     b = bh // H
     h = bh % H
-    x_ptr += b * stride_xb + h * stride_xh
-    y_ptr += b * stride_yb + h * stride_yh
-    v_ptr += b * stride_vb + h * stride_vh
-    out_ptr += b * stride_ob + h * stride_oh
+    x_ptr = head_of(xs, b, h)
+    y_ptr = head_of(ys, b, h)
+    v_ptr = head_of(vs, b, h)
+    out_ptr = head_of(output, b, h)
     dtype = x_ptr.dtype.element_ty
     F: tl.constexpr = 1 + D + D * D
     read = part if OWN else bh
@@ -291,17 +289,17 @@ def read_kernel(
         own_first = start + tile * BLOCK_M
         i = own_first + tl.arange(0, BLOCK_M)
         inside = i < stop
-        x = _load_scaled(x_ptr, stride_xs, i, inside, 0, root_scale, D, BLOCK_D)
+        x = _load_scaled(x_ptr, xs.stride_s, i, inside, 0, root_scale, D, BLOCK_D)
         narrow = x.to(dtype)
         acc = tl.dot(narrow, s1, input_precision=PRECISION)  # [M, E]
         acc += s0[None, :]
         xa = x
         if a_tiles > 1:
-            xa = _load_scaled(x_ptr, stride_xs, i, inside, 0, root_scale, D, BLOCK_A)
+            xa = _load_scaled(x_ptr, xs.stride_s, i, inside, 0, root_scale, D, BLOCK_A)
         acc = tl.dot(_pairs(xa, x).to(dtype), s2, acc, input_precision=PRECISION)
         for a_tile in tl.static_range(1, a_tiles):
             first_a = a_tile * BLOCK_A
-            xa = _load_scaled(x_ptr, stride_xs, i, inside, first_a, root_scale, D, BLOCK_A)
+            xa = _load_scaled(x_ptr, xs.stride_s, i, inside, first_a, root_scale, D, BLOCK_A)
             more = half * _load_state(s_ptr, 2, first_a, first_e, D, E, BLOCK_A, BLOCK_D, BLOCK_E)
             acc = tl.dot(_pairs(xa, x).to(dtype), more.to(dtype), acc, input_precision=PRECISION)
         acc *= unit
@@ -310,11 +308,11 @@ def read_kernel(
             terms += 0.5 * _times(x, z2, dtype, PRECISION)
             weight = z0 + tl.sum(x * terms, 1) * z_unit
         if CAUSAL:
-            raw = load_rows(x_ptr, stride_xs, i, inside, D, BLOCK_D, True)
+            raw = load_rows(x_ptr, xs.stride_s, i, inside, D, BLOCK_D, True)
             for first in range(own_first if BACK else start, stop if BACK else own_first + BLOCK_M, BLOCK_M):
                 j = first + tl.arange(0, BLOCK_M)
                 present = j < stop
-                y = load_rows(y_ptr, stride_ys, j, present, D, BLOCK_D, True)
+                y = load_rows(y_ptr, ys.stride_s, j, present, D, BLOCK_D, True)
                 s = tl.dot(raw, tl.trans(y), input_precision=PRECISION) * (root_scale * root_scale)
                 seen = (j[None, :] >= i[:, None]) if BACK else (j[None, :] <= i[:, None])
                 w = tl.where(seen & present[None, :], 1.0 + s + 0.5 * s * s, 0.0)
@@ -322,22 +320,20 @@ def read_kernel(
                     w *= _inverse(tl.load(weight_ptr + j, mask=present, other=0.0), least_weight)[None, :]
                 else:
                     weight += tl.sum(w, 1)
-                v = _load_columns(v_ptr, stride_vs, j, present, first_e, E, BLOCK_E)
+                v = _load_columns(v_ptr, vs.stride_s, j, present, first_e, E, BLOCK_E)
                 acc = _product_in_range(w, v, acc, PRECISION)
         if not BACK:
             # With weights of frames, no key may weigh anything.
             none = tl.abs(weight) <= least_weight
             acc = tl.where(none[:, None], 0.0, acc / tl.where(none, 1.0, weight)[:, None])
             tl.store(weight_ptr + i, weight, mask=inside & (first_e == 0))
-        pointers = out_ptr + i.to(tl.int64)[:, None] * stride_os + columns[None, :]
+        pointers = out_ptr + i.to(tl.int64)[:, None] * output.stride_s + columns[None, :]
         tl.store(pointers, acc.to(out_ptr.dtype.element_ty), mask=inside[:, None] & (columns < E)[None, :])
 
 
 @triton.jit(do_not_specialize=["H", "S", "chunks", "chunk", "programs"])
 def gradient_kernel(
-    x_ptr, g_ptr, h_ptr, y_ptr, v_ptr, c_ptr, weight_ptr, s_ptr, z_ptr, dx_ptr,
-    stride_xb, stride_xs, stride_xh, stride_gb, stride_gs, stride_gh,
-    stride_yb, stride_ys, stride_yh, stride_vb, stride_vs, stride_vh,
+    xs, gs, h_ptr, ys, vs, c_ptr, weight_ptr, s_ptr, z_ptr, dx_ptr,
     H, S, chunks, chunk, programs, root_scale, least_weight,
     D: tl.constexpr, E: tl.constexpr, CAUSAL: tl.constexpr, OWN: tl.constexpr,
     BACK: tl.constexpr, PRECISION: tl.constexpr,
@@ -355,10 +351,10 @@ def gradient_kernel(
     )  # fmt: skip
     b = bh // H
     head = bh % H
-    x_ptr += b * stride_xb + head * stride_xh
-    g_ptr += b * stride_gb + head * stride_gh
-    y_ptr += b * stride_yb + head * stride_yh
-    v_ptr += b * stride_vb + head * stride_vh
+    x_ptr = head_of(xs, b, head)
+    g_ptr = head_of(gs, b, head)
+    y_ptr = head_of(ys, b, head)
+    v_ptr = head_of(vs, b, head)
     dtype = x_ptr.dtype.element_ty
     F: tl.constexpr = 1 + D + D * D
     read = part if OWN else bh
@@ -373,7 +369,7 @@ def gradient_kernel(
         own_first = start + tile * BLOCK_M
         i = own_first + tl.arange(0, BLOCK_M)
         inside = i < stop
-        x = _load_scaled(x_ptr, stride_xs, i, inside, 0, root_scale, D, BLOCK_D)
+        x = _load_scaled(x_ptr, xs.stride_s, i, inside, 0, root_scale, D, BLOCK_D)
         h = inside.to(tl.float32)
         if h_ptr is not None:
             h = tl.load(h_ptr + bh * S + i, mask=inside, other=0.0)
@@ -382,7 +378,7 @@ def gradient_kernel(
         dx *= (h * z_unit * inverse)[:, None]
         for e_tile in tl.static_range(e_tiles):
             first_e = e_tile * BLOCK_E
-            g = _load_columns(g_ptr, stride_gs, i, inside, first_e, E, BLOCK_E)
+            g = _load_columns(g_ptr, gs.stride_s, i, inside, first_e, E, BLOCK_E)
             s1 = inverse * _load_state(s_ptr, 1, 0, first_e, D, E, BLOCK_A, BLOCK_D, BLOCK_E)
             dx = tl.dot(g, tl.trans(s1.to(dtype)), dx, input_precision=PRECISION)
             for a_tile in tl.static_range(a_tiles):
@@ -392,23 +388,23 @@ def gradient_kernel(
                 pairs = tl.dot(g, tl.trans(s2.to(dtype)), input_precision=PRECISION)
                 xa = x
                 if a_tiles > 1:
-                    xa = _load_scaled(x_ptr, stride_xs, i, inside, first_a, root_scale, D, BLOCK_A)
+                    xa = _load_scaled(x_ptr, xs.stride_s, i, inside, first_a, root_scale, D, BLOCK_A)
                 dx += tl.sum(tl.reshape(pairs, [BLOCK_M, BLOCK_A, BLOCK_D]) * xa[:, :, None], 1)
         dx *= unit
         if CAUSAL:
-            raw = load_rows(x_ptr, stride_xs, i, inside, D, BLOCK_D, True)
+            raw = load_rows(x_ptr, xs.stride_s, i, inside, D, BLOCK_D, True)
             for first in range(own_first if BACK else start, stop if BACK else own_first + BLOCK_M, BLOCK_M):
                 j = first + tl.arange(0, BLOCK_M)
                 present = j < stop
-                y = load_rows(y_ptr, stride_ys, j, present, D, BLOCK_D, True)
+                y = load_rows(y_ptr, ys.stride_s, j, present, D, BLOCK_D, True)
                 c = present.to(tl.float32)
                 if c_ptr is not None:
                     c = tl.load(c_ptr + bh * S + j, mask=present, other=0.0)
                 dw = h[:, None] * c[None, :]
                 for e_tile in tl.static_range(e_tiles):
                     first_e = e_tile * BLOCK_E
-                    g = _load_columns(g_ptr, stride_gs, i, inside, first_e, E, BLOCK_E)
-                    v = _load_columns(v_ptr, stride_vs, j, present, first_e, E, BLOCK_E)
+                    g = _load_columns(g_ptr, gs.stride_s, i, inside, first_e, E, BLOCK_E)
+                    v = _load_columns(v_ptr, vs.stride_s, j, present, first_e, E, BLOCK_E)
                     dw = tl.dot(g, tl.trans(v), dw, input_precision=PRECISION)
                 s = tl.dot(raw, tl.trans(y), input_precision=PRECISION) * (root_scale * root_scale)
                 dw *= 1.0 + s

@@ -23,6 +23,7 @@ from vmonarch.kernels.common.launch import (
 )
 from vmonarch.kernels.common.operators import operator
 from vmonarch.kernels.common.replay import launcher, replayed
+from vmonarch.kernels.common.tiles import strided
 from vmonarch.kernels.flash_entropy.backward import row_deltas
 from vmonarch.kernels.taylor.kernels import gradient_kernel, read_kernel, state_kernel
 from vmonarch.kernels.taylor.reference import LEAST_WEIGHT, log_partition
@@ -115,8 +116,8 @@ class _Launch:
         blocks = self.blocks()
         a_tiles = blocks["BLOCK_D"] // blocks["BLOCK_A"]
         launcher(state_kernel, (triton.cdiv(self.width, blocks["BLOCK_E"]) * a_tiles * chunks * B * H,))(
-            x, v, c, weight, s, z, *x.stride()[:3], *v.stride()[:3], H, S, chunks, chunk, math.sqrt(self.scale),
-            LEAST_WEIGHT, BLOCK_N=self.options()["BLOCK_N"], **blocks,
+            strided(x), strided(v), c, weight, s, z, H, S, chunks, chunk, math.sqrt(self.scale), LEAST_WEIGHT,
+            BLOCK_N=self.options()["BLOCK_N"], **blocks,
         )  # fmt: skip
         return s, z
 
@@ -140,7 +141,7 @@ class _Launch:
         blocks = self.blocks()
         columns = triton.cdiv(self.width, blocks["BLOCK_E"])
         launcher(read_kernel, (columns * programs * chunks * B * H,))(
-            x, y, v, s, z, out, weight, *x.stride()[:3], *y.stride()[:3], *v.stride()[:3], *out.stride()[:3],
+            strided(x), strided(y), strided(v), s, z, strided(out), weight,
             H, S, chunks, chunk, programs, math.sqrt(self.scale), LEAST_WEIGHT,
             CAUSAL=self.causal, OWN=self.causal or self.frames > 0, BACK=back,
             BLOCK_M=self.options()["BLOCK_M"], **blocks,
@@ -169,7 +170,7 @@ class _Launch:
         # Pairs are results there, and need twice the registers; the sums of all of them lie in shared memory.
         blocks |= {"BLOCK_A": max(1, blocks["BLOCK_A"] // 2), "num_stages": 1}
         launcher(gradient_kernel, (programs * chunks * B * H,))(
-            x, g, h, y, v, c, weight, s, z, dx, *x.stride()[:3], *g.stride()[:3], *y.stride()[:3], *v.stride()[:3],
+            strided(x), strided(g), h, strided(y), strided(v), c, weight, s, z, dx,
             H, S, chunks, chunk, programs, math.sqrt(self.scale), LEAST_WEIGHT,
             CAUSAL=self.causal, OWN=self.causal or self.frames > 0, BACK=back, BLOCK_M=self.options()["BLOCK_M"],
             **blocks,
