@@ -28,7 +28,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from vmonarch.kernels.common import softmax
+from vmonarch.kernels.common import softmax, tiles
 from vmonarch.kernels.common.launch import block_dim, tma_strides
 from vmonarch.kernels.hopper.gluon import async_load, reinterpret
 
@@ -42,6 +42,7 @@ _HALF = gl.constexpr(HALF)
 online_softmax = gluon.jit(softmax.online_softmax.fn)
 log2_partition = gluon.jit(softmax.log2_partition.fn)
 entropy_of = gluon.jit(softmax.entropy_of.fn)
+head_of = gluon.jit(tiles.head_of.fn)
 
 
 @gluon.constexpr_function

@@ -18,6 +18,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from vmonarch.kernels.common.launch import block_dim
 from vmonarch.kernels.common.replay import launcher
 from vmonarch.kernels.common.softmax import log2_scale_of
+from vmonarch.kernels.common.tiles import strided
 from vmonarch.kernels.flash_entropy.segments import Work
 from vmonarch.kernels.hopper.attend import (
     BLOCK_M,
@@ -31,6 +32,7 @@ from vmonarch.kernels.hopper.attend import (
     divides_exactly,
     entropy_of,
     factor_descriptors,
+    head_of,
     load_keys,
     log2_partition,
     rows_descriptor,
@@ -90,7 +92,7 @@ def _load(
 @gluon.jit
 def _attend(
     half: gl.constexpr, buffers, factor_buffers, items_ptr, firsts_ptr, ranges_ptr,
-    out_ptr, lse_ptr, entropy_ptr, part_out_ptr, part_lse_ptr, part_entropy_ptr, stride_ob, stride_os, stride_oh,
+    output, lse_ptr, entropy_ptr, part_out_ptr, part_lse_ptr, part_entropy_ptr,
     H, Sq, skipped, inverse_scale, log2_scale, D: gl.constexpr, ENTROPY: gl.constexpr, HAS_PARTS: gl.constexpr,
     FACTORS: gl.constexpr, CHAINED: gl.constexpr, CAUSAL: gl.constexpr,
     Q_STAGES: gl.constexpr, STAGES: gl.constexpr, BLOCK_N: gl.constexpr,
@@ -150,10 +152,10 @@ def _attend(
                 if ENTROPY:
                     gl.store(part_entropy_ptr + part + stat_rows, entropy_of(row_sum, row_entropy))
             else:
-                out_ptrs = out_ptr + (bh // H).to(gl.int64) * stride_ob + (bh % H).to(gl.int64) * stride_oh
-                at = (row + rows).to(gl.int64)[:, None] * stride_os + columns[None, :]
+                out_ptr = head_of(output, bh // H, bh % H)
+                at = (row + rows).to(gl.int64)[:, None] * output.stride_s + columns[None, :]
                 mask = (row + rows < row_stop)[:, None] & (columns < D)[None, :]
-                gl.store(out_ptrs + at, acc.to(out_ptr.dtype.element_ty), mask=mask)
+                gl.store(out_ptr + at, acc.to(out_ptr.dtype.element_ty), mask=mask)
                 at = bh.to(gl.int64) * Sq + row + stat_rows
                 inside = row + stat_rows < row_stop
                 gl.store(lse_ptr + at, log2_lse * 0.6931471805599453, mask=inside)
@@ -186,9 +188,9 @@ def _allocate_more(buffers, R: gl.constexpr, Q_STAGES: gl.constexpr, STAGES: gl.
 
 @gluon.jit(do_not_specialize=["H", "Sq", "skipped", "shares"])
 def _hopper_flash_kernel(
-    q_desc, k_desc, v_desc, fq_desc, fk_desc, out_ptr, lse_ptr, entropy_ptr,
+    q_desc, k_desc, v_desc, fq_desc, fk_desc, output, lse_ptr, entropy_ptr,
     part_out_ptr, part_lse_ptr, part_entropy_ptr, items_ptr, firsts_ptr, ranges_ptr,
-    stride_ob, stride_os, stride_oh, shares, H, Sq, skipped, inverse_scale, log2_scale,
+    shares, H, Sq, skipped, inverse_scale, log2_scale,
     D: gl.constexpr, R: gl.constexpr, ENTROPY: gl.constexpr, HAS_PARTS: gl.constexpr, CAUSAL: gl.constexpr,
     CHAINED: gl.constexpr, Q_STAGES: gl.constexpr, STAGES: gl.constexpr, BLOCK_N: gl.constexpr,
     REGISTERS: gl.constexpr,
@@ -204,14 +206,14 @@ def _hopper_flash_kernel(
             )),
             (_attend, (
                 0, buffers, factor_buffers, items_ptr, firsts_ptr, ranges_ptr,
-                out_ptr, lse_ptr, entropy_ptr, part_out_ptr, part_lse_ptr, part_entropy_ptr,
-                stride_ob, stride_os, stride_oh, H, Sq, skipped, inverse_scale, log2_scale,
+                output, lse_ptr, entropy_ptr, part_out_ptr, part_lse_ptr, part_entropy_ptr,
+                H, Sq, skipped, inverse_scale, log2_scale,
                 D, ENTROPY, HAS_PARTS, R > 0, CHAINED, CAUSAL, Q_STAGES, STAGES, BLOCK_N,
             )),
             (_attend, (
                 1, buffers, factor_buffers, items_ptr, firsts_ptr, ranges_ptr,
-                out_ptr, lse_ptr, entropy_ptr, part_out_ptr, part_lse_ptr, part_entropy_ptr,
-                stride_ob, stride_os, stride_oh, H, Sq, skipped, inverse_scale, log2_scale,
+                output, lse_ptr, entropy_ptr, part_out_ptr, part_lse_ptr, part_entropy_ptr,
+                H, Sq, skipped, inverse_scale, log2_scale,
                 D, ENTROPY, HAS_PARTS, R > 0, CHAINED, CAUSAL, Q_STAGES, STAGES, BLOCK_N,
             )),
         ],
@@ -262,7 +264,7 @@ def flash(
         rows_descriptor(key, block_n),
         rows_descriptor(value, block_n),
         *descriptors,
-        out, lse, entropy, *parts, work.items, work.firsts, work.ranges, *out.stride()[:3], shares,
+        strided(out), lse, entropy, *parts, work.items, work.firsts, work.ranges, shares,
         query.shape[2], query.shape[1], key.shape[1] - query.shape[1], 1.0 / scale if R else 1.0, log2_scale_of(scale),
         D=query.shape[3], R=R, ENTROPY=entropy is not None, HAS_PARTS=work.merges is not None, CAUSAL=causal,
         CHAINED=R > 0 and divides_exactly(query.dtype, scale), **options, REGISTERS=_REGISTERS[programs][0],

@@ -24,7 +24,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from vmonarch.kernels.common.replay import launcher
-from vmonarch.kernels.hopper.attend import BLOCK_M, HALF
+from vmonarch.kernels.common.tiles import strided
+from vmonarch.kernels.hopper.attend import BLOCK_M, HALF, head_of
 from vmonarch.kernels.hopper.gluon import async_load
 from vmonarch.kernels.int8 import op
 
@@ -150,7 +151,7 @@ def _sum(p0, p1, v_bufs, ones, stage, which, acc, row_sum, alpha):
 @gluon.jit
 def _attend(
     half: gl.constexpr, q_bufs, k_bufs, v_bufs, ones, q_full, full, empty, turn, q_scale_ptr, q_mean_ptr, k_scale_ptr,
-    v_scale_ptr, v_rest_ptr, out_ptr, lse_ptr, counts_ptr, stride_ob, stride_os, stride_oh, H, Sq, Sk, padded,
+    v_scale_ptr, v_rest_ptr, output, lse_ptr, counts_ptr, H, Sq, Sk, padded,
     D: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Consumer: one warpgroup of 64 rows. While one has the tensor cores, the other has its softmax."""
@@ -200,8 +201,8 @@ def _attend(
     v_rest = gl.load(v_rest_ptr + bh * D + columns)
     inverse = gl.convert_layout(1.0 / safe_sums, gl.SliceLayout(1, layout))
     out = acc * inverse[:, None] * v_scale[None, :] + v_rest[None, :]
-    out_ptr += (bh // H).to(gl.int64) * stride_ob + (bh % H).to(gl.int64) * stride_oh
-    at = rows.to(gl.int64)[:, None] * stride_os + columns[None, :]
+    out_ptr = head_of(output, bh // H, bh % H)
+    at = rows.to(gl.int64)[:, None] * output.stride_s + columns[None, :]
     gl.store(out_ptr + at, out.to(out_ptr.dtype.element_ty), mask=(rows < Sq)[:, None])
     if lse_ptr is not None:
         # What the mean of the keys, which scores lack, adds to all logits of a row.
@@ -214,8 +215,8 @@ def _attend(
 
 @gluon.jit(do_not_specialize=["H", "Sq", "Sk", "padded"])
 def _hopper_int8_kernel(
-    q_desc, k_desc, v_desc, q_scale_ptr, q_mean_ptr, k_scale_ptr, v_scale_ptr, v_rest_ptr, out_ptr, lse_ptr, counts_ptr,
-    stride_ob, stride_os, stride_oh, H, Sq, Sk, padded, D: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr,
+    q_desc, k_desc, v_desc, q_scale_ptr, q_mean_ptr, k_scale_ptr, v_scale_ptr, v_rest_ptr, output, lse_ptr, counts_ptr,
+    H, Sq, Sk, padded, D: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """A program for 128 rows of a head."""
     q_bufs = gl.allocate_shared_memory(gl.int8, [2, _HALF, D], q_desc.layout)
@@ -246,13 +247,11 @@ def _hopper_int8_kernel(
         [
             (_attend, (
                 0, q_bufs, k_bufs, v_bufs, ones, q_full, full, empty, turn, q_scale_ptr, q_mean_ptr, k_scale_ptr,
-                v_scale_ptr, v_rest_ptr, out_ptr, lse_ptr, counts_ptr, stride_ob, stride_os, stride_oh, H, Sq, Sk,
-                padded, D, STAGES,
+                v_scale_ptr, v_rest_ptr, output, lse_ptr, counts_ptr, H, Sq, Sk, padded, D, STAGES,
             )),
             (_attend, (
                 1, q_bufs, k_bufs, v_bufs, ones, q_full, full, empty, turn, q_scale_ptr, q_mean_ptr, k_scale_ptr,
-                v_scale_ptr, v_rest_ptr, out_ptr, lse_ptr, counts_ptr, stride_ob, stride_os, stride_oh, H, Sq, Sk,
-                padded, D, STAGES,
+                v_scale_ptr, v_rest_ptr, output, lse_ptr, counts_ptr, H, Sq, Sk, padded, D, STAGES,
             )),
             (_load, (
                 q_desc, k_desc, v_desc, q_bufs, k_bufs, v_bufs, q_full, full, empty, counts_ptr, H, Sq, Sk, padded,
@@ -283,6 +282,6 @@ def attend(quantised: op.Quantised, out: torch.Tensor, lse: torch.Tensor | None)
         _descriptor(quantised.key.view(-1, D), [BLOCK_N, D]),
         _descriptor(quantised.value.view(-1, padded), [D, BLOCK_N]),
         quantised.query_scale, quantised.query_mean, quantised.key_scale, quantised.value_scale, quantised.value_rest,
-        out, lse, quantised.counts, *out.stride()[:3], H, Sq, quantised.keys, padded, D=D, STAGES=_STAGES[D],
+        strided(out), lse, quantised.counts, H, Sq, quantised.keys, padded, D=D, STAGES=_STAGES[D],
         REGISTERS=_REGISTERS[D], num_warps=4, maxnreg=168,
     )  # fmt: skip

@@ -26,7 +26,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from vmonarch.kernels.common.replay import launcher
-from vmonarch.kernels.hopper.attend import HALF, accumulator_layout, rows_descriptor, shared_layout
+from vmonarch.kernels.common.tiles import strided
+from vmonarch.kernels.hopper.attend import HALF, accumulator_layout, head_of, rows_descriptor, shared_layout
 from vmonarch.kernels.hopper.gluon import async_load, reinterpret
 from vmonarch.kernels.taylor import kernels as portable
 
@@ -227,8 +228,7 @@ def _copy_values(desc, b, h, row, column, barrier, buffer):
 
 @gluon.jit(do_not_specialize=["H", "S", "chunks", "chunk"])
 def _hopper_state_kernel(
-    x_ptr, v_desc, c_ptr, weight_ptr, s_ptr, z_ptr, stride_xb, stride_xs, stride_xh,
-    H, S, chunks, chunk, root_scale, least_weight,
+    xs, v_desc, c_ptr, weight_ptr, s_ptr, z_ptr, H, S, chunks, chunk, root_scale, least_weight,
     D: gl.constexpr, E: gl.constexpr,
 ):  # fmt: skip
     """The sums of one chunk for 64 columns of the values, transposed: [E, rows]; as the portable kernel."""
@@ -245,7 +245,7 @@ def _hopper_state_kernel(
     h = (bh % H).to(gl.int32)
     start = (part % chunks).to(gl.int32) * chunk
     stop = gl.minimum(start + chunk, S)
-    x_ptr += (bh // H) * stride_xb + (bh % H) * stride_xh
+    x_ptr = head_of(xs, bh // H, bh % H)
     low_buf = gl.allocate_shared_memory(dtype, [_TILE, _LOW], shared_layout(_LOW))
     high_buf = gl.allocate_shared_memory(dtype, [_TILE, _HIGH], shared_layout(_HIGH))
     # x₁ twice: times c as the left side of a product, which has to have 64 rows, and over the weight as the right side.
@@ -272,8 +272,8 @@ def _hopper_state_kernel(
     for i in gl.static_range(_STAGES - 1):
         if i < tiles:
             _copy_values(v_desc, b, h, start + i * _TILE, first_e, full.index(i), v_bufs.index(i))
-    factors = _load_factors(x_ptr, stride_xs, start, stop, D)
-    x = _load_tokens(x_ptr, stride_xs, start, stop, D, 0, _ONE, one_layout)
+    factors = _load_factors(x_ptr, xs.stride_s, start, stop, D)
+    x = _load_tokens(x_ptr, xs.stride_s, start, stop, D, 0, _ONE, one_layout)
     for tile in range(tiles):
         first = start + tile * _TILE
         x1 = _with_one(x, first, stop, root_scale)
@@ -307,8 +307,8 @@ def _hopper_state_kernel(
         s2_high = warpgroup_mma(v, high_buf, s2_high, is_async=True)
         s1 = warpgroup_mma(v, x_buf, s1, is_async=True)
         z = warpgroup_mma(c_buf.permute((1, 0)), x_buf, z, is_async=True)
-        factors = _load_factors(x_ptr, stride_xs, first + _TILE, stop, D)
-        x = _load_tokens(x_ptr, stride_xs, first + _TILE, stop, D, 0, _ONE, one_layout)
+        factors = _load_factors(x_ptr, xs.stride_s, first + _TILE, stop, D)
+        x = _load_tokens(x_ptr, xs.stride_s, first + _TILE, stop, D, 0, _ONE, one_layout)
     s2_low, s2_high, s1, z = warpgroup_mma_wait(0, [s2_low, s2_high, s1, z])
     F: gl.constexpr = 1 + D + D * D
     s_ptr += part * F * E
@@ -326,12 +326,11 @@ def _hopper_state_kernel(
 
 @gluon.jit(do_not_specialize=["H", "S", "chunks", "chunk", "programs"])
 def _hopper_read_kernel(
-    x_ptr, s_ptr, z_ptr, out_ptr, weight_ptr, stride_xb, stride_xs, stride_xh, stride_ob, stride_os, stride_oh,
-    H, S, chunks, chunk, programs, root_scale, least_weight,
+    xs, s_ptr, z_ptr, output, weight_ptr, H, S, chunks, chunk, programs, root_scale, least_weight,
     D: gl.constexpr, E: gl.constexpr, OWN: gl.constexpr, NORMALISE: gl.constexpr,
 ):  # fmt: skip
     """φ(x)·state for some tiles of a chunk and 64 columns; as the portable kernel."""
-    dtype: gl.constexpr = x_ptr.dtype.element_ty
+    dtype: gl.constexpr = xs.ptr.dtype.element_ty
     one_layout: gl.constexpr = _rows_layout(_ONE)
     out_layout: gl.constexpr = _rows_layout(_TILE)
     sums: gl.constexpr = accumulator_layout(_TILE)
@@ -347,8 +346,8 @@ def _hopper_read_kernel(
     tiles = (stop - start + _TILE - 1) // _TILE
     first_tile = tiles * (own % programs) // programs
     last_tile = tiles * (own % programs + 1) // programs
-    x_ptr += (bh // H) * stride_xb + (bh % H) * stride_xh
-    out_ptr += (bh // H) * stride_ob + (bh % H) * stride_oh
+    x_ptr = head_of(xs, bh // H, bh % H)
+    out_ptr = head_of(output, bh // H, bh % H)
     F: gl.constexpr = 1 + D + D * D
     read = part if OWN else bh
     s_ptr += read * F * E
@@ -374,11 +373,11 @@ def _hopper_read_kernel(
         z_unit = _unit_of(_largest(z), dtype)
         _store_parts(z_bufs, z / z_unit)
     first = start + first_tile * _TILE
-    factors = _load_factors(x_ptr, stride_xs, first, stop, D)
-    x1 = _with_one(_load_tokens(x_ptr, stride_xs, first, stop, D, 0, _ONE, one_layout), first, stop, root_scale)
+    factors = _load_factors(x_ptr, xs.stride_s, first, stop, D)
+    x1 = _with_one(_load_tokens(x_ptr, xs.stride_s, first, stop, D, 0, _ONE, one_layout), first, stop, root_scale)
     low_pairs, high_pairs = _pairs(factors, root_scale, dtype)
-    factors = _load_factors(x_ptr, stride_xs, first + _TILE, stop, D)
-    x = _load_tokens(x_ptr, stride_xs, first + _TILE, stop, D, 0, _ONE, one_layout)
+    factors = _load_factors(x_ptr, xs.stride_s, first + _TILE, stop, D)
+    x = _load_tokens(x_ptr, xs.stride_s, first + _TILE, stop, D, 0, _ONE, one_layout)
     for tile in range(first_tile, last_tile):
         first = start + tile * _TILE
         low_buf.store(low_pairs)
@@ -397,8 +396,8 @@ def _hopper_read_kernel(
         # The pairs of the next tile while this one is multiplied.
         x1 = _with_one(x, first + _TILE, stop, root_scale)
         low_pairs, high_pairs = _pairs(factors, root_scale, dtype)
-        factors = _load_factors(x_ptr, stride_xs, first + 2 * _TILE, stop, D)
-        x = _load_tokens(x_ptr, stride_xs, first + 2 * _TILE, stop, D, 0, _ONE, one_layout)
+        factors = _load_factors(x_ptr, xs.stride_s, first + 2 * _TILE, stop, D)
+        x = _load_tokens(x_ptr, xs.stride_s, first + 2 * _TILE, stop, D, 0, _ONE, one_layout)
         if NORMALISE:
             acc, y = warpgroup_mma_wait(0, [acc, y])
             weight = gl.sum(y * x_buf.load(low).to(gl.float32), 1) * z_unit
@@ -412,13 +411,12 @@ def _hopper_read_kernel(
         n = first + gl.arange(0, _TILE, gl.SliceLayout(1, out_layout))
         e = first_e + gl.arange(0, _TILE, gl.SliceLayout(0, out_layout))
         inside = (n < stop)[:, None] & (e < E)[None, :]
-        gl.store(out_ptr + n.to(gl.int64)[:, None] * stride_os + e[None, :], out, mask=inside)
+        gl.store(out_ptr + n.to(gl.int64)[:, None] * output.stride_s + e[None, :], out, mask=inside)
 
 
 @gluon.jit(do_not_specialize=["H", "S", "chunks", "chunk", "programs"])
 def _hopper_gradient_kernel(
-    x_ptr, g_desc, h_ptr, weight_ptr, s_ptr, z_ptr, dx_ptr, stride_xb, stride_xs, stride_xh,
-    H, S, chunks, chunk, programs, root_scale, least_weight,
+    xs, g_desc, h_ptr, weight_ptr, s_ptr, z_ptr, dx_ptr, H, S, chunks, chunk, programs, root_scale, least_weight,
     D: gl.constexpr, E: gl.constexpr, OWN: gl.constexpr,
 ):  # fmt: skip
     """dx for some tiles of a chunk; as the portable kernel, divided by the weight where there is one."""
@@ -438,7 +436,7 @@ def _hopper_gradient_kernel(
     tiles = (stop - start + _TILE - 1) // _TILE
     first_tile = tiles * (pid % programs) // programs
     last_tile = tiles * (pid % programs + 1) // programs
-    x_ptr += (bh // H) * stride_xb + (bh % H) * stride_xh
+    x_ptr = head_of(xs, bh // H, bh % H)
     F: gl.constexpr = 1 + D + D * D
     read = part if OWN else bh
     s_ptr += read * F * E
@@ -473,7 +471,7 @@ def _hopper_gradient_kernel(
         for i in gl.static_range(e_tiles):
             place = reinterpret(g_bufs.index(i), dtype, block, g_desc.layout)
             async_load(g_desc, [b, head, first, i * _TILE], full, place)
-        x = _load_tokens(x_ptr, stride_xs, first, stop, D, 0, _ONE, one_layout)
+        x = _load_tokens(x_ptr, xs.stride_s, first, stop, D, 0, _ONE, one_layout)
         x_buf.store(_with_one(x, first, stop, root_scale).to(dtype))
         fence_async_shared()
         y = gl.zeros([_TILE, _ONE], gl.float32, low)
@@ -495,7 +493,7 @@ def _hopper_gradient_kernel(
         y, pairs = warpgroup_mma_wait(0, [y, pairs])
         # d/dx_b of ½ Σ_ab x_a x_b T_ab, T symmetric, is Σ_a x_a T_ab.
         pairs = pairs.reshape([_TILE, _DIM, _DIM])
-        xa = _load_tokens(x_ptr, stride_xs, first, stop, D, 0, _DIM, gl.SliceLayout(2, pairs.type.layout))
+        xa = _load_tokens(x_ptr, xs.stride_s, first, stop, D, 0, _DIM, gl.SliceLayout(2, pairs.type.layout))
         dx = gl.sum(pairs * gl.expand_dims(xa.to(gl.float32) * root_scale, 2), 1)
         out: gl.constexpr = _rows_layout(_DIM)
         n = first + gl.arange(0, _TILE, gl.SliceLayout(1, out))
@@ -525,8 +523,8 @@ def states(
     s = x.new_empty(B * H, chunks, F, E, dtype=torch.float32)
     z = x.new_empty(B * H, chunks, F, dtype=torch.float32)
     launcher(_hopper_state_kernel, (triton.cdiv(E, TILE) * chunks * B * H,))(
-        x, rows_descriptor(v, TILE, TILE), c, weight, s, z, *x.stride()[:3], H, S, chunks, chunk, root_scale,
-        least_weight, D=D, E=E, num_warps=4,
+        strided(x), rows_descriptor(v, TILE, TILE), c, weight, s, z, H, S, chunks, chunk, root_scale, least_weight,
+        D=D, E=E, num_warps=4,
     )  # fmt: skip
     return s, z
 
@@ -543,7 +541,7 @@ def read(
     B, S, H, D = x.shape
     E = out.shape[3]
     launcher(_hopper_read_kernel, (triton.cdiv(E, TILE) * numbers[2] * numbers[0] * B * H,))(
-        x, s, z, out, weight, *x.stride()[:3], *out.stride()[:3], H, S, *numbers, root_scale, least_weight,
+        strided(x), s, z, strided(out), weight, H, S, *numbers, root_scale, least_weight,
         D=D, E=E, OWN=own, NORMALISE=weight is not None, num_warps=4,
     )  # fmt: skip
 
@@ -557,6 +555,6 @@ def gradient(
     """
     B, S, H, D = x.shape
     launcher(_hopper_gradient_kernel, (numbers[2] * numbers[0] * B * H,))(
-        x, rows_descriptor(g, TILE, TILE), h, weight, s, z, dx, *x.stride()[:3], H, S, *numbers, root_scale,
-        least_weight, D=D, E=g.shape[3], OWN=own, num_warps=4,
+        strided(x), rows_descriptor(g, TILE, TILE), h, weight, s, z, dx, H, S, *numbers, root_scale, least_weight,
+        D=D, E=g.shape[3], OWN=own, num_warps=4,
     )  # fmt: skip

@@ -83,14 +83,14 @@ def add_rows(ptr, stride, row, stop, x, WIDTH: gl.constexpr, ACCUMULATE: gl.cons
 
 @gluon.jit
 def store_factor_gradient(
-    ptr, head, stride, row, stop, x, inverse_scale, HEAD_DIM: gl.constexpr, RANK: gl.constexpr
+    ptr, like, b, h, row, stop, x, inverse_scale, HEAD_DIM: gl.constexpr, RANK: gl.constexpr
 ):  # fmt: skip
     """Write the gradient of 64 rows of a factor; x came from scale·dS.
 
-    `head` and `stride` are those of dk or dq: both tensors are contiguous, and strides of their own would take
-    registers.
+    `like` is dk or dq: both tensors are contiguous, and strides of its own would take registers.
     """
-    add_rows(ptr + head // HEAD_DIM * RANK, stride // HEAD_DIM * RANK, row, stop, x * inverse_scale, RANK, False)
+    ptr += (b.to(gl.int64) * like.stride_b + h.to(gl.int64) * like.stride_h) // HEAD_DIM * RANK
+    add_rows(ptr, like.stride_s // HEAD_DIM * RANK, row, stop, x * inverse_scale, RANK, False)
 
 
 def rank_of(factors: tuple[torch.Tensor, torch.Tensor] | None) -> int:

@@ -11,6 +11,7 @@ from vmonarch.kernels.common.blocks import Places
 from vmonarch.kernels.common.launch import block_dim
 from vmonarch.kernels.common.replay import launcher
 from vmonarch.kernels.common.softmax import log2_scale_of
+from vmonarch.kernels.common.tiles import Strided, strided
 from vmonarch.kernels.flash_entropy.segments import Work, processors
 from vmonarch.kernels.hopper.attend import (
     HALF,
@@ -18,6 +19,7 @@ from vmonarch.kernels.hopper.attend import (
     begin_scores,
     copy_rows,
     divide_by_scale,
+    head_of,
     operand_layout,
     own_items,
     rows_descriptor,
@@ -140,8 +142,7 @@ def _load_for_keys(
 @gluon.jit
 def _sum_for_keys(
     half: gl.constexpr, k_bufs, v_bufs, z_bufs, daL_bufs, dy_bufs, folded_bufs, bias, kept_full, kept_empty, full,
-    empty, items, dk_ptr, dv_ptr, dfk_ptr,
-    stride_dkb, stride_dks, stride_dkh, stride_dvb, stride_dvs, stride_dvh, order_ptr, numbers, scale, log2_scale,
+    empty, items, grad_key, grad_value, dfk_ptr, order_ptr, numbers, scale, log2_scale,
     FLASH: gl.constexpr, Z_IS_QUERY: gl.constexpr, KEYS_ARE_BLOCKS: gl.constexpr,
     SUM_K: gl.constexpr, SUM_V: gl.constexpr, FACTORS: gl.constexpr, CHAINED: gl.constexpr,
     ADD_K: gl.constexpr, ADD_V: gl.constexpr, STAGES: gl.constexpr, BLOCK: gl.constexpr,
@@ -223,16 +224,11 @@ def _sum_for_keys(
                 n += 1
             if FACTORS or not KEEP:
                 mbarrier.arrive(kept_empty)
-            b = k_i.to(gl.int64)
-            h = k_j.to(gl.int64)
-            add_rows(dk_ptr + b * stride_dkb + h * stride_dkh, stride_dks, key, key_stop, dk, HEAD_DIM, ADD_K)
+            add_rows(head_of(grad_key, k_i, k_j), grad_key.stride_s, key, key_stop, dk, HEAD_DIM, ADD_K)
             if SUM_V:
-                add_rows(dv_ptr + b * stride_dvb + h * stride_dvh, stride_dvs, key, key_stop, dv, HEAD_DIM, ADD_V)
+                add_rows(head_of(grad_value, k_i, k_j), grad_value.stride_s, key, key_stop, dv, HEAD_DIM, ADD_V)
             if FACTORS:
-                store_factor_gradient(
-                    dfk_ptr, b * stride_dkb + h * stride_dkh, stride_dks, key, key_stop, dfk, inverse_scale, HEAD_DIM,
-                    RANK,
-                )  # fmt: skip
+                store_factor_gradient(dfk_ptr, grad_key, k_i, k_j, key, key_stop, dfk, inverse_scale, HEAD_DIM, RANK)
         else:
             for _ in range(0, rows, BLOCK):
                 mbarrier.wait(full.index(n % STAGES), n // STAGES & 1)
@@ -246,9 +242,7 @@ def _sum_for_keys(
 @gluon.jit(do_not_specialize=[*SIZES, "shares"])
 def _hopper_keys_kernel(
     z_desc, k_desc, v_desc, daL_desc, dy_desc, fq_desc, fk_desc, folded_desc, items_ptr, ranges_ptr,
-    dk_ptr, dv_ptr, dfk_ptr,
-    stride_dkb, stride_dks, stride_dkh, stride_dvb, stride_dvs, stride_dvh,
-    order_ptr, row_tiles, heads, tokens, blocks, positions, offset, keys, padded,
+    grad_key, grad_value, dfk_ptr, order_ptr, row_tiles, heads, tokens, blocks, positions, offset, keys, padded,
     scale, log2_scale, shares, inverse_scale,
     FLASH: gl.constexpr, Z_IS_QUERY: gl.constexpr, KEYS_ARE_BLOCKS: gl.constexpr,
     SUM_K: gl.constexpr, SUM_V: gl.constexpr, CHAINED: gl.constexpr,
@@ -280,15 +274,13 @@ def _hopper_keys_kernel(
             )),
             (_sum_for_keys, (
                 0, k_bufs, v_bufs, z_bufs, daL_bufs, dy_bufs, folded_bufs, bias, kept_full, kept_empty, full, empty,
-                items, dk_ptr, dv_ptr, dfk_ptr, stride_dkb, stride_dks, stride_dkh, stride_dvb, stride_dvs, stride_dvh,
-                order_ptr, numbers, scale, log2_scale,
+                items, grad_key, grad_value, dfk_ptr, order_ptr, numbers, scale, log2_scale,
                 FLASH, Z_IS_QUERY, KEYS_ARE_BLOCKS, SUM_K, SUM_V, R > 0, CHAINED, ADD_K, ADD_V, STAGES,
                 BLOCK, KEEP, HEAD_DIM, RANK,
             )),
             (_sum_for_keys, (
                 1, k_bufs, v_bufs, z_bufs, daL_bufs, dy_bufs, folded_bufs, bias, kept_full, kept_empty, full, empty,
-                items, dk_ptr, dv_ptr, dfk_ptr, stride_dkb, stride_dks, stride_dkh, stride_dvb, stride_dvs, stride_dvh,
-                order_ptr, numbers, scale, log2_scale,
+                items, grad_key, grad_value, dfk_ptr, order_ptr, numbers, scale, log2_scale,
                 FLASH, Z_IS_QUERY, KEYS_ARE_BLOCKS, SUM_K, SUM_V, R > 0, CHAINED, ADD_K, ADD_V, STAGES,
                 BLOCK, KEEP, HEAD_DIM, RANK,
             )),
@@ -351,7 +343,7 @@ def launch_keys(
         None if daL is None else rows_descriptor(daL, block), None if dy is None else rows_descriptor(dy, block),
         *factor_descs, folded_descriptor(folded, block),
         None if work is None else work.items, None if work is None else work.ranges,
-        dk, dv, dfk, *_outer_strides(dk), *_outer_strides(dv),
+        _rows_of(dk), _rows_of(dv), dfk,
         order, tiles[0], heads, *sizes_of(places, tokens, key), folded.shape[2], scale, log2_scale_of(scale),
         shares, inverse_scale,
         FLASH=work is not None, Z_IS_QUERY=z.ndim == 4, KEYS_ARE_BLOCKS=key.ndim == 3,
@@ -361,8 +353,6 @@ def launch_keys(
     )  # fmt: skip
 
 
-def _outer_strides(x: torch.Tensor | None) -> tuple[int, ...]:
-    """Strides of the outer index, the row and the inner index of tokens [B, S, H, D] or blocks (0, G) [G, c, D]."""
-    if x is None:
-        return 0, 0, 0
-    return x.stride()[:3] if x.ndim == 4 else (0, x.stride(1), x.stride(0))
+def _rows_of(x: torch.Tensor | None) -> Strided | None:
+    """Tokens [B, S, H, D], or the blocks [G, c, D] as those of one sample, with a head for each."""
+    return strided(x) if x is None or x.ndim == 4 else Strided(x, 0, x.stride(1), x.stride(0))

@@ -12,6 +12,7 @@ from vmonarch.kernels.common.blocks import Places
 from vmonarch.kernels.common.launch import block_dim
 from vmonarch.kernels.common.replay import launcher
 from vmonarch.kernels.common.softmax import log2_scale_of
+from vmonarch.kernels.common.tiles import strided
 from vmonarch.kernels.flash_entropy.segments import Work, processors
 from vmonarch.kernels.hopper.attend import (
     HALF,
@@ -19,6 +20,7 @@ from vmonarch.kernels.hopper.attend import (
     begin_scores,
     copy_rows,
     divide_by_scale,
+    head_of,
     operand_layout,
     own_items,
     rows_descriptor,
@@ -175,8 +177,8 @@ def _add_tile_for_rows(
 @gluon.jit
 def _sum_for_rows(
     half: gl.constexpr, k_bufs, v_bufs, z_bufs, daL_bufs, dy_bufs, bias, kept_full, kept_empty, full, empty,
-    items, folded_ptr, statistics, part_ptr, slots, cR_ptr, daR_ptr, dcR_ptr, dq_ptr, dfq_ptr,
-    stride_dqb, stride_dqs, stride_dqh, order_ptr, numbers, scale, log2_scale, min_mass,
+    items, folded_ptr, statistics, part_ptr, slots, cR_ptr, daR_ptr, dcR_ptr, grad_query, dfq_ptr,
+    order_ptr, numbers, scale, log2_scale, min_mass,
     FLASH: gl.constexpr, Z_IS_QUERY: gl.constexpr, KEYS_ARE_BLOCKS: gl.constexpr,
     SUM_K: gl.constexpr, SUM_V: gl.constexpr, FACTORS: gl.constexpr, CHAINED: gl.constexpr,
     ADD_Q: gl.constexpr, HAS_PARTS: gl.constexpr, STAGES: gl.constexpr,
@@ -248,10 +250,9 @@ def _sum_for_rows(
             if FLASH or Z_IS_QUERY:
                 if FACTORS or not KEEP:
                     mbarrier.arrive(kept_empty)
-                head = z_i.to(gl.int64) * stride_dqb + z_j.to(gl.int64) * stride_dqh
                 if FACTORS:
                     store_factor_gradient(
-                        dfq_ptr, head, stride_dqs, z_row, z_row + rows, dfq, inverse_scale, HEAD_DIM, RANK
+                        dfq_ptr, grad_query, z_i, z_j, z_row, z_row + rows, dfq, inverse_scale, HEAD_DIM, RANK
                     )
                 if HAS_PARTS and slot >= 0:
                     part = ((z_i * heads + z_j).to(gl.int64) * slots + slot) * _TILE + half * _HALF + i
@@ -261,7 +262,8 @@ def _sum_for_rows(
                 else:
                     # A position before the first token or after the last holds none.
                     stop = gl.minimum(z_row + rows, tokens)
-                    add_rows(dq_ptr + head, stride_dqs, z_row, stop, dz, HEAD_DIM, ADD_Q)
+                    dq_ptr = head_of(grad_query, z_i, z_j)
+                    add_rows(dq_ptr, grad_query.stride_s, z_row, stop, dz, HEAD_DIM, ADD_Q)
             else:
                 # z = αR / max(cR, min_mass)
                 row = z_j * positions + z_row
@@ -287,8 +289,7 @@ def _sum_for_rows(
 @gluon.jit(do_not_specialize=[*SIZES, "slots", "statistics", "shares"])
 def _hopper_rows_kernel(
     z_desc, k_desc, v_desc, daL_desc, dy_desc, fq_desc, fk_desc, items_ptr, ranges_ptr,
-    folded_ptr, statistics, part_ptr, slots, cR_ptr, daR_ptr, dcR_ptr, dq_ptr, dfq_ptr,
-    stride_dqb, stride_dqs, stride_dqh,
+    folded_ptr, statistics, part_ptr, slots, cR_ptr, daR_ptr, dcR_ptr, grad_query, dfq_ptr,
     order_ptr, row_tiles, heads, tokens, blocks, positions, offset, keys, padded, scale, log2_scale, min_mass,
     shares, inverse_scale,
     FLASH: gl.constexpr, Z_IS_QUERY: gl.constexpr, KEYS_ARE_BLOCKS: gl.constexpr,
@@ -321,14 +322,14 @@ def _hopper_rows_kernel(
             (_sum_for_rows, (
                 0, k_bufs, v_bufs, z_bufs, daL_bufs, dy_bufs, bias, kept_full, kept_empty, full, empty,
                 items, folded_ptr, statistics, part_ptr, slots, cR_ptr, daR_ptr, dcR_ptr,
-                dq_ptr, dfq_ptr, stride_dqb, stride_dqs, stride_dqh, order_ptr, numbers, scale, log2_scale, min_mass,
+                grad_query, dfq_ptr, order_ptr, numbers, scale, log2_scale, min_mass,
                 FLASH, Z_IS_QUERY, KEYS_ARE_BLOCKS, SUM_K, SUM_V, R > 0, CHAINED, ADD_Q, HAS_PARTS,
                 STAGES, BLOCK, BLOCK_TAIL, KEEP, HEAD_DIM, RANK,
             )),
             (_sum_for_rows, (
                 1, k_bufs, v_bufs, z_bufs, daL_bufs, dy_bufs, bias, kept_full, kept_empty, full, empty,
                 items, folded_ptr, statistics, part_ptr, slots, cR_ptr, daR_ptr, dcR_ptr,
-                dq_ptr, dfq_ptr, stride_dqb, stride_dqs, stride_dqh, order_ptr, numbers, scale, log2_scale, min_mass,
+                grad_query, dfq_ptr, order_ptr, numbers, scale, log2_scale, min_mass,
                 FLASH, Z_IS_QUERY, KEYS_ARE_BLOCKS, SUM_K, SUM_V, R > 0, CHAINED, ADD_Q, HAS_PARTS,
                 STAGES, BLOCK, BLOCK_TAIL, KEEP, HEAD_DIM, RANK,
             )),
@@ -389,8 +390,7 @@ def launch_rows(
         z_desc, k_desc, None if dy is None else rows_descriptor(value, block),
         None if daL is None else rows_descriptor(daL, HALF), None if dy is None else rows_descriptor(dy, HALF),
         *factor_descs, None if work is None else work.items, None if work is None else work.ranges,
-        folded, folded[0].numel(), parts, 0 if work is None else work.slots, cR, daR, dcR, dq, dfq,
-        *dq.stride()[:3],
+        folded, folded[0].numel(), parts, 0 if work is None else work.slots, cR, daR, dcR, strided(dq), dfq,
         order, tiles[0], heads, *sizes_of(places, tokens, key), folded.shape[2], scale, log2_scale_of(scale), min_mass,
         shares, inverse_scale,
         FLASH=work is not None, Z_IS_QUERY=z.ndim == 4, KEYS_ARE_BLOCKS=key.ndim == 3,
