@@ -11,18 +11,18 @@ from pathlib import Path
 
 # By folder: the most lines that it may have now, and the aim.
 MOST_LINES = {
-    "vmonarch": (7_353, 6_500),
+    "vmonarch": (7_293, 6_500),
     "vmonarch/cli": (1_015, 900),
-    "kernels": (13_936, 14_500),
+    "kernels": (13_801, 12_500),
     "pipelines": (3_133, 2_700),
-    "finetune": (3_206, 2_700),
+    "finetune": (3_180, 2_700),
     "eval": (6_300, 6_300),
-    "configs": (589, 400),
+    "configs": (588, 400),
     "examples": (138, 200),
     "tests": (19_000, 19_000),
-    "": (53_760, 53_000),
+    "": (53_496, 51_000),
 }
-MOST_CHARACTERS_A_LINE, MOST_FILES, MOST_WORDS = (47, 47), (442, 430), (35_994, 36_000)
+MOST_CHARACTERS_A_LINE, MOST_FILES, MOST_WORDS = (47, 47), (440, 430), (35_994, 36_000)
 ROOT = Path(__file__).resolve().parents[1]
 
 
