@@ -127,8 +127,8 @@ def write_tensors(folder: Path, tensors: Mapping[str, torch.Tensor]) -> None:
     Raises:
         CheckpointError: they could not be written.
     """
-    files = {name: number // _IN_A_FILE + 1 for number, name in enumerate(tensors)}
-    writer = dcp.HuggingFaceStorageWriter(str(folder), files, save_distributed=True)
+    file_of = {name: number // _IN_A_FILE + 1 for number, name in enumerate(tensors)}
+    writer = dcp.HuggingFaceStorageWriter(str(folder), file_of, save_distributed=True)
     _together(f"{folder} could not be saved", dcp.save, tensors, storage_writer=writer)
 
 

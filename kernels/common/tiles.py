@@ -43,6 +43,14 @@ def head_of(x, b, h):
     return x.ptr + b.to(tl.int64) * x.stride_b + h.to(tl.int64) * x.stride_h
 
 
+@triton.jit
+def item_of_a_head(items, H):
+    """Number of the program's item, b·H + h, batch entry b and head h; a head has `items`, one after the other."""
+    pid = tl.program_id(0)
+    bh = (pid // items).to(tl.int64)
+    return pid % items, bh, bh // H, bh % H
+
+
 def launch_on_tokens(kernel: Any, result: torch.Tensor, *arguments: Any, **options: Any) -> None:
     """Run a kernel, which takes `arguments` and sizes, with a program for each tile of `tokens_of_a_head`.
 

@@ -18,7 +18,7 @@ import triton.language as tl
 from vmonarch.kernels.common.launch import block_dim, dot_precision, hopper_fits, launch_options, unit_stride
 from vmonarch.kernels.common.replay import launcher
 from vmonarch.kernels.common.softmax import log2_scale_of, probabilities, row_delta
-from vmonarch.kernels.common.tiles import head_of, store_rows, strided
+from vmonarch.kernels.common.tiles import head_of, item_of_a_head, store_rows, strided
 from vmonarch.kernels.flash_entropy.forward import (
     COMBINE_ROWS,
     NO_BIAS,
@@ -58,13 +58,10 @@ def _delta_kernel(
     BLOCK_M: tl.constexpr,
 ):
     """delta = rowsum(dO ∘ O) - dlse + dH·H: what every dP of a row is lessened by."""
-    pid = tl.program_id(0)
-    item_ptr = items_ptr + (pid % num_items) * 5
+    item, bh, b, h = item_of_a_head(num_items, H)
+    item_ptr = items_ptr + item * 5
     row_start = tl.load(item_ptr)
     rows_left = tl.load(item_ptr + 1) - row_start
-    bh = (pid // num_items).to(tl.int64)
-    b = bh // H
-    h = bh % H
 
     rows = tl.arange(0, BLOCK_M)
     dims = tl.arange(0, BLOCK_DV)
@@ -209,8 +206,7 @@ def _backward_q_kernel(
     ACCUMULATE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    pid = tl.program_id(0)
-    item = pid % num_items
+    item, bh, b, h = item_of_a_head(num_items, H)
     if CAUSAL:
         item = num_items - 1 - item
     item_ptr = items_ptr + item * 5
@@ -220,9 +216,6 @@ def _backward_q_kernel(
     first_range = tl.load(item_ptr + 2)
     last_range = tl.load(item_ptr + 3)
     slot = tl.load(item_ptr + 4)
-    bh = (pid // num_items).to(tl.int64)
-    b = bh // H
-    h = bh % H
 
     rows = tl.arange(0, BLOCK_M)
     dims = tl.arange(0, BLOCK_D)
@@ -455,16 +448,13 @@ def _backward_kv_kernel(
     ACCUMULATE_V: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    pid = tl.program_id(0)
-    item_ptr = items_ptr + (pid % num_items) * 5
+    item, bh, b, h = item_of_a_head(num_items, H)
+    item_ptr = items_ptr + item * 5
     key_start = tl.load(item_ptr)
     key_stop = tl.load(item_ptr + 1)
     keys_left = key_stop - key_start
     first_range = tl.load(item_ptr + 2)
     last_range = tl.load(item_ptr + 3)
-    bh = (pid // num_items).to(tl.int64)
-    b = bh // H
-    h = bh % H
 
     keys = tl.arange(0, BLOCK_N)
     dims = tl.arange(0, BLOCK_D)

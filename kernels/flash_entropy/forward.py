@@ -22,7 +22,7 @@ import triton.language as tl
 from vmonarch.kernels.common.launch import block_dim, dot_precision, hopper_fits, launch_options
 from vmonarch.kernels.common.replay import launcher
 from vmonarch.kernels.common.softmax import entropy_of, log2_partition, log2_scale_of, online_softmax
-from vmonarch.kernels.common.tiles import Strided, broadcast, head_of, store_rows, strided
+from vmonarch.kernels.common.tiles import Strided, broadcast, head_of, item_of_a_head, store_rows, strided
 from vmonarch.kernels.flash_entropy.reference import SCALE_BLOCK
 from vmonarch.kernels.flash_entropy.segments import Segment, processors, row_work
 
@@ -252,9 +252,8 @@ def _forward_kernel(
     ENTROPY: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    pid = tl.program_id(0)
     # Row blocks run fastest, so that programs at work at the same time read the same keys.
-    item = pid % num_items
+    item, bh, b, h = item_of_a_head(num_items, H)
     if CAUSAL:
         # The last rows have most keys, so they begin.
         item = num_items - 1 - item
@@ -264,9 +263,6 @@ def _forward_kernel(
     first_range = tl.load(item_ptr + 2)
     last_range = tl.load(item_ptr + 3)
     slot = tl.load(item_ptr + 4)
-    bh = (pid // num_items).to(tl.int64)
-    b = bh // H
-    h = bh % H
 
     rows = tl.arange(0, BLOCK_M)
     dims = tl.arange(0, BLOCK_D)

@@ -31,7 +31,7 @@ from vmonarch.kernels.common.launch import (
 from vmonarch.kernels.common.operators import new_results, operator
 from vmonarch.kernels.common.replay import launcher, replayed
 from vmonarch.kernels.common.softmax import log2_partition, log2_scale_of, online_softmax, probabilities, row_delta
-from vmonarch.kernels.common.tiles import head_of, load_rows, store_rows, strided
+from vmonarch.kernels.common.tiles import head_of, item_of_a_head, load_rows, store_rows, strided
 from vmonarch.kernels.window.reference import Window, extents
 
 
@@ -147,11 +147,7 @@ def window_kernel(
 ):  # fmt: skip
     """out and lse of one brick of queries of one head."""
     n = _plain(neighbourhood)
-    pid = tl.program_id(0)
-    brick = pid % bricks
-    bh = (pid // bricks).to(tl.int64)
-    b = bh // H
-    head = bh % H
+    brick, bh, b, head = item_of_a_head(bricks, H)
     token, exists, t, h, w = _tokens_of(brick, n, n.skipped, BT, BH, BW)
     row = token - n.skipped
     q = load_rows(head_of(query, b, head), query.stride_s, row, exists, D, BLOCK_D, True)
@@ -185,11 +181,7 @@ def window_rows_kernel(
 ):  # fmt: skip
     """dq [B, Sq, H, D], contiguous, of one brick of queries; and δ = rowsum(dO ∘ O) - dlse for the keys' kernel."""
     n = _plain(neighbourhood)
-    pid = tl.program_id(0)
-    brick = pid % bricks
-    bh = (pid // bricks).to(tl.int64)
-    b = bh // H
-    head = bh % H
+    brick, bh, b, head = item_of_a_head(bricks, H)
     token, exists, t, h, w = _tokens_of(brick, n, n.skipped, BT, BH, BW)
     row = token - n.skipped
     q = load_rows(head_of(query, b, head), query.stride_s, row, exists, D, BLOCK_D, True)
@@ -225,11 +217,7 @@ def window_keys_kernel(
 ):  # fmt: skip
     """dk [B, Sk, H, D] and dv [B, Sk, H, E], contiguous, of one brick of keys; tiles are [keys, queries]."""
     n = _plain(neighbourhood)
-    pid = tl.program_id(0)
-    brick = pid % bricks
-    bh = (pid // bricks).to(tl.int64)
-    b = bh // H
-    head = bh % H
+    brick, bh, b, head = item_of_a_head(bricks, H)
     keys, there, kt, kh, kw = _tokens_of(brick, n, 0, BT, BH, BW)
     k = load_rows(head_of(key, b, head), key.stride_s, keys, there, D, BLOCK_D, True)
     v = load_rows(head_of(value, b, head), value.stride_s, keys, there, E, BLOCK_E, True)
