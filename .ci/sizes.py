@@ -20,9 +20,9 @@ MOST_LINES = {
     "configs": (588, 400),
     "examples": (138, 200),
     "tests": (19_000, 19_000),
-    "": (53_478, 51_000),
+    "": (53_465, 51_000),
 }
-MOST_CHARACTERS_A_LINE, MOST_FILES, MOST_WORDS = (47, 47), (440, 430), (35_994, 36_000)
+MOST_CHARACTERS_A_LINE, MOST_FILES, MOST_WORDS = (47, 47), (439, 430), (35_994, 36_000)
 ROOT = Path(__file__).resolve().parents[1]
 
 

@@ -3,6 +3,8 @@
 import os
 import re
 import shutil
+import subprocess
+import sys
 import tomllib
 from importlib.util import cache_from_source, find_spec
 from pathlib import Path
@@ -24,7 +26,7 @@ MODULES = ("pytest", "hypothesis", "triton.runtime.interpreter", "triton.experim
 
 @pytest.fixture(scope="module")
 def run_tests(start_forks):
-    """(exit code, output) of tests of `make test` that see the copy of the package in a folder."""
+    """(exit code, output) of tests of `make test`, or of such that need a GPU, that see the package in a folder."""
     # By themselves, lest they take what an earlier run has made for all processes.
     alone = {"PYTEST_XDIST_WORKER": "", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     here = (name for name in MODULES if find_spec(name.partition(".")[0]))
@@ -35,6 +37,11 @@ def run_tests(start_forks):
         words = ("-x", "-q", "-m", tier, "-p", "no:cacheprovider", "-c", ROOT / "pyproject.toml")
         # To show the source of all frames, pytest parses their files: half of the time of a bug.
         words += ("--tb", "native")
+        if tier == "gpu":
+            # CUDA cannot be used in a fork of a process that has counted its GPUs.
+            command = [sys.executable, "-m", "pytest", *words, *(str(ROOT / test) for test in tests)]
+            done = subprocess.run(command, cwd=package, env={**os.environ, **alone}, capture_output=True, text=True)
+            return done.returncode, done.stdout + done.stderr
         # Programs run in forks of what this one has imported, which serve one file of tests.
         files = {ROOT / test.partition("::")[0] for test in tests}
         fork = {"FORK_ITSELF": ""} if ["forks" in file.read_text() for file in files] == [True] else {}
@@ -78,11 +85,14 @@ def plant(package):
         forget(package / "vmonarch" / file)
 
 
-@pytest.mark.parametrize("of", ["/test_", pytest.param("[", marks=pytest.mark.deep)], ids=["folders", "tests"])
-def test_the_untouched_copy_passes(run_tests, package, of):
+@pytest.mark.parametrize("of, gpu", [
+    pytest.param("/test_", False, id="folders"),
+    pytest.param("[", False, id="tests", marks=pytest.mark.deep),
+    pytest.param("[", True, id="gpu", marks=pytest.mark.gpu)])  # fmt: skip
+def test_the_untouched_copy_passes(run_tests, package, of, gpu):
     """One test of each folder, or one case of each test: what a copy may lack is the same for all."""
-    cases = {planted["test"].partition(of)[0]: planted["test"] for name, planted in BUGS.items() if name not in ON_GPU}
-    code, output = run_tests(package, *sorted(cases.values()))
+    tests = [planted["test"] for name, planted in BUGS.items() if (name in ON_GPU) == gpu]
+    code, output = run_tests(package, *sorted({test.partition(of)[0]: test for test in tests}.values()))
     assert code == 0, output[-2000:]
 
 
