@@ -12,6 +12,7 @@ from op_checks import (
     call_of,
     check_kernels,
     in_interpreter,
+    in_turns,
     qkv,
     quiet,
     refuses,
@@ -143,8 +144,7 @@ GPU_CASES = [
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-@pytest.mark.parametrize("case", GPU_CASES, ids=str)
+@pytest.mark.parametrize("case,dtype", in_turns(GPU_CASES, (torch.float32, torch.bfloat16, torch.float16), 2), ids=str)
 def test_gpu_results_and_gradients_match_float64(case, dtype):
     check_case({**case, "return_lse": True, "dtype": dtype}, "cuda")
 
