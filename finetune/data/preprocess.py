@@ -200,9 +200,9 @@ def procedural_clip(seed: int, number: int) -> tuple[str, Clip]:
     """
     # Halves of a hash: neither neighbouring numbers nor neighbouring seeds share a clip.
     digest = hashlib.sha256(f"procedural {seed} {number}".encode()).digest()
-    drawn = scenes.sample_scenes(1, int.from_bytes(digest[:7]))
-    text = scenes.caption(drawn.scene(0), random.Random(int.from_bytes(digest[8:])))
-    return text, Clip(scenes.render(drawn)[0], float(EMBEDDED_SETTINGS.fps))
+    scene = scenes.sample_scene(int.from_bytes(digest[:7]))
+    text = scenes.caption(scene.shown, random.Random(int.from_bytes(digest[8:])))
+    return text, Clip(scenes.render(scene), float(EMBEDDED_SETTINGS.fps))
 
 
 class _Output:
