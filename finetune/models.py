@@ -40,15 +40,15 @@ def objective_of(folder: ModelFolder, config: FinetuneConfig) -> Objective:
     require(experts, "train", f"must be all or one of {names}, got {config.train!r}")
     scheduler = read_json(folder.path / "scheduler" / "scheduler_config.json")
     told = config.objective
-    form = "channels" if folder.image_conditioned else "tokens" if folder.image_capable else "none"
-    problem = f"must be 0 for {folder.name}, which takes no first frame, got {told.image_share}"
-    require(form != "none" or told.image_share == 0, "objective.image_share", problem)
+    problem = f"must be 0 for {folder.name}, where all clips have a first frame given, or none, got {told.image_share}"
+    both = folder.image_capable and not folder.image_conditioned
+    require(both or told.image_share == 0, "objective.image_share", problem)
     return Objective(
         experts,
         config.seed,
         told,
         shift=told.flow_shift or float(scheduler.get("flow_shift", scheduler.get("shift", 1.0))),
-        form=form,
+        channels=folder.image_conditioned,
         takes_image=folder.configs["transformer"].get("image_dim") is not None,
         patch=folder.patch,
     )

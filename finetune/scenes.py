@@ -15,7 +15,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -223,7 +223,10 @@ def render(
 
     `scale` draws the same scene with more pixels.
     """
-    scene = Scene(*(part.to(device) if isinstance(part, torch.Tensor) else part for part in scene))
+    moved: dict[str, Any] = {
+        name: part.to(device) for name, part in scene._asdict().items() if isinstance(part, torch.Tensor)
+    }
+    scene = scene._replace(**moved)
     time = torch.tensor(list(frames), device=device, dtype=torch.float32)[:, None, None] / (NUM_FRAMES - 1)  # [F, 1, 1]
     ys = (torch.arange(HEIGHT * scale, device=device)[:, None] + 0.5) / scale  # [Y, 1]
     xs = (torch.arange(WIDTH * scale, device=device) + 0.5) / scale  # [X]
@@ -241,9 +244,9 @@ def _pattern_level(scene: Scene, time: torch.Tensor, xs: torch.Tensor, ys: torch
     """Brightness level of the background in [0, 1], for [F, Y, X]."""
     pattern, period, stripe = scene.shown.pattern, scene.period, scene.stripe
     x, y = (at - scene.phase[i] - scene.pan_shift[i] * time for i, at in enumerate((xs, ys)))
+    step = lambda u: (0.5 + scale * u).clamp(0, 1)
     # A triangle wave of unit slope, clamped: a square wave with one pixel of antialiasing.
     wave = lambda u: step((torch.remainder(u, period) - period / 2).abs() - period / 4)
-    step = lambda u: (0.5 + scale * u).clamp(0, 1)
     if pattern == "striped":
         return wave((x, y, x + y, x - y)[stripe])
     if pattern == "checkered":
@@ -412,7 +415,10 @@ def held_out_prompts() -> dict[str, SceneAttributes]:
     The first object is a combination that training never showed. They are the same on every machine.
     """
     rng = random.Random(20260)
-    attributes = lambda triple: ObjectAttributes(*triple, rng.choice(tuple(SIZES)), rng.choice(tuple(SPEEDS)))
+
+    def attributes(triple: tuple[str, str, str]) -> ObjectAttributes:
+        return ObjectAttributes(*triple, rng.choice(tuple(SIZES)), rng.choice(tuple(SPEEDS)))
+
     prompts = {}
     for number, triple in enumerate(held_out_triples()):
         objects = [attributes(triple)]

@@ -232,20 +232,16 @@ class Trainer:
             batches = held.enter_context(contextlib.closing(iter(self.loader)))
             if self.step == 0 and validates:
                 self._log({"validation_loss": self.validate()}, bar)
-            seconds: list[float] = []
             while self.step < config.steps:
                 began = time.monotonic()
                 values = self._update(batches)
-                seconds.append(time.monotonic() - began)
+                values["seconds"] = time.monotonic() - began
                 self.step += 1
                 bar.update()
                 if at(config.log_every):
-                    mean = sum(seconds) / len(seconds)
-                    values |= {"seconds": mean, "clips_per_second": config.batch_size / mean}
                     if accelerator.device.type == "cuda":
                         values["peak_memory_gb"] = torch.cuda.max_memory_allocated(accelerator.device) / 1e9
                     self._log(values, bar)
-                    seconds.clear()
                 if at(validates):
                     self._log({"validation_loss": self.validate()}, bar)
                 if at(config.validation.videos_every):
@@ -260,7 +256,6 @@ class Trainer:
             group["lr"] = rate
         losses: list[torch.Tensor] = []
         seen: list[Batch] = []
-        norm = torch.zeros(())
         for micro in range(self.accumulation):
             batch = next(batches)
             latents = batch.latents.to(accelerator.device)
@@ -269,19 +264,18 @@ class Trainer:
                 loss = self._losses(draw, batch, latents, transfer=transfer)
                 # DDP takes the mean over all processes; those that share a clip have parts of its gradient.
                 accelerator.backward(self.group * loss.mean())
-                losses.append(loss.detach())
-                seen.append(batch)
-                for name, parameter in self.trained.items():
-                    if transfer and ".processor." not in name:
-                        # Only what the attention itself learns is for the optimizer.
-                        parameter.grad = None
-                if accelerator.sync_gradients:
-                    norm = accelerator.clip_grad_norm_(list(self.trained.values()), config.optimizer.clip)
-                    # FSDP gives each rank its part.
-                    norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
-                    self._stop_unless_finite(losses, seen, norm)
-                self.optimizer.step()
-                self.optimizer.zero_grad(set_to_none=True)
+            losses.append(loss.detach())
+            seen.append(batch)
+        for name, parameter in self.trained.items():
+            if transfer and ".processor." not in name:
+                # Only what the attention itself learns is for the optimizer.
+                parameter.grad = None
+        norm = accelerator.clip_grad_norm_(list(self.trained.values()), config.optimizer.clip)
+        # FSDP gives each rank its part.
+        norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+        self._stop_unless_finite(losses, seen, norm)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
         if self.average is not None:
             self.average.step(self.trained.values())
         mean = accelerator.reduce(torch.cat(losses).mean(), "mean").item()
@@ -339,12 +333,11 @@ class Trainer:
                 counts = clip < clips
                 latents = batch.latents.to(self.accelerator.device)
                 for j, sigma in enumerate(sigmas):
-                    expert = next(e for e in objective.experts if e.low <= sigma <= e.high)
                     # By the clip and not by its rank: the noise is the same on any number of processes.
                     random = generator_for(0, "validation", clip, j)
                     noise = torch.randn(latents.shape, generator=random).to(latents)
-                    conditioned = torch.full((1,), objective.form == "channels", device=latents.device)
-                    draw = Draw(expert, sigma.to(latents).expand(1), noise, conditioned)
+                    conditioned = torch.zeros(1, dtype=torch.bool, device=latents.device)
+                    draw = Draw(objective.expert(sigma), sigma.to(latents).expand(1), noise, conditioned)
                     loss = self._losses(draw, batch, latents, plain=True).item()
                     if counts:
                         total += torch.tensor([loss, 1.0], dtype=torch.float64)
