@@ -28,7 +28,7 @@ from diffusers.training_utils import EMAModel
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from tqdm import tqdm
 
-from vmonarch.configs import InputError
+from vmonarch.configs import InputError, check_choice
 from vmonarch.finetune import checkpoints
 from vmonarch.finetune.checkpoints import CheckpointError
 from vmonarch.finetune.config import FinetuneConfig, OptimizerConfig, require
@@ -79,8 +79,7 @@ class Trainer:
         # Before the model, which may have to be downloaded.
         installed = ["all", *map(str, get_available_trackers())]
         for name in config.trackers:
-            problem = f"must be of {', '.join(installed)}, which are installed, got {name}"
-            require(name in installed, "trackers", problem)
+            check_choice("trackers", name, installed)
         self.clips = _open_clips("data.path", config.data.path)
         held_out = config.data.validation
         self.held_out = _open_clips("data.validation", held_out) if held_out else None
