@@ -409,7 +409,7 @@ def test_full_weights_become_a_folder_that_stock_diffusers_loads(place, tmp_path
 
 @pytest.mark.parametrize("kind,train", [("t2v", "all"), ("t2v-2.2", "all"), ("t2v-2.2", "transformer_2")])
 def test_lora_layers_become_files_that_stock_diffusers_loads(place, tmp_path, kind, train):
-    """Under diffusers' names and under ComfyUI's, with which alpha is in the second factor."""
+    """Under diffusers' names and under ComfyUI's; alpha is in the second factor."""
     targets = ["to_q", "to_k", "to_v", "to_out.0", "net.0.proj", "net.2", "time_proj"]
     lora = {"rank": 2, "alpha": 6.0, "targets": targets}
     options = {"lora": lora, "optimizer": {"learning_rate": 0.05}, "steps": 4, "train": train}
