@@ -35,7 +35,6 @@ from vmonarch.finetune.config import FinetuneConfig, OptimizerConfig, require
 from vmonarch.finetune.data.loader import Batch, LatentLoader
 from vmonarch.finetune.data.parquet import DataError, ParquetFolder
 from vmonarch.finetune.models import (
-    BeforeLora,
     Experts,
     compile_blocks,
     layers_of,
@@ -138,11 +137,10 @@ class Trainer:
         # FSDP wants the weights of a block to have one dtype.
         frozen = torch.float32 if accelerator.distributed_type.value == "FSDP" else products
         experts, teacher = load_experts(self.folder, self.objective.experts, config, frozen)
-        distils_lora = bool(config.objective.distillation and config.lora.rank)
-        loaded = [experts] if teacher is None else [experts, teacher]
+        loaded = [model for model in (experts, teacher) if isinstance(model, Experts)]
         if self.group > 1:
             for shared in loaded:
-                share_clips(shared, self.group, accelerator.device, distils_lora)
+                share_clips(shared, self.group, accelerator.device)
         learns = any(ours.spec.LEARNS for model in experts.parts.values() for _, ours, _ in layers_of(model))
         require(learns or not config.transfer, "transfer", "must be 0 with an attention that has no parameters")
         trained = [parameter for parameter in experts.parameters() if parameter.requires_grad]
@@ -150,8 +148,8 @@ class Trainer:
         # The parts are reached through this; training goes through what accelerate makes of it.
         self.experts: Experts = experts
         self.model, self.optimizer = accelerator.prepare(experts, optimizer)
-        self.teacher: Experts | BeforeLora | None = BeforeLora(experts) if distils_lora else teacher
-        if teacher is not None:
+        self.teacher = teacher
+        if isinstance(teacher, Experts):
             teacher.to(accelerator.device, products)
         if config.compile:
             for compiled in loaded:
