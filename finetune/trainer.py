@@ -381,8 +381,7 @@ class Trainer:
                 file.write(json.dumps({"step": self.step, **values}) + "\n")
             self._shown |= {name: f"{values[name]:.4g}" for name in ("loss", "validation_loss") if name in values}
             bar.set_postfix(self._shown, refresh=False)
-        if self.config.trackers:
-            self.accelerator.log(values, step=self.step)
+        self.accelerator.log(values, step=self.step)
 
 
 def _accelerator(config: FinetuneConfig, experts: int) -> Accelerator:
