@@ -17,7 +17,7 @@ import torch
 from safetensors import safe_open
 
 from vmonarch import restore, save_adapter
-from vmonarch.configs import InputError
+from vmonarch.configs import InputError, check_choice
 from vmonarch.files import AtomicFiles, check_output
 from vmonarch.finetune import checkpoints
 from vmonarch.finetune.checkpoints import CheckpointError
@@ -76,7 +76,7 @@ def export(
     """
     run, output = Path(run).expanduser(), Path(output).expanduser()
     require(not output.exists(), "output", f"must not exist, {str(output)!r} does; nothing is overwritten")
-    require(names in NAMES, "names", f"must be one of {', '.join(NAMES)}, got {names!r}")
+    check_choice("names", names, NAMES)
     path = _find_checkpoint(run, step)
     record = checkpoints.read(path)
     # Validation has had other settings, and is of no account here.
@@ -127,30 +127,22 @@ def _stored_dtype(folder: Path) -> torch.dtype:
 
 
 def _write_layers(experts: Experts, path: Path, dtypes: dict[str, torch.dtype], names: str) -> None:
-    """LoRA layers as diffusers' or ComfyUI's own file: of two transformers a file each, as they are loaded."""
-    from diffusers import WanPipeline
-    from diffusers.training_utils import _collate_lora_metadata
+    """LoRA layers as a file that diffusers or ComfyUI loads: of two transformers a file each, as they are loaded."""
     from peft.utils import get_peft_model_state_dict
     from safetensors.torch import save_file
 
     part: Any
     for name, part in experts.parts.items():
         file = path if len(experts.parts) == 1 else path / f"{name}.safetensors"
-        layers = get_peft_model_state_dict(part)
-        if names == "diffusers":
-            layers = {key: x.to(dtypes[name]).contiguous() for key, x in layers.items()}
-            # Without the settings of the layers, alpha would be lost.
-            settings = _collate_lora_metadata({"transformer": part})
-            WanPipeline.save_lora_weights(file.parent, layers, weight_name=file.name, **settings)
-            continue
-        renamed = {}
-        for key, x in layers.items():
+        layers = {}
+        for key, x in get_peft_model_state_dict(part).items():
             layer, _, factor = key.rpartition(".lora_")
-            # No file says what alpha is: it is in the second factor, over the rank.
+            # The file does not say what alpha is: it is in the second factor, over the rank.
             scale = part.get_submodule(layer).scaling["default"] if factor.startswith("B") else 1.0
-            renamed[comfyui_name(key)] = (x * scale).to(dtypes[name]).contiguous()
+            shown = comfyui_name(key) if names == "comfyui" else f"transformer.{key}"
+            layers[shown] = (x * scale).to(dtypes[name]).contiguous()
         file.parent.mkdir(parents=True, exist_ok=True)
-        save_file(renamed, file, metadata={"format": "pt"})
+        save_file(layers, file, metadata={"format": "pt"})
 
 
 def comfyui_name(key: str) -> str:

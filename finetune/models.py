@@ -40,15 +40,15 @@ def objective_of(folder: ModelFolder, config: FinetuneConfig) -> Objective:
     require(experts, "train", f"must be all or one of {names}, got {config.train!r}")
     scheduler = read_json(folder.path / "scheduler" / "scheduler_config.json")
     told = config.objective
-    form = "channels" if folder.image_conditioned else "tokens" if folder.image_capable else "none"
-    problem = f"must be 0 for {folder.name}, which takes no first frame, got {told.image_share}"
-    require(form != "none" or told.image_share == 0, "objective.image_share", problem)
+    problem = f"must be 0 for {folder.name}, where all clips have a first frame given, or none, got {told.image_share}"
+    both = folder.image_capable and not folder.image_conditioned
+    require(both or told.image_share == 0, "objective.image_share", problem)
     return Objective(
         experts,
         config.seed,
         told,
         shift=told.flow_shift or float(scheduler.get("flow_shift", scheduler.get("shift", 1.0))),
-        form=form,
+        channels=folder.image_conditioned,
         takes_image=folder.configs["transformer"].get("image_dim") is not None,
         patch=folder.patch,
     )
@@ -73,10 +73,8 @@ class Experts(nn.Module):
 
 def load_experts(
     folder: ModelFolder, trained: Iterable[Expert], config: FinetuneConfig, frozen: torch.dtype = torch.float32
-) -> tuple[Experts, Experts | None]:
-    """(what is trained, with the run's attention; a teacher of its own with full attention, or None).
-
-    A teacher of LoRA layers has the weights that these leave as they are; see `BeforeLora`.
+) -> tuple[Experts, Experts | BeforeLora | None]:
+    """(what is trained, with the run's attention; the teacher with full attention if the run distils).
 
     Args:
         trained: the transformers.
@@ -93,9 +91,9 @@ def load_experts(
     lora, method = config.lora, config.attention
     dtype = frozen if lora.rank else torch.float32
     parts: dict[str, Any] = {expert.name: folder.read_component(expert.name, dtype) for expert in trained}
-    teacher = None
-    if config.objective.distillation and not lora.rank:
-        teacher = Experts(copy.deepcopy(parts)).eval().requires_grad_(False)
+    experts, teacher = Experts(parts), None
+    if config.objective.distillation:
+        teacher = BeforeLora(experts) if lora.rank else copy.deepcopy(experts).eval().requires_grad_(False)
     for component, model in parts.items():
         # Full attention at the first steps of sampling has no counterpart here, where every noise level is as likely.
         try:
@@ -122,7 +120,7 @@ def load_experts(
         cast_training_params(model, torch.float32)
         if config.gradient_checkpointing:
             model.enable_gradient_checkpointing()
-    return Experts(parts).train(), teacher
+    return experts.train(), teacher
 
 
 def cast(model: Any, dtype: torch.dtype) -> None:
@@ -159,13 +157,10 @@ def compile_blocks(*models: Any) -> None:
         model.compile_repeated_blocks(dynamic=False, options=compile_options())
 
 
-def share_clips(experts: Experts, size: int, device: torch.device, at_times_full: bool = False) -> None:
+def share_clips(experts: Experts, size: int, device: torch.device) -> None:
     """Spread the tokens of every clip over `size` neighbouring processes (diffusers' context parallelism).
 
     Each process then has the gradients of its own tokens: those of a clip are the sum over its processes.
-
-    Args:
-        at_times_full: layers also have full attention, by `BeforeLora`.
 
     Raises:
         InputError: the transformers do not support it, or the processes cannot share their heads.
@@ -185,13 +180,9 @@ def share_clips(experts: Experts, size: int, device: torch.device, at_times_full
         config = ContextParallelConfig(ulysses_degree=size, mesh=mesh["ring", "ulysses"])
         try:
             for _, attn in known_family(model).layers(model):
-                ours, full = ours_of(attn), FullAttentionProcessor()
-                if ours is not None:
-                    ours.spec.check_context_parallel(config, attn.heads)
-                if at_times_full or ours is None:
-                    full.check_context_parallel(config, attn.heads)
-                if ours is None:
-                    attn.set_processor(full.of(attn.processor))
+                if (ours := ours_of(attn)) is None:
+                    attn.set_processor(ours := FullAttentionProcessor().of(attn.processor))
+                ours.spec.check_context_parallel(config, attn.heads)
             model.enable_parallelism(config=config)
         except (ValueError, NotImplementedError) as error:
             raise InputError("sequence_parallel_size", f"cannot be {size} for {name}: {error}") from error
@@ -264,18 +255,17 @@ class BeforeLora:
     """A teacher of LoRA layers: the transformers without these and with full attention, in the same weights."""
 
     def __init__(self, experts: Experts) -> None:
-        self._experts, parts = experts, experts.parts.items()
-        self._lora = {name: lora_layers(model) for name, model in parts}
-        self._full = {name: [(attn, full) for attn, _, full in layers_of(model)] for name, model in parts}
+        self._experts = experts
 
     @torch.no_grad()
     def __call__(self, expert: str, **arguments: Any) -> Any:
         """The call of a `WanTransformer3DModel`, without gradients."""
-        with _processors(self._full[expert]):
+        model = self._experts.parts[expert]
+        with _processors((attn, full) for attn, _, full in layers_of(model)):
             try:
-                for layer in self._lora[expert]:
+                for layer in lora_layers(model):
                     layer.set_scale("default", 0.0)
                 return self._experts(expert, **arguments)
             finally:
-                for layer in self._lora[expert]:
+                for layer in lora_layers(model):
                     layer.set_scale("default", 1.0)

@@ -42,7 +42,7 @@ class Draw(NamedTuple):
 
     Args:
         expert: whose levels these are.
-        sigma: [B]. noise: [B, C, T, h, w]. conditioned: bool [B], which clips have their first frame given.
+        sigma: [B]. noise: [B, C, T, h, w]. conditioned: bool [B], which clips have a clean first frame.
     """
 
     expert: Expert
@@ -61,9 +61,9 @@ class Objective:
         experts: the transformers that are trained.
         seed, options: of the run.
         shift: above 1 moves σ towards noise, as the scheduler's flow shift does.
-        form: how the model learns of a first frame: "none"; "channels" (Wan2.1 and A14B image-to-video: mask and
-            encoded frame are further input channels, of all clips); or "tokens" (Wan2.2 5B: the first latent frame of
-            some clips is clean and its tokens have timestep 0).
+        channels: all clips have their first frame given in further input channels, a mask and the encoded frame
+            (Wan2.1 and A14B image-to-video). Those with `options.image_share` have it among their own frames: the
+            first latent frame is clean and its tokens have timestep 0 (Wan2.2 5B).
         takes_image: the transformer has cross-attention to an image encoder's features.
         patch: of the transformer.
     """
@@ -72,14 +72,13 @@ class Objective:
     seed: int = 0
     options: ObjectiveConfig = field(default_factory=ObjectiveConfig)
     shift: float = 1.0
-    form: str = "none"
+    channels: bool = False
     takes_image: bool = False
     patch: tuple[int, int, int] = (1, 2, 2)
 
-    def share(self, low: float = 0.0, high: float = 1.0) -> float:
-        """The probability of a level between `low` and `high`."""
-        ends = self._cumulative(low, high)
-        return (ends[1] - ends[0]).item()
+    def expert(self, sigma: torch.Tensor) -> Expert:
+        """That which serves a noise level."""
+        return next(e for e in self.experts if e.low <= sigma <= e.high)
 
     def levels(self, uniform: torch.Tensor, low: float = 0.0, high: float = 1.0) -> torch.Tensor:
         """σ, float32 [B], between `low` and `high`, from numbers [B] that are uniform in [0, 1)."""
@@ -102,15 +101,13 @@ class Objective:
         """What is random for clips of the shape of `latents`; the expert is the same on all ranks of a step."""
         expert = self.experts[0]
         if len(self.experts) > 1:
-            shares = torch.tensor([self.share(e.low, e.high) for e in self.experts], dtype=torch.float64)
             chooser = generator_for(self.seed, "expert", step)
-            expert = self.experts[int(torch.multinomial(shares, 1, generator=chooser))]
+            expert = self.expert(self.levels(torch.rand(1, generator=chooser, dtype=torch.float64)))
         random = generator_for(self.seed, "noise", step, micro, data_rank)
         B = len(latents)
         sigma = self.levels(torch.rand(B, generator=random, dtype=torch.float64), expert.low, expert.high)
         noise = torch.randn(latents.shape, generator=random)
-        share = {"none": 0.0, "channels": 1.0, "tokens": self.options.image_share}[self.form]
-        conditioned = torch.rand(B, generator=random) < share
+        conditioned = torch.rand(B, generator=random) < self.options.image_share
         return Draw(expert, sigma.to(latents.device), noise.to(latents), conditioned.to(latents.device))
 
     def losses(
@@ -128,11 +125,11 @@ class Objective:
             model: called as `WanTransformer3DModel` is; `draw.expert` says which one.
             latents: clean and normalised, [B, C, T, h, w]. text: [B, L, D].
             extras: "first_frame_latent" [B, C, T, h, w] normalised and, if the model takes it, "clip_feature"
-                [B, tokens, D]; only read with "channels".
+                [B, tokens, D]; only read with `channels`.
             teacher: its velocity is the second target, which has the share `distillation` of the loss.
 
         Raises:
-            KeyError: an extra that the form needs is not there.
+            KeyError: an extra that the model needs is not there.
         """
         arguments, counted = self.inputs(draw, latents, text, extras)
         velocity = model(**arguments, return_dict=False)[0].float()
@@ -145,34 +142,28 @@ class Objective:
 
     def inputs(
         self, draw: Draw, latents: torch.Tensor, text: torch.Tensor, extras: Mapping[str, torch.Tensor]
-    ) -> tuple[dict[str, torch.Tensor], torch.Tensor | None]:
-        """Arguments of the transformer, and which parts of the velocity count ([B, 1, T, 1, 1]; None for all)."""
-        s = draw.sigma.view(-1, 1, 1, 1, 1)
-        x, timestep, counted = (1 - s) * latents + s * draw.noise, TIMESTEPS * draw.sigma, None
+    ) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+        """Arguments of the transformer, and which frames of the velocity count, bool [B, T]."""
+        # The VAE is causal: the first latent frame of a clip is the encoding of its first frame.
+        given = draw.conditioned[:, None] & (torch.arange(latents.shape[2], device=latents.device) == 0)  # [B, T]
+        sigma = torch.where(given, 0.0, draw.sigma[:, None])  # [B, T]
+        s = sigma[:, None, :, None, None]
+        x, timestep = (1 - s) * latents + s * draw.noise, TIMESTEPS * draw.sigma
         arguments = {"encoder_hidden_states": text}
-        if self.form == "channels":
+        if self.channels:
             # As WanImageToVideoPipeline.prepare_latents: of the mask's four channels the first latent frame is 1.
             mask = torch.zeros_like(x[:, :4])
             mask[:, :, 0] = 1
             x = torch.cat([x, mask, extras["first_frame_latent"].to(x)], 1)
             if self.takes_image:
                 arguments["encoder_hidden_states_image"] = extras["clip_feature"].to(text)
-        elif self.form == "tokens":
-            # The VAE is causal: the first latent frame of a clip is the encoding of its first frame.
-            T, h, w = (n // p for n, p in zip(x.shape[2:], self.patch, strict=True))
-            given = draw.conditioned.view(-1, 1, 1, 1, 1)
-            first = torch.arange(x.shape[2], device=x.device).view(1, 1, -1, 1, 1) == 0
-            x = torch.where(given & first, latents, x)
-            of_first = (torch.arange(T * h * w, device=x.device) < h * w) & draw.conditioned[:, None]
-            timestep = torch.where(of_first, 0.0, timestep[:, None])  # [B, S]
-            counted = (~(given & first)).to(x.dtype)
-        return {"hidden_states": x, "timestep": timestep, **arguments}, counted
+        elif self.options.image_share:
+            frames, height, width = self.patch
+            tokens = (x.shape[3] // height) * (x.shape[4] // width)
+            timestep = TIMESTEPS * sigma[:, ::frames].repeat_interleave(tokens, 1)  # [B, S]
+        return {"hidden_states": x, "timestep": timestep, **arguments}, ~given
 
 
-def _mean_square(difference: torch.Tensor, counted: torch.Tensor | None) -> torch.Tensor:
+def _mean_square(difference: torch.Tensor, counted: torch.Tensor) -> torch.Tensor:
     """Mean square [B] of [B, C, T, h, w], of the counted frames."""
-    square = difference.square().mean((1, 3, 4))  # [B, T]
-    if counted is None:
-        return square.mean(1)
-    weights = counted.flatten(1)
-    return (square * weights).sum(1) / weights.sum(1)
+    return (difference.square().mean((1, 3, 4)) * counted).sum(1) / counted.sum(1)

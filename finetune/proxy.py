@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import operator
+import random
 import shutil
 import sys
 import time
@@ -30,7 +30,7 @@ from vmonarch.configs import InputError
 from vmonarch.files import AtomicFiles, check_output, write_json
 from vmonarch.finetune.models import compile_options
 from vmonarch.finetune.objective import Draw, Expert, Objective
-from vmonarch.finetune.scenes import render, sample_scenes, write_captions
+from vmonarch.finetune.scenes import caption, render, sample_scene
 from vmonarch.pipelines.embedded import EMBEDDED_SETTINGS, embedded_model_path
 from vmonarch.pipelines.environment import choose_device, environment, shown_command
 from vmonarch.pipelines.model_folder import PROXY_RECORD
@@ -52,8 +52,8 @@ def make_data(origin: Path, device: torch.device) -> tuple[torch.Tensor, torch.T
     Args:
         origin: the pipeline whose VAE and tokenizer are taken.
     """
-    scenes = sample_scenes(CLIPS, SEED + 1)
-    captions = write_captions(scenes, SEED + 2, CAPTIONS_PER_CLIP)
+    scenes, rng = [sample_scene(SEED + number) for number in range(CLIPS)], random.Random(SEED)
+    captions = [caption(scene.shown, rng) for scene in scenes for _ in range(CAPTIONS_PER_CLIP)]
     how = {"padding": "max_length", "max_length": TRAIN_TOKENS, "truncation": True, "return_tensors": "pt"}
     tokens = AutoTokenizer.from_pretrained(origin / "tokenizer")(captions, **how).input_ids
     vae = AutoencoderKLWan.from_pretrained(origin / "vae").to(device).eval()
@@ -61,14 +61,14 @@ def make_data(origin: Path, device: torch.device) -> tuple[torch.Tensor, torch.T
         torch.tensor(vae.config[f"latents_{name}"], device=device)[:, None, None, None] for name in ("mean", "std")
     )
     parts = []
-    for rows in torch.arange(len(scenes)).split(64 // SCALE**2):
-        video = render(scenes.map(operator.itemgetter(rows)), device, scale=SCALE)
+    for rows in torch.arange(CLIPS).split(64 // SCALE**2):
+        video = torch.stack([render(scenes[row], device, scale=SCALE) for row in rows.tolist()])
         with torch.no_grad(), torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
             means = vae.encode(video).latent_dist.mode().float()
         parts.append(((means - mean) / std).half())
     latents = torch.cat(parts)
     print(f"latents {list(latents.shape)}, deviation {latents[:256].float().std():.3f}", flush=True)
-    return latents, tokens.unflatten(0, (len(scenes), CAPTIONS_PER_CLIP)).to(device)
+    return latents, tokens.unflatten(0, (CLIPS, CAPTIONS_PER_CLIP)).to(device)
 
 
 def draw_batch(latents: torch.Tensor, tokens: torch.Tensor) -> tuple[Draw, torch.Tensor, torch.Tensor]:

@@ -1,25 +1,25 @@
 """Procedural captioned video: coloured shapes that move over patterned backgrounds.
 
-Every clip is a pure function of a seed. Attributes (shape, colour, direction, size, …) are drawn first, as indices;
-positions and other continuous values follow; the renderer turns them into antialiased pixels, on any device; the
-caption writer turns the same attributes into English. Some (shape, colour, direction) combinations never occur in
-training: `held_out_prompts` is built from them.
+Every clip is a pure function of a seed. Attributes (shape, colour, direction, size, …) are drawn first; positions and
+other continuous values follow; the renderer turns them into antialiased pixels, on any device; the caption writer turns
+the same attributes into English. Some (shape, colour, direction) combinations never occur in training:
+`held_out_prompts` is built from them.
 
-Shapes in comments: B clips, N = 2 object slots, F frames, Y height, X width (pixels).
+Shapes in comments: N = 2 objects, F frames, Y height, X width (pixels).
 """
 
 from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
+from typing import Any, NamedTuple
 
 import torch
 
 HEIGHT, WIDTH, NUM_FRAMES = 96, 160, 61
-MAX_OBJECTS = 2
 
 # What pixels have, and words for it beside the name, which is three times as frequent as each of these.
 _PALETTE: dict[str, tuple[tuple[float, float, float], tuple[str, ...]]] = {
@@ -63,14 +63,16 @@ _GROUNDS: dict[str, tuple[tuple[float, float, float], tuple[str, ...]]] = {
 }
 BACKGROUNDS = {name: rgb for name, (rgb, _) in _GROUNDS.items()}
 PATTERNS: tuple[str, ...] = ("plain", "striped", "checkered", "gradient", "dotted")
-PANS: tuple[str, ...] = ("none", "left", "right", "up", "down")
-PANNABLE = (1, 2, 4)
-"""Indices of the patterns on which a camera pan is visible."""
-
-# What an object's and a scene's attributes are called, by their index.
-OBJECT_TABLES = {"shape": SHAPES, "colour": tuple(COLOURS), "direction": tuple(DIRECTIONS), "size": tuple(SIZES),
-                 "speed": tuple(SPEEDS)}  # fmt: skip
-SCENE_TABLES = {"background": tuple(BACKGROUNDS), "pattern": PATTERNS, "pan": PANS}
+PANNABLE = ("striped", "checkered", "dotted")
+"""Patterns on which a camera pan is visible."""
+PANS: dict[str, tuple[float, float]] = {
+    "none": (0.0, 0.0),
+    "left": (1.0, 0.0),
+    "right": (-1.0, 0.0),
+    "up": (0.0, 1.0),
+    "down": (0.0, -1.0),
+}
+"""Where what the camera films moves to."""
 SHAPE_EXTENT = 1.35
 """No shape reaches further than this many radii from its centre."""
 
@@ -96,124 +98,95 @@ class SceneAttributes:
     pan: str = "none"
 
 
-@dataclass(frozen=True)
-class SceneBatch:
-    """Attributes of B clips: index tensors (int64) and continuous values (float32, in pixels).
+class Scene(NamedTuple):
+    """A clip: what a caption can say about it and, float32 and in pixels, what it cannot.
 
-    `shape` to `speed` are [B, 2], of which the second counts where `count` is 2; `background` to `stripe` are [B]. Of
-    the continuous values, `radius` is [B, 2], `period` [B], `phase` and `pan_shift` (x, y) [B, 2], `start` and `motion`
-    (x, y) [B, 2, 2], `rgb` and `background_rgb` [B, 2, 3].
+    Args:
+        shown: one object or two.
+        radius: [N]. start, motion: (x, y), [N, 2]. rgb: [N, 3]. All of two objects, also where one is shown.
+        background_rgb: dark and light, [2, 3].
+        stripe: 0 for vertical stripes, 1 for horizontal, 2 and 3 for diagonal ones.
+        period: []. phase, pan_shift: (x, y), [2].
     """
 
-    count: torch.Tensor
-    shape: torch.Tensor
-    colour: torch.Tensor
-    direction: torch.Tensor
-    size: torch.Tensor
-    speed: torch.Tensor
-    background: torch.Tensor
-    pattern: torch.Tensor
-    pan: torch.Tensor
-    stripe: torch.Tensor
+    shown: SceneAttributes
     radius: torch.Tensor
     start: torch.Tensor
     motion: torch.Tensor
     rgb: torch.Tensor
     background_rgb: torch.Tensor
+    stripe: int
     period: torch.Tensor
     phase: torch.Tensor
     pan_shift: torch.Tensor
 
-    def __len__(self) -> int:
-        return len(self.count)
 
-    def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> SceneBatch:
-        """All tensors through `function`: an index that picks clips, or another device."""
-        return SceneBatch(**{name: function(tensor) for name, tensor in vars(self).items()})
-
-    def scene(self, index: int) -> SceneAttributes:
-        """The named attributes of clip `index`."""
-        names = lambda tables, place: {name: table[getattr(self, name)[place]] for name, table in tables.items()}
-        objects = (ObjectAttributes(**names(OBJECT_TABLES, (index, n))) for n in range(int(self.count[index])))
-        return SceneAttributes(tuple(objects), **names(SCENE_TABLES, index))
-
-
-def held_out_triples() -> list[tuple[int, int, int]]:
+def held_out_triples() -> list[tuple[str, str, str]]:
     """The 64 combinations of shape, colour and direction that training never shows; it shows every pair in them."""
-    shapes = len(SHAPES)
+    shapes, colours, directions = len(SHAPES), tuple(COLOURS), tuple(DIRECTIONS)
     once = [(s, c, (2 * s + 3 * c) % 8) for c in range(8) for s in range(shapes)]
-    return once + [(s, c, (2 * s + 3 * c + 4) % 8) for c in range(8) for s in (c % shapes, (c + 3) % shapes)]
+    twice = [(s, c, (2 * s + 3 * c + 4) % 8) for c in range(8) for s in (c % shapes, (c + 3) % shapes)]
+    return [(SHAPES[s], colours[c], directions[d]) for s, c, d in once + twice]
 
 
-def training_triples() -> list[tuple[int, int, int]]:
+def training_triples() -> list[tuple[str, str, str]]:
     """All that training may show."""
     held_out = set(held_out_triples())
-    return [triple for triple in product(range(len(SHAPES)), range(8), range(8)) if triple not in held_out]
+    return [triple for triple in product(SHAPES, COLOURS, DIRECTIONS) if triple not in held_out]
 
 
-def sample_scenes(batch: int, seed: int) -> SceneBatch:
-    """Draw `batch` clips, whose objects are of the training triples.
+def sample_scene(seed: int) -> Scene:
+    """Draw a clip, whose objects are of the training triples.
 
     A quarter of the clips has two objects, of different colours; in a fifth the camera pans.
     """
-    allowed = torch.tensor(training_triples())
     generator = torch.Generator().manual_seed(seed)
-    integers = lambda high, *shape: torch.randint(high, shape, generator=generator)
-    uniform = lambda *shape: torch.rand(shape, generator=generator)
+    uniform = lambda: torch.rand((), generator=generator).item()
+    draw = lambda table, count: [tuple(table)[n] for n in torch.randint(len(table), (count,), generator=generator)]
 
-    count = 1 + (uniform(batch) < 0.25).long()
-    objects = allowed[integers(len(allowed), batch, MAX_OBJECTS)]  # [B, N, 3]
-    for _ in range(64):
-        clash = objects[:, 0, 1] == objects[:, 1, 1]
-        objects[:, 1] = torch.where(clash[:, None], allowed[integers(len(allowed), batch)], objects[:, 1])
-    shape, colour, direction = objects.unbind(-1)
-    size, speed = integers(len(SIZES), batch, MAX_OBJECTS), integers(len(SPEEDS), batch, MAX_OBJECTS)
-    background, pattern = integers(len(BACKGROUNDS), batch), integers(len(PATTERNS), batch)
-    pans = (uniform(batch) < 0.2 * len(PATTERNS) / len(PANNABLE)) & torch.isin(pattern, torch.tensor(PANNABLE))
-    pan = torch.where(pans, 1 + integers(len(PANS) - 1, batch), 0)
-    drawn = {"count": count, "shape": shape, "colour": colour, "direction": direction, "size": size, "speed": speed,
-             "background": background, "pattern": pattern, "pan": pan}  # fmt: skip
-    return place(drawn, generator)
+    two = uniform() < 0.25
+    first, *others = draw(training_triples(), 66)
+    second = next(other for other in others if other[1] != first[1])
+    sizes, speeds = draw(SIZES, 2), draw(SPEEDS, 2)
+    objects = [ObjectAttributes(*each) for each in zip(*zip(first, second, strict=True), sizes, speeds, strict=True)]
+    [background], [pattern] = draw(BACKGROUNDS, 1), draw(PATTERNS, 1)
+    pans = uniform() < 0.2 * len(PATTERNS) / len(PANNABLE) and pattern in PANNABLE
+    [pan] = draw(tuple(PANS)[1:], 1)
+    shown = SceneAttributes(tuple(objects[: 1 + two]), background, pattern, pan if pans else "none")
+    return place(shown, objects, generator)
 
 
-def place(drawn: dict[str, torch.Tensor], generator: torch.Generator) -> SceneBatch:
+def place(shown: SceneAttributes, objects: Sequence[ObjectAttributes], generator: torch.Generator) -> Scene:
     """Draw radii, start points, colours and pattern phases; every object stays in the frame for the whole clip.
 
-    `drawn` are the attributes of `SceneBatch` from `count` to `pan`.
+    `objects` are two, of which `shown` has one or both.
     """
-    batch, pan = len(drawn["count"]), drawn["pan"]
-    uniform = lambda *dims: torch.rand(dims, generator=generator)
-    between = lambda table, index: (
-        torch.tensor(list(table.values()))[index][..., 0]
-        + uniform(*index.shape) * torch.tensor([high - low for low, high in table.values()])[index]
-    )
-    radius, travel = between(SIZES, drawn["size"]), between(SPEEDS, drawn["speed"])  # [B, N]
-    motion = torch.tensor(list(DIRECTIONS.values()))[drawn["direction"]] * travel[..., None]  # [B, N, 2]
-    extent = SHAPE_EXTENT * radius[..., None]
+    uniform = lambda *shape: torch.rand(shape, generator=generator)
+    named = lambda table, name: torch.tensor([table[getattr(item, name)] for item in objects])
+    between = lambda low, high: low + uniform(len(objects)) * (high - low)
+    radius = between(*named(SIZES, "size").unbind(-1))  # [N]
+    motion = named(DIRECTIONS, "direction") * between(*named(SPEEDS, "speed").unbind(-1))[:, None]  # [N, 2]
+    extent = SHAPE_EXTENT * radius[:, None]
     low = extent + (-motion).clamp(min=0)
     high = torch.tensor([float(WIDTH), float(HEIGHT)]) - extent - motion.clamp(min=0)
     # Of 48 pairs of start points one whose objects do not touch, if there is one.
-    starts = low[:, None] + uniform(batch, 48, MAX_OBJECTS, 2) * (high - low).clamp(min=0)[:, None]  # [B, 48, N, 2]
+    starts = low + uniform(48, len(objects), 2) * (high - low).clamp(min=0)  # [48, N, 2]
     times = torch.linspace(0, 1, 9)[:, None]
-    relative = (starts[:, :, 1] - starts[:, :, 0])[:, :, None]
-    gaps = (relative + times * (motion[:, 1] - motion[:, 0])[:, None, None]).norm(dim=-1).amin(-1)  # [B, 48]
-    clearance = (gaps - SHAPE_EXTENT * radius.sum(-1, keepdim=True)).clamp(max=2.0)
-    start = starts[torch.arange(batch), (clearance + 1e-3 * uniform(batch, 48)).argmax(-1)]  # [B, N, 2]
+    gaps = ((starts[:, 1] - starts[:, 0])[:, None] + times * (motion[1] - motion[0])).norm(dim=-1).amin(-1)  # [48]
+    clearance = (gaps - SHAPE_EXTENT * radius.sum()).clamp(max=2.0)
+    start = starts[(clearance + 1e-3 * uniform(48)).argmax()]  # [N, 2]
 
-    rgb = torch.tensor(list(COLOURS.values()))[drawn["colour"]]
-    rgb = (rgb + 0.03 * (2 * uniform(batch, MAX_OBJECTS, 3) - 1)).clamp(0, 1)
-    base = torch.tensor(list(BACKGROUNDS.values()))[drawn["background"]] + 0.02 * (2 * uniform(batch, 1) - 1)  # [B, 3]
-    contrast = 0.06 + 0.03 * uniform(batch, 1)
-    background_rgb = torch.stack((base - contrast, base + contrast), 1).clamp(0, 1)  # [B, 2, 3]
-    # Stripes run across the pan, or else it would not be seen: 0 vertical, 1 horizontal, 2 and 3 diagonal.
-    stripe = (4 * uniform(batch)).long()
-    stripe = torch.where((pan == 1) | (pan == 2), 0, torch.where(pan > 2, 1, stripe))
-    pan_vectors = torch.tensor([(0.0, 0.0), (1.0, 0.0), (-1.0, 0.0), (0.0, 1.0), (0.0, -1.0)])
-    # The camera pans one way, what it films moves the other way.
-    pan_shift = pan_vectors[pan] * (24.0 + 16.0 * uniform(batch, 1))
-    period, phase = 18.0 + 10.0 * uniform(batch), 64.0 * uniform(batch, 2)
-    return SceneBatch(**drawn, stripe=stripe, radius=radius, start=start, motion=motion, rgb=rgb, period=period,
-                      background_rgb=background_rgb, phase=phase, pan_shift=pan_shift)  # fmt: skip
+    rgb = (named(COLOURS, "colour") + 0.03 * (2 * uniform(len(objects), 3) - 1)).clamp(0, 1)
+    base = torch.tensor(BACKGROUNDS[shown.background]) + 0.02 * (2 * uniform(1) - 1)
+    contrast = 0.06 + 0.03 * uniform(1)
+    background_rgb = torch.stack((base - contrast, base + contrast)).clamp(0, 1)
+    stripe = int(4 * uniform(1))
+    if shown.pan != "none":
+        # Stripes run across the pan, or else it would not be seen.
+        stripe = int(shown.pan in ("up", "down"))
+    pan_shift = torch.tensor(PANS[shown.pan]) * (24.0 + 16.0 * uniform(1))
+    period, phase = 18.0 + 10.0 * uniform(), 64.0 * uniform(2)
+    return Scene(shown, radius, start, motion, rgb, background_rgb, stripe, period, phase, pan_shift)
 
 
 def shape_distance(shape: str, x: torch.Tensor, y: torch.Tensor, radius: torch.Tensor) -> torch.Tensor:
@@ -244,57 +217,50 @@ def shape_distance(shape: str, x: torch.Tensor, y: torch.Tensor, radius: torch.T
 
 
 def render(
-    scenes: SceneBatch, device: torch.device | str = "cpu", frames: Sequence[int] = range(NUM_FRAMES), *, scale: int = 1
+    scene: Scene, device: torch.device | str = "cpu", frames: Sequence[int] = range(NUM_FRAMES), *, scale: int = 1
 ) -> torch.Tensor:
-    """Render frames of clips: [B, 3, F, 96·scale, 160·scale], float32 in [-1, 1], as a video VAE takes them.
+    """Render frames of a clip: [3, F, 96·scale, 160·scale], float32 in [-1, 1], as a video VAE takes them.
 
-    `scale` draws the same scenes with more pixels.
+    `scale` draws the same scene with more pixels.
     """
-    scenes = scenes.map(lambda tensor: tensor.to(device))
-    time = torch.tensor(list(frames), device=device, dtype=torch.float32) / (NUM_FRAMES - 1)  # [F]
-    height, width = HEIGHT * scale, WIDTH * scale
-    ys = (torch.arange(height, device=device, dtype=torch.float32)[:, None] + 0.5) / scale
-    xs = (torch.arange(width, device=device, dtype=torch.float32)[None, :] + 0.5) / scale
+    moved: dict[str, Any] = {
+        name: part.to(device) for name, part in scene._asdict().items() if isinstance(part, torch.Tensor)
+    }
+    scene = scene._replace(**moved)
+    time = torch.tensor(list(frames), device=device, dtype=torch.float32)[:, None, None] / (NUM_FRAMES - 1)  # [F, 1, 1]
+    ys = (torch.arange(HEIGHT * scale, device=device)[:, None] + 0.5) / scale  # [Y, 1]
+    xs = (torch.arange(WIDTH * scale, device=device) + 0.5) / scale  # [X]
 
-    level = _pattern_level(scenes, time, xs, ys, scale)[:, None]  # [B, 1, F, Y, X]
-    dark, light = (scenes.background_rgb[:, n, :, None, None, None] for n in (0, 1))
-    image = dark + (light - dark) * level  # [B, 3, F, Y, X]
-    for n in range(MAX_OBJECTS):
-        centre = scenes.start[:, n, None] + scenes.motion[:, n, None] * time[:, None]  # [B, F, 2]
-        x = xs - centre[..., 0, None, None]  # [B, F, 1, X]
-        y = ys - centre[..., 1, None, None]  # [B, F, Y, 1]
-        radius = scenes.radius[:, n, None, None, None]
-        alpha = torch.zeros(len(scenes), len(time), height, width, device=device)
-        for index, shape in enumerate(SHAPES):
-            rows = torch.nonzero((scenes.shape[:, n] == index) & (scenes.count > n))[:, 0]
-            if len(rows):
-                alpha[rows] = (0.5 - scale * shape_distance(shape, x[rows], y[rows], radius[rows])).clamp(0, 1)
-        image = image + (scenes.rgb[:, n, :, None, None, None] - image) * alpha[:, None]
+    dark, light = scene.background_rgb[..., None, None, None]  # [3, 1, 1, 1]
+    image = dark + (light - dark) * _pattern_level(scene, time, xs, ys, scale)  # [3, F, Y, X]
+    for n, item in enumerate(scene.shown.objects):
+        x, y = (at - (scene.start[n, i] + scene.motion[n, i] * time) for i, at in enumerate((xs, ys)))
+        alpha = (0.5 - scale * shape_distance(item.shape, x, y, scene.radius[n])).clamp(0, 1)  # [F, Y, X]
+        image = image + (scene.rgb[n, :, None, None, None] - image) * alpha
     return image.clamp(0, 1) * 2 - 1
 
 
-def _pattern_level(
-    scenes: SceneBatch, time: torch.Tensor, xs: torch.Tensor, ys: torch.Tensor, scale: int
-) -> torch.Tensor:
-    """Brightness level of the background in [0, 1]: [B, F, Y, X]."""
-    period, stripe = scenes.period[:, None, None, None], scenes.stripe[:, None, None, None]
-    shift = scenes.pan_shift[:, None] * time[:, None]  # [B, F, 2]
-    x = xs - scenes.phase[:, 0, None, None, None] - shift[..., 0, None, None]
-    y = ys - scenes.phase[:, 1, None, None, None] - shift[..., 1, None, None]
-    # A triangle wave of unit slope, clamped: a square wave with one pixel of antialiasing.
-    wave = lambda u: (torch.remainder(u, period) - period / 2).abs() - period / 4
+def _pattern_level(scene: Scene, time: torch.Tensor, xs: torch.Tensor, ys: torch.Tensor, scale: int) -> torch.Tensor:
+    """Brightness level of the background in [0, 1], for [F, Y, X]."""
+    pattern, period, stripe = scene.shown.pattern, scene.period, scene.stripe
+    x, y = (at - scene.phase[i] - scene.pan_shift[i] * time for i, at in enumerate((xs, ys)))
     step = lambda u: (0.5 + scale * u).clamp(0, 1)
-    diagonal = torch.where(stripe == 2, x + y, x - y)
-    striped = step(wave(torch.where(stripe == 0, x, torch.where(stripe == 1, y, diagonal))))
-    a, b = step(wave(x)), step(wave(y))
-    ramp = torch.where(stripe % 2 == 0, xs / WIDTH, ys / HEIGHT)
-    # The gradient spans three times the contrast of the other patterns.
-    gradient = (torch.where(stripe < 2, ramp, 1 - ramp) - 0.5) * 3 + 0.5
-    cell = lambda u: torch.remainder(u, period) - period / 2
-    dotted = step(0.26 * period - torch.sqrt(cell(x) ** 2 + cell(y) ** 2 + 1e-6))
-    patterns = (torch.full_like(striped, 0.5), striped, a + b - 2 * a * b, gradient, dotted)
-    levels = torch.stack([level.expand_as(striped) for level in patterns])
-    return levels[scenes.pattern, torch.arange(len(scenes), device=time.device)]
+    # A triangle wave of unit slope, clamped: a square wave with one pixel of antialiasing.
+    wave = lambda u: step((torch.remainder(u, period) - period / 2).abs() - period / 4)
+    if pattern == "striped":
+        return wave((x, y, x + y, x - y)[stripe])
+    if pattern == "checkered":
+        a, b = wave(x), wave(y)
+        return a + b - 2 * a * b
+    if pattern == "gradient":
+        ramp = ys / HEIGHT if stripe % 2 else xs / WIDTH
+        # It spans three times the contrast of the other patterns.
+        return ((ramp if stripe < 2 else 1 - ramp) - 0.5) * 3 + 0.5
+    if pattern == "dotted":
+        cell = lambda u: torch.remainder(u, period) - period / 2
+        return step(0.26 * period - torch.sqrt(cell(x) ** 2 + cell(y) ** 2 + 1e-6))
+    assert pattern == "plain", pattern
+    return torch.full_like(time, 0.5)
 
 
 # A word that is listed twice is twice as frequent.
@@ -443,22 +409,6 @@ def _pan_phrase(scene: SceneAttributes, rng: random.Random) -> str:
     return f"{rng.choice(camera)} {direction}"
 
 
-def write_captions(scenes: SceneBatch, seed: int, per_scene: int) -> list[str]:
-    """`per_scene` captions of each scene, scene by scene, 6 % of them with a slip of the keyboard."""
-    rng = random.Random(seed)
-    described = (scenes.scene(index) for index in range(len(scenes)))
-    return [_misspell(caption(scene, rng), rng) for scene in described for _ in range(per_scene)]
-
-
-def _misspell(text: str, rng: random.Random) -> str:
-    """Swap, drop or double a letter in some captions, so that the text encoder meets unknown spellings."""
-    if rng.random() >= 0.06 or len(text) < 4:
-        return text
-    at = rng.randrange(len(text) - 2)
-    before, letter, rest = text[:at], text[at], text[at + 1 :]
-    return before + rng.choice([rest[0] + letter + rest[1:], rest, letter + letter + rest])
-
-
 def held_out_prompts() -> dict[str, SceneAttributes]:
     """What the video of each of 64 prompts must show; 52 have one object, 12 two, and in some the camera pans.
 
@@ -466,9 +416,8 @@ def held_out_prompts() -> dict[str, SceneAttributes]:
     """
     rng = random.Random(20260)
 
-    def attributes(triple: tuple[int, ...]) -> ObjectAttributes:
-        shape, colour, direction = (table[index] for table, index in zip(OBJECT_TABLES.values(), triple, strict=False))
-        return ObjectAttributes(shape, colour, direction, rng.choice(tuple(SIZES)), rng.choice(tuple(SPEEDS)))
+    def attributes(triple: tuple[str, str, str]) -> ObjectAttributes:
+        return ObjectAttributes(*triple, rng.choice(tuple(SIZES)), rng.choice(tuple(SPEEDS)))
 
     prompts = {}
     for number, triple in enumerate(held_out_triples()):
@@ -476,8 +425,8 @@ def held_out_prompts() -> dict[str, SceneAttributes]:
         if number % 16 in (3, 8, 14):
             objects.append(attributes(rng.choice([other for other in training_triples() if other[1] != triple[1]])))
         pattern = rng.choice(PATTERNS)
-        pans = PATTERNS.index(pattern) in PANNABLE and rng.random() < 0.3
-        background, pan = rng.choice(tuple(BACKGROUNDS)), rng.choice(PANS[1:]) if pans else "none"
+        pans = pattern in PANNABLE and rng.random() < 0.3
+        background, pan = rng.choice(tuple(BACKGROUNDS)), rng.choice(tuple(PANS)[1:]) if pans else "none"
         scene = SceneAttributes(tuple(objects), background, pattern, pan)
         prompts[caption(scene, rng, complete=True)] = scene
     return prompts

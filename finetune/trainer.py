@@ -28,14 +28,13 @@ from diffusers.training_utils import EMAModel
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from tqdm import tqdm
 
-from vmonarch.configs import InputError
+from vmonarch.configs import InputError, check_choice
 from vmonarch.finetune import checkpoints
 from vmonarch.finetune.checkpoints import CheckpointError
 from vmonarch.finetune.config import FinetuneConfig, OptimizerConfig, require
 from vmonarch.finetune.data.loader import Batch, LatentLoader
 from vmonarch.finetune.data.parquet import DataError, ParquetFolder
 from vmonarch.finetune.models import (
-    BeforeLora,
     Experts,
     compile_blocks,
     layers_of,
@@ -79,8 +78,7 @@ class Trainer:
         # Before the model, which may have to be downloaded.
         installed = ["all", *map(str, get_available_trackers())]
         for name in config.trackers:
-            problem = f"must be of {', '.join(installed)}, which are installed, got {name}"
-            require(name in installed, "trackers", problem)
+            check_choice("trackers", name, installed)
         self.clips = _open_clips("data.path", config.data.path)
         held_out = config.data.validation
         self.held_out = _open_clips("data.validation", held_out) if held_out else None
@@ -139,11 +137,10 @@ class Trainer:
         # FSDP wants the weights of a block to have one dtype.
         frozen = torch.float32 if accelerator.distributed_type.value == "FSDP" else products
         experts, teacher = load_experts(self.folder, self.objective.experts, config, frozen)
-        distils_lora = bool(config.objective.distillation and config.lora.rank)
-        loaded = [experts] if teacher is None else [experts, teacher]
+        loaded = [model for model in (experts, teacher) if isinstance(model, Experts)]
         if self.group > 1:
             for shared in loaded:
-                share_clips(shared, self.group, accelerator.device, distils_lora)
+                share_clips(shared, self.group, accelerator.device)
         learns = any(ours.spec.LEARNS for model in experts.parts.values() for _, ours, _ in layers_of(model))
         require(learns or not config.transfer, "transfer", "must be 0 with an attention that has no parameters")
         trained = [parameter for parameter in experts.parameters() if parameter.requires_grad]
@@ -151,8 +148,8 @@ class Trainer:
         # The parts are reached through this; training goes through what accelerate makes of it.
         self.experts: Experts = experts
         self.model, self.optimizer = accelerator.prepare(experts, optimizer)
-        self.teacher: Experts | BeforeLora | None = BeforeLora(experts) if distils_lora else teacher
-        if teacher is not None:
+        self.teacher = teacher
+        if isinstance(teacher, Experts):
             teacher.to(accelerator.device, products)
         if config.compile:
             for compiled in loaded:
@@ -232,20 +229,16 @@ class Trainer:
             batches = held.enter_context(contextlib.closing(iter(self.loader)))
             if self.step == 0 and validates:
                 self._log({"validation_loss": self.validate()}, bar)
-            seconds: list[float] = []
             while self.step < config.steps:
                 began = time.monotonic()
                 values = self._update(batches)
-                seconds.append(time.monotonic() - began)
+                values["seconds"] = time.monotonic() - began
                 self.step += 1
                 bar.update()
                 if at(config.log_every):
-                    mean = sum(seconds) / len(seconds)
-                    values |= {"seconds": mean, "clips_per_second": config.batch_size / mean}
                     if accelerator.device.type == "cuda":
                         values["peak_memory_gb"] = torch.cuda.max_memory_allocated(accelerator.device) / 1e9
                     self._log(values, bar)
-                    seconds.clear()
                 if at(validates):
                     self._log({"validation_loss": self.validate()}, bar)
                 if at(config.validation.videos_every):
@@ -260,7 +253,6 @@ class Trainer:
             group["lr"] = rate
         losses: list[torch.Tensor] = []
         seen: list[Batch] = []
-        norm = torch.zeros(())
         for micro in range(self.accumulation):
             batch = next(batches)
             latents = batch.latents.to(accelerator.device)
@@ -269,19 +261,18 @@ class Trainer:
                 loss = self._losses(draw, batch, latents, transfer=transfer)
                 # DDP takes the mean over all processes; those that share a clip have parts of its gradient.
                 accelerator.backward(self.group * loss.mean())
-                losses.append(loss.detach())
-                seen.append(batch)
-                for name, parameter in self.trained.items():
-                    if transfer and ".processor." not in name:
-                        # Only what the attention itself learns is for the optimizer.
-                        parameter.grad = None
-                if accelerator.sync_gradients:
-                    norm = accelerator.clip_grad_norm_(list(self.trained.values()), config.optimizer.clip)
-                    # FSDP gives each rank its part.
-                    norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
-                    self._stop_unless_finite(losses, seen, norm)
-                self.optimizer.step()
-                self.optimizer.zero_grad(set_to_none=True)
+            losses.append(loss.detach())
+            seen.append(batch)
+        for name, parameter in self.trained.items():
+            if transfer and ".processor." not in name:
+                # Only what the attention itself learns is for the optimizer.
+                parameter.grad = None
+        norm = accelerator.clip_grad_norm_(list(self.trained.values()), config.optimizer.clip)
+        # FSDP gives each rank its part.
+        norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+        self._stop_unless_finite(losses, seen, norm)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
         if self.average is not None:
             self.average.step(self.trained.values())
         mean = accelerator.reduce(torch.cat(losses).mean(), "mean").item()
@@ -339,12 +330,11 @@ class Trainer:
                 counts = clip < clips
                 latents = batch.latents.to(self.accelerator.device)
                 for j, sigma in enumerate(sigmas):
-                    expert = next(e for e in objective.experts if e.low <= sigma <= e.high)
                     # By the clip and not by its rank: the noise is the same on any number of processes.
                     random = generator_for(0, "validation", clip, j)
                     noise = torch.randn(latents.shape, generator=random).to(latents)
-                    conditioned = torch.full((1,), objective.form == "channels", device=latents.device)
-                    draw = Draw(expert, sigma.to(latents).expand(1), noise, conditioned)
+                    conditioned = torch.zeros(1, dtype=torch.bool, device=latents.device)
+                    draw = Draw(objective.expert(sigma), sigma.to(latents).expand(1), noise, conditioned)
                     loss = self._losses(draw, batch, latents, plain=True).item()
                     if counts:
                         total += torch.tensor([loss, 1.0], dtype=torch.float64)
@@ -391,8 +381,7 @@ class Trainer:
                 file.write(json.dumps({"step": self.step, **values}) + "\n")
             self._shown |= {name: f"{values[name]:.4g}" for name in ("loss", "validation_loss") if name in values}
             bar.set_postfix(self._shown, refresh=False)
-        if self.config.trackers:
-            self.accelerator.log(values, step=self.step)
+        self.accelerator.log(values, step=self.step)
 
 
 def _accelerator(config: FinetuneConfig, experts: int) -> Accelerator:

@@ -102,24 +102,20 @@ class LatentLoader:
             problem = f"{place} has text of {text.shape[1]}: another text encoder made it"
             raise DataError(f"text_dim is {self.text_dim}, but {problem}")
 
-    def schedule(self, epoch: int) -> tuple[list[int], list[bool]]:
-        """(the order of the rows in an epoch, for each slot over all ranks whether its caption is dropped)."""
-        rows, slots = len(self.folder), self.batches_per_epoch * self._unit
-        random = lambda what: generator_for(self.seed, what, epoch)
-        # Of numbers and not by a shuffle, which another version of torch may make otherwise.
-        order = torch.rand(rows, generator=random("order"), dtype=torch.float64).argsort()
-        dropped = torch.rand(slots, generator=random("captions"), dtype=torch.float64) < self.caption_dropout
-        return order.tolist() if self.shuffle else list(range(rows)), dropped.tolist()
-
     def _rows(self) -> Iterator[list[tuple[int, bool]]]:
         """Of each batch from the position on, the rows and whether their captions are dropped."""
-        current = -1
-        for number in count(self.position):
-            epoch, place = divmod(number, self.batches_per_epoch)
-            if epoch != current:
-                (order, dropped), current = self.schedule(epoch), epoch
-            start = place * self._unit + self.rank * self.batch_size
-            yield [(order[s % len(order)], dropped[s]) for s in range(start, start + self.batch_size)]
+        rows, slots = len(self.folder), self.batches_per_epoch * self._unit
+        first, place = divmod(self.position, self.batches_per_epoch)
+        random = lambda what, epoch, size: torch.rand(
+            size, generator=generator_for(self.seed, what, epoch), dtype=torch.float64
+        )
+        for epoch in count(first):
+            # Of numbers and not by a shuffle, which another version of torch may make otherwise.
+            order = random("order", epoch, rows).argsort().tolist() if self.shuffle else range(rows)
+            dropped = (random("captions", epoch, slots) < self.caption_dropout).tolist()
+            for start in range(place * self._unit + self.rank * self.batch_size, slots, self._unit):
+                yield [(order[slot % rows], dropped[slot]) for slot in range(start, start + self.batch_size)]
+            place = 0
 
     def _batch(self, rows: list[tuple[int, bool]]) -> Batch:
         """The clips of rows, and whether each goes without its caption."""

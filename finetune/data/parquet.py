@@ -164,7 +164,16 @@ class ParquetFolder:
         # Of each row its file, its row group there and its number in that.
         self._places: list[tuple[str, int, int]] = []
         for name in self.files:
-            self._read_footer(name)
+            file = self.path / name
+            try:
+                footer = pq.read_metadata(file)
+                columns = footer.schema.to_arrow_schema().names
+            except _UNREADABLE as error:
+                raise DataError(f"{file} is not a parquet file, or its end is missing: {error}") from error
+            if missing := [column for column in ("id", *_columns(TENSORS)) if column not in columns]:
+                raise DataError(f"{file} lacks the column(s) {', '.join(missing)}")
+            sizes = [footer.row_group(group).num_rows for group in range(footer.num_row_groups)]
+            self._places += [(name, group, row) for group, rows in enumerate(sizes) for row in range(rows)]
         if not len(self):
             raise DataError(f"no rows in {self.path}: {len(self.files)} parquet file(s) are all empty")
         self.empty_caption: torch.Tensor | None = None
@@ -173,19 +182,6 @@ class ParquetFolder:
                 self.empty_caption = load_file(empty)["text_embedding"].float()
             except (SafetensorError, KeyError) as error:
                 raise DataError(f"{empty} cannot be read: {error}") from error
-
-    def _read_footer(self, name: str) -> None:
-        """Note the rows of a file."""
-        path = self.path / name
-        try:
-            with pq.ParquetFile(path) as file:
-                columns = file.schema_arrow.names
-                groups = [file.metadata.row_group(group).num_rows for group in range(file.metadata.num_row_groups)]
-        except _UNREADABLE as error:
-            raise DataError(f"{path} is not a parquet file, or its end is missing: {error}") from error
-        if missing := [column for column in ("id", *_columns(TENSORS)) if column not in columns]:
-            raise DataError(f"{path} lacks the column(s) {', '.join(missing)}")
-        self._places += [(name, group, row) for group, rows in enumerate(groups) for row in range(rows)]
 
     def __len__(self) -> int:
         return len(self._places)

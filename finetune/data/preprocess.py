@@ -19,10 +19,11 @@ import dataclasses
 import hashlib
 import json
 import random
-from collections.abc import Mapping, Sequence
+import unicodedata
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import pyarrow as pa
@@ -36,7 +37,6 @@ from vmonarch.files import AtomicFiles, write_json
 from vmonarch.finetune import scenes
 from vmonarch.finetune.checkpoints import hold
 from vmonarch.finetune.config import require
-from vmonarch.finetune.data.captions import read_captions
 from vmonarch.finetune.data.decode import BadVideo, Clip, ClipShape, decode_clip
 from vmonarch.finetune.data.loader import ahead
 from vmonarch.finetune.data.parquet import EMPTY_CAPTION, TEXT_LENGTH, DataError, Sample, write_shard
@@ -49,6 +49,10 @@ from vmonarch.pipelines.outputs import changes, prepare_output_dir
 from vmonarch.pipelines.sampling import deterministic_convolutions
 
 FORMAT = "vmonarch-preprocess-1"
+# What is taken for a video where no file of captions says so.
+VIDEOS = (".mp4", ".mov", ".mkv", ".webm", ".avi", ".m4v", ".gif")
+_FORM = "must be UTF-8 JSON lines with text as file_name (a path within the folder of videos) and as caption"
+_SHARDS, _QUARANTINE = "shard-*.parquet", "quarantine.jsonl"
 # What says where and how patiently, not what the rows are.
 _FREE = tuple(f"config.{name}" for name in ("captions", "output", "model", "revision", "workers", "timeout"))
 
@@ -126,6 +130,57 @@ def complete(config: PreprocessConfig, model: ModelFolder) -> PreprocessConfig:
     return config
 
 
+def read_captions(videos: Path, path: str | None) -> dict[str, str]:
+    """The captions of a folder's videos by their files, in the order of the file of captions, or by name.
+
+    JSON lines are objects with `file_name` and `caption`. Other keys and empty lines are passed over. Without such a
+    file, `sub/a.txt` holds the caption of `sub/a.mp4`, and all videos must have one. Names are the same that look so:
+    of one name macOS writes another form of Unicode than other systems. Those returned are relative, with `/`, as they
+    are on the disk.
+
+    Raises:
+        InputError: there is no such file, it is not UTF-8 or JSON lines, a row lacks one of the two, a video's
+            path is absolute or leads out of its folder, a video is there twice or has no caption, or there is none.
+    """
+    on_disk = (file.relative_to(videos).as_posix() for file in sorted(videos.rglob("*")) if file.is_file())
+    files = {unicodedata.normalize("NFC", file): file for file in on_disk}
+    captions: dict[str, str] = {}
+    for name, caption in _beside(videos, files) if path is None else _in_file(path):
+        file = files.get(unicodedata.normalize("NFC", name), name)
+        require(file not in captions, "captions", f"must name each video once; {file!r} is there twice")
+        captions[file] = caption
+    require(captions, "captions", f"must be of at least one video; {path or str(videos)!r} has none")
+    return captions
+
+
+def _beside(videos: Path, files: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    for name, file in files.items():
+        path = PurePosixPath(name)
+        if path.suffix.lower() in VIDEOS and not path.name.startswith("."):
+            text = path.with_suffix(".txt")
+            try:
+                yield name, (videos / files.get(str(text), text)).read_text(encoding="utf-8-sig").strip()
+            except (OSError, ValueError) as error:
+                problem = f"must be given, or lie in a UTF-8 text file beside each video; that of {file!r} does not"
+                raise InputError("captions", f"{problem}: {error}") from error
+
+
+def _in_file(path: str) -> Iterator[tuple[str, str]]:
+    done = 0
+    try:
+        text = Path(path).read_bytes().decode("utf-8-sig")
+        # Not splitlines: JSON may hold separators that it takes for ends of lines.
+        for row in map(json.loads, filter(str.strip, text.split("\n"))):
+            # Half a pair of UTF-16 cannot be stored.
+            file, caption = PurePosixPath(row["file_name"]), row["caption"].encode().decode()
+            if file.is_absolute() or ".." in file.parts:
+                raise ValueError(f"it has {row!r}")
+            yield str(file), caption
+            done += 1
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise InputError("captions", f"{_FORM}; {path!r} is not, in row {done + 1}: {error}") from error
+
+
 @dataclass(frozen=True)
 class PipelineEncoders:
     """Text encoder, VAE and image encoder of a stock diffusers pipeline, called as its own code calls them.
@@ -139,15 +194,11 @@ class PipelineEncoders:
 
     @torch.no_grad()
     def text(self, caption: str) -> torch.Tensor:
-        """Float32 [L, D]: the tokens that the attention mask marks; zeros after them give the pipeline's own rows."""
-        from diffusers.pipelines.wan.pipeline_wan import prompt_clean
-
+        """Float32 [L, D]: the pipeline's own rows without the zeros that it fills up with."""
         embeds, _ = self.pipe.encode_prompt(
             caption, do_classifier_free_guidance=False, max_sequence_length=TEXT_LENGTH, device=self.pipe.device
         )
-        how = {"max_length": TEXT_LENGTH, "truncation": True, "return_attention_mask": True}
-        tokens = self.pipe.tokenizer(prompt_clean(caption), **how)
-        return embeds[0, : sum(tokens.attention_mask)].float().cpu()
+        return embeds[0, embeds[0].any(1)].float().cpu()
 
     @torch.no_grad()
     def latents(self, video: torch.Tensor) -> torch.Tensor:
@@ -200,66 +251,40 @@ def procedural_clip(seed: int, number: int) -> tuple[str, Clip]:
     """
     # Halves of a hash: neither neighbouring numbers nor neighbouring seeds share a clip.
     digest = hashlib.sha256(f"procedural {seed} {number}".encode()).digest()
-    drawn = scenes.sample_scenes(1, int.from_bytes(digest[:7]))
-    text = scenes.caption(drawn.scene(0), random.Random(int.from_bytes(digest[8:])))
-    return text, Clip(scenes.render(drawn)[0], float(EMBEDDED_SETTINGS.fps))
+    scene = scenes.sample_scene(int.from_bytes(digest[:7]))
+    text = scenes.caption(scene.shown, random.Random(int.from_bytes(digest[8:])))
+    return text, Clip(scenes.render(scene), float(EMBEDDED_SETTINGS.fps))
 
 
-class _Output:
-    """The output folder: what is in it, and what is added.
+def _resume(folder: Path, about: Mapping[str, Any]) -> tuple[list[str], dict[str, str]]:
+    """(the videos in the shards of an output folder, the reason for each in quarantine); a new one gets its manifest.
 
     Args:
         about: what the rows are made of, for the manifest.
 
     Raises:
         InputError: it holds the work of other settings, or what cannot be read.
-
-    Attributes:
-        videos: that of each row in its shards. bad: reasons by video.
     """
-
-    def __init__(self, folder: Path, about: Mapping[str, Any]) -> None:
-        self.folder, self.videos, self.bad = folder, list[str](), dict[str, str]()
-        # Of a run that was killed.
-        for path in folder.glob(".*.partial.*"):
-            path.unlink()
-        path, listed = folder / "manifest.json", folder / "quarantine.jsonl"
-        try:
-            if self.shards or path.exists() or listed.exists():
-                before = json.loads(path.read_text(encoding="utf-8"))
-                changed = "; ".join(changes({key: before[key] for key in about}, about, _FREE))
-                problem = f"{str(folder)!r} holds other work: {changed}; choose another folder"
-                require(not changed, "output", problem)
-            else:
-                write_json(path, dict(about))
-            for path in self.shards:
-                self.videos += pq.read_table(path, columns=["id"])["id"].to_pylist()
-            if (path := listed).exists():
-                entries = [json.loads(line) for line in path.read_bytes().split(b"\n") if line]
-                self.bad = {entry["file"]: entry["reason"] for entry in entries}
-        except InputError:
-            raise
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, pa.ArrowException) as error:
-            raise InputError("output", f"holds {path}, which cannot be read: {error!r}") from error
-
-    @property
-    def shards(self) -> list[Path]:
-        """All that are there."""
-        return sorted(self.folder.glob("shard-*.parquet"))
-
-    def quarantine(self, file: str, reason: str) -> None:
-        """Note a bad video."""
-        self.bad[file] = reason
-        lines = (json.dumps({"file": f, "reason": why}, ensure_ascii=False) for f, why in self.bad.items())
-        with AtomicFiles(overwrite=True) as files:
-            path = files.stage(self.folder / "quarantine.jsonl")
-            path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
-
-    def write_shard(self, samples: Sequence[Sample]) -> None:
-        """Write the next shard."""
-        last = max((int(path.stem.removeprefix("shard-")) for path in self.shards), default=-1)
-        write_shard(self.folder / f"shard-{last + 1:05d}.parquet", samples)
-        self.videos += [sample.id for sample in samples]
+    # Of a run that was killed.
+    for path in folder.glob(".*.partial.*"):
+        path.unlink()
+    shards, path, listed = sorted(folder.glob(_SHARDS)), folder / "manifest.json", folder / _QUARANTINE
+    videos, entries = list[str](), list[dict[str, str]]()
+    if not (shards or path.exists() or listed.exists()):
+        write_json(path, dict(about))
+        return videos, {}
+    try:
+        before = json.loads(path.read_text(encoding="utf-8"))
+        changed = "; ".join(changes({key: before[key] for key in about}, about, _FREE))
+        for path in shards:
+            videos += pq.read_table(path, columns=["id"])["id"].to_pylist()
+        if (path := listed).exists():
+            entries = [json.loads(line) for line in path.read_bytes().split(b"\n") if line]
+        bad = {entry["file"]: entry["reason"] for entry in entries}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, pa.ArrowException) as error:
+        raise InputError("output", f"holds {path}, which cannot be read: {error!r}") from error
+    require(not changed, "output", f"{str(folder)!r} holds other work: {changed}; choose another folder")
+    return videos, bad
 
 
 def preprocess(
@@ -297,31 +322,33 @@ def preprocess(
     path = prepare_output_dir(config.output, "output")
     names = list(captions) or [f"procedural-{config.seed}-{k}" for k in range(config.procedural or 0)]
     with hold(path, "output"):
-        output = _Output(path, about)
-        done = {*output.videos, *output.bad}
+        made, bad = _resume(path, about)
+        done = {*made, *bad}
         todo = [name for name in names if name not in done]
         if todo:
             bar = tqdm(total=len(names), initial=len(names) - len(todo), disable=not progress, unit="video")
             with bar, deterministic_convolutions():
-                _fill(output, config, captions, todo, encoders or load_encoders(config, folder), bar)
-    if not output.videos:
-        file, reason = next(iter(output.bad.items()))
-        why = f"{path / 'quarantine.jsonl'} says why, and first: {file} {reason}"
+                _fill(path, config, captions, todo, bad, encoders or load_encoders(config, folder), bar)
+            made, bad = _resume(path, about)
+    if not made:
+        file, reason = next(iter(bad.items()))
+        why = f"{path / _QUARANTINE} says why, and first: {file} {reason}"
         raise DataError(f"no clip could be made of {len(names)} videos; {why}")
-    return {"clips": len(output.videos), "shards": len(output.shards), "quarantined": len(output.bad)}
+    return {"clips": len(made), "shards": len(list(path.glob(_SHARDS))), "quarantined": len(bad)}
 
 
 def _fill(
-    output: _Output,
+    output: Path,
     config: PreprocessConfig,
     captions: Mapping[str, str],
     todo: Sequence[str],
+    bad: dict[str, str],
     encoders: PipelineEncoders,
     bar: Any,
 ) -> None:
-    """Write the shards of the videos in `todo`, in order; bad ones go to quarantine on the way."""
+    """Write the shards of the videos in `todo`, in order; on the way bad ones join those in quarantine."""
     cropped = 0
-    if not (empty := output.folder / EMPTY_CAPTION).exists():
+    if not (empty := output / EMPTY_CAPTION).exists():
         with AtomicFiles() as files:
             save_file({"text_embedding": encoders.text("")}, files.stage(empty))
     rows: list[Sample] = []
@@ -332,14 +359,16 @@ def _fill(
             # Sizes are whole pixels: no more than that is lost of a picture that has the shape of the clips.
             cropped += clip.kept < 0.98
         except BadVideo as error:
-            output.quarantine(name, str(error))
+            bad[name] = str(error)
+            lines = (json.dumps({"file": f, "reason": why}, ensure_ascii=False) + "\n" for f, why in bad.items())
+            with AtomicFiles(overwrite=True) as files:
+                files.stage(output / _QUARANTINE).write_text("".join(lines), encoding="utf-8")
         bar.update()
-        bar.set_postfix(bad=len(output.bad), cropped=cropped, refresh=False)
-        if len(rows) >= config.rows_per_shard:
-            output.write_shard(rows)
+        bar.set_postfix(bad=len(bad), cropped=cropped, refresh=False)
+        if len(rows) >= config.rows_per_shard or (rows and name == todo[-1]):
+            last = max((int(path.stem.removeprefix("shard-")) for path in output.glob(_SHARDS)), default=-1)
+            write_shard(output / f"shard-{last + 1:05d}.parquet", rows)
             rows = []
-    if rows:
-        output.write_shard(rows)
 
 
 def _clip(config: PreprocessConfig, captions: Mapping[str, str], name: str) -> tuple[str, Clip]:

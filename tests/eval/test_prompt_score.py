@@ -14,14 +14,8 @@ FRAMES = range(0, 61, 6)
 
 def clip(shown: data.ObjectAttributes) -> torch.Tensor:
     """A clip of one object before a plain grey background."""
-    index = lambda table, value: torch.tensor([table.index(value)])
-    drawn = {"count": torch.tensor([1])}
-    for name, table in data.OBJECT_TABLES.items():
-        drawn[name] = index(table, getattr(shown, name)).expand(1, data.MAX_OBJECTS)
-    for name, table in data.SCENE_TABLES.items():
-        drawn[name] = index(table, getattr(data.SceneAttributes((shown,)), name))
-    scenes = data.place(drawn, torch.Generator().manual_seed(0))
-    return ((data.render(scenes, frames=FRAMES)[0] + 1) / 2).permute(1, 2, 3, 0)
+    scene = data.place(data.SceneAttributes((shown,)), (shown, shown), torch.Generator().manual_seed(0))
+    return ((data.render(scene, frames=FRAMES) + 1) / 2).permute(1, 2, 3, 0)
 
 
 def thing(words: str) -> data.ObjectAttributes:

@@ -22,10 +22,15 @@ from vmonarch.cli import main
 from vmonarch.configs import InputError
 from vmonarch.finetune.checkpoints import hold
 from vmonarch.finetune.data import preprocess as module
-from vmonarch.finetune.data.captions import read_captions
 from vmonarch.finetune.data.decode import ClipShape, decode_clip
 from vmonarch.finetune.data.parquet import ParquetFolder, decode_row
-from vmonarch.finetune.data.preprocess import PipelineEncoders, PreprocessConfig, load_encoders, preprocess
+from vmonarch.finetune.data.preprocess import (
+    PipelineEncoders,
+    PreprocessConfig,
+    load_encoders,
+    preprocess,
+    read_captions,
+)
 from vmonarch.pipelines.embedded import embedded_model_path
 from vmonarch.pipelines.model_folder import find_model
 from vmonarch.pipelines.video_io import encode_video

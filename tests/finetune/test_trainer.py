@@ -1,7 +1,6 @@
 """Training runs of tiny models: they resume exactly, stop before a bad update, and leave files that others load."""
 
 import dataclasses
-import json
 import math
 import shutil
 from itertools import islice
@@ -63,11 +62,6 @@ def settings(place, output, kind="t2v", clips="clips", **changes):
     return build_config(FinetuneConfig, values, changes)
 
 
-def losses(output):
-    lines = [json.loads(line) for line in (output / "log.jsonl").read_text().splitlines()]
-    return {line["step"]: line["loss"] for line in lines if "loss" in line}
-
-
 def weights(trainer):
     return {name: parameter.detach().clone() for name, parameter in trainer.trained.items()}
 
@@ -123,7 +117,7 @@ def test_a_resumed_run_is_the_same_run(place, tmp_path, kind):
     whole = Trainer(settings(place, tmp_path / "whole", kind, clips, **options))
     before = weights(whole)
     whole.run()
-    found = losses(tmp_path / "whole")
+    found = tiny.logged(tmp_path / "whole")
     assert len(found) == 12 and all(map(math.isfinite, found.values()))
     moved = {name.split(".")[1] for name, value in weights(whole).items() if not torch.equal(value, before[name])}
     assert moved == ({"transformer", "transformer_2"} if kind == "t2v-2.2" else {"transformer"})
@@ -134,7 +128,7 @@ def test_a_resumed_run_is_the_same_run(place, tmp_path, kind):
     resumed = Trainer(settings(place, parts, kind, clips, **options))
     assert resumed.step == 9
     resumed.run()
-    assert losses(parts) == found
+    assert tiny.logged(parts) == found
     assert equal(weights(resumed), weights(whole)) and equal(average(resumed), average(whole))
 
 
@@ -269,8 +263,7 @@ def test_validation_is_always_the_same(place, tmp_path):
     assert (2 * shares[0] + shares[1]) / 3 == pytest.approx(first, rel=1e-5)
     trainer.data_rank, trainer.data_world = 0, 1
     trainer.run()
-    lines = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
-    found = {line["step"]: line["validation_loss"] for line in lines if "validation_loss" in line}
+    found = tiny.logged(tmp_path, "validation_loss")
     assert list(found) == [0, 2, 4] and found[4] != first and trainer.validate() == found[4]
     # Neither the batches of training nor what is dropped from them bears on it.
     others = validating(place, 3, 2, caption_dropout=1.0) | {"objective": {"distillation": 1.0}, "batch_size": 4}
@@ -409,7 +402,7 @@ def test_full_weights_become_a_folder_that_stock_diffusers_loads(place, tmp_path
 
 @pytest.mark.parametrize("kind,train", [("t2v", "all"), ("t2v-2.2", "all"), ("t2v-2.2", "transformer_2")])
 def test_lora_layers_become_files_that_stock_diffusers_loads(place, tmp_path, kind, train):
-    """Under diffusers' names and under ComfyUI's, with which alpha is in the second factor."""
+    """Under diffusers' names and under ComfyUI's; alpha is in the second factor."""
     targets = ["to_q", "to_k", "to_v", "to_out.0", "net.0.proj", "net.2", "time_proj"]
     lora = {"rank": 2, "alpha": 6.0, "targets": targets}
     options = {"lora": lora, "optimizer": {"learning_rate": 0.05}, "steps": 4, "train": train}

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import json
+from pathlib import Path
 from typing import Any
 
 import accelerate
@@ -328,6 +330,13 @@ def clips(first: int, count: int, *, huge: int | None = None, image: bool = Fals
         extras = {"first_frame_latent": encoded, "clip_feature": feature} if image else {}
         found.append(Sample(f"clip-{number}", latents, text, extras=extras))
     return found
+
+
+def logged(output: Path, name: str = "loss") -> dict[int, float]:
+    """A value of a finetune run by the steps at which it was logged. A line of a run that was killed may be torn."""
+    text = (output / "log.jsonl").read_text(encoding="utf-8")
+    lines = [json.loads(line) for line in text.splitlines() if line.endswith("}")]
+    return {line["step"]: line[name] for line in lines if name in line}
 
 
 def settings(folder: Any, **values: Any) -> Any:
