@@ -51,18 +51,10 @@ def run_compare(arguments: argparse.Namespace) -> None:
     The reference (full attention) always runs, and every method is warmed up before it is timed. PSNR and SSIM are
     measured on float frames, before mp4 encoding.
     """
-    from vmonarch.eval.evaluate import evaluate
     from vmonarch.pipelines.processes import check_alone
 
     check_alone()
-    config = sampling_config(CompareConfig, arguments)
-    comparison = evaluate(config, progress=not arguments.quiet, command=shown_command(("vmonarch",), arguments.words))
-    if not arguments.quiet:
-        print(comparison.table())
-        print("means over all videos, against the reference, measured on float frames before mp4 encoding")
-        print(*sorted(comparison.folder.glob("0*-*")), sep="\n")
-    print(comparison.folder / "evaluation.json")
-    print(comparison.folder / "report.html")
+    _evaluate(CompareConfig, arguments)
 
 
 def add_eval(parser: argparse.ArgumentParser) -> None:
@@ -83,9 +75,13 @@ def run_eval(arguments: argparse.Namespace) -> None:
     The folder gets evaluation.json and report.html, a single file with tables, plots and videos. The same
     command goes on where it was stopped; several processes share the prompts and seeds out.
     """
+    _evaluate(EvalConfig, arguments)
+
+
+def _evaluate(schema: type[EvalConfig], arguments: argparse.Namespace) -> None:
     from vmonarch.eval.evaluate import evaluate
 
-    config = sampling_config(EvalConfig, arguments)
+    config = sampling_config(schema, arguments)
     evaluation = evaluate(config, progress=not arguments.quiet, command=shown_command(("vmonarch",), arguments.words))
     if evaluation.record is None:
         print(f"{evaluation.missing} items are missing; the call that finds all of them there writes the report")
@@ -93,8 +89,8 @@ def run_eval(arguments: argparse.Namespace) -> None:
     if not arguments.quiet:
         print(evaluation.table())
         print("means over items with 95 % bootstrap intervals, against the reference of the same prompt and seed")
-        print(evaluation.folder / "evaluation.json")
-    print(evaluation.folder / "report.html")
+    pictures, results = sorted(evaluation.folder.glob("0*-*")), ("evaluation.json", "report.html")
+    print(*pictures, *(evaluation.folder / name for name in results), sep="\n")
 
 
 def add_calibrate(parser: argparse.ArgumentParser) -> None:
