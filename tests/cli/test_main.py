@@ -67,19 +67,6 @@ def test_unknown_commands(line: str, message: str, capsys: pytest.CaptureFixture
     assert "usage: vmonarch" in err and message in err
 
 
-@pytest.mark.parametrize(
-    ("module", "command"),
-    [
-        ("vmonarch bench kernels", "vmonarch bench kernels"),
-        ("vmonarch.finetune", "vmonarch finetune"),
-    ],
-)
-def test_modules_are_commands(module: str, command: str) -> None:
-    words = [sys.executable, "-m", *module.split(), "--help"]
-    run = subprocess.run(words, capture_output=True, text=True, check=True)
-    assert run.stdout.startswith(f"usage: {command} ") and not run.stderr
-
-
 def test_errors_are_one_line_with_a_traceback_for_debugging_or_where_none_explains_it(
     cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
