@@ -25,12 +25,12 @@ from vmonarch.requirements import check_versions
 # Name -> module here, with `add_NAME(parser)` for its arguments and `run_NAME(arguments)`, whose docstring is its help.
 # All are imported for every command, so that none imports torch, or what takes as long, before it is run.
 COMMANDS = {
-    "generate": "generate",
-    "compare": "evaluate",
-    "ui": "evaluate",
-    "eval": "evaluate",
-    "vbench": "evaluate",
-    "calibrate": "evaluate",
+    "generate": "sampling",
+    "compare": "sampling",
+    "ui": "sampling",
+    "eval": "sampling",
+    "vbench": "sampling",
+    "calibrate": "sampling",
     "preprocess": "training",
     "finetune": "training",
     "export": "training",
