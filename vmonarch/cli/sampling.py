@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import sys
-import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -237,8 +235,7 @@ def run_ui(arguments: argparse.Namespace) -> None:
         print(f"vmonarch ui: warning: whoever reaches {arguments.host} can use the page; no password", file=sys.stderr)
     print(f"{address}  (videos in {studio.output}; Ctrl-C ends it)", flush=True)
     try:
-        with contextlib.suppress(KeyboardInterrupt):
-            threading.Event().wait()
+        page.block_thread()
     finally:
         for stop in list(studio.stops.values()):
             stop.set()
