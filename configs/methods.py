@@ -10,7 +10,7 @@ The processor itself checks its options. To add a processor: one line in `PROCES
 from __future__ import annotations
 
 import dataclasses
-import importlib
+import pkgutil
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -276,8 +276,7 @@ def _own_options(processor: str, options: Mapping[str, Any]) -> dict[str, Any]:
 
 def _made(processor: str, options: Mapping[str, Any]) -> VideoAttentionProcessor:
     """The processor with these options, without what an adapter has learnt."""
-    module, _, name = PROCESSORS[processor].partition(":")
-    made: VideoAttentionProcessor = getattr(importlib.import_module(module), name)(**_own_options(processor, options))
+    made: VideoAttentionProcessor = pkgutil.resolve_name(PROCESSORS[processor])(**_own_options(processor, options))
     return made
 
 

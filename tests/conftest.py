@@ -16,7 +16,6 @@ import importlib
 import importlib.util
 import json
 import os
-import runpy
 import shutil
 import subprocess
 import sys
@@ -145,40 +144,13 @@ def skip_without_gpu(request: pytest.FixtureRequest) -> None:
         pytest.skip("needs a CUDA device")
 
 
-class Twin:
-    """A fork of this process that runs `support/run_in_forks.py`, in the form of `subprocess.Popen`."""
-
-    def __init__(self) -> None:
-        (requests, stdin), (stdout, answers) = os.pipe(), os.pipe()
-        self.child = os.fork()
-        if self.child == 0:
-            os.close(stdin)
-            sys.stdin, sys.stdout, sys.argv = os.fdopen(requests), os.fdopen(answers, "w"), [""]
-            runpy.run_path(str(SUPPORT / "run_in_forks.py"))
-            os._exit(0)
-        os.close(requests)
-        os.close(answers)
-        self.stdin, self.stdout = os.fdopen(stdin, "w"), os.fdopen(stdout)
-
-    def __enter__(self) -> Twin:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.stdin.close()
-        os.waitpid(self.child, 0)
-
-
-# Of what a planted bug's run has imported when it begins, which is more than `Forks` would import.
-TWIN = Twin() if "FORK_ITSELF" in os.environ else None
-
-
 class Forks:
     """A process that has imported some modules; it runs programs in forks of itself, see `support/run_in_forks.py`."""
 
     def __init__(self, modules: tuple[str, ...], environment: dict[str, str]) -> None:
         command = [sys.executable, "-P", str(SUPPORT / "run_in_forks.py"), *modules]
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-        self.process = TWIN or subprocess.Popen(command, env={**os.environ, **environment}, **pipes)
+        self.process = subprocess.Popen(command, env={**os.environ, **environment}, **pipes)
 
     def __call__(self, folder: Path, *words: object, processes: int = 1, **environment: str) -> tuple[int, str]:
         """(exit code, what it wrote) of the module or script words[0] with the arguments after it, in `folder`."""

@@ -1,4 +1,7 @@
-"""What documents name exists: options, commands with their flags, files, modules, and the sections that code cites."""
+"""What documents name exists: options, commands with their flags, files, modules, and the sections that code cites.
+
+Their numbers are those of results files, which say where they come from.
+"""
 
 import argparse
 import ast
@@ -21,6 +24,7 @@ from typing import get_args, get_type_hints
 
 import diffusers
 import pytest
+import support_matrix
 import torch
 from peft import LoraConfig
 
@@ -29,12 +33,14 @@ from vmonarch import BasedProcessor, FlashBiasProcessor, VMonarchProcessor, vmon
 from vmonarch.configs import preset_names
 from vmonarch.configs.methods import resolve_method
 from vmonarch.eval.evaluate import EvalConfig
+from vmonarch.eval.render import tables
 from vmonarch.families import FAMILIES
 from vmonarch.kernels.common.launch import HOPPER_HEAD_DIM, MAX_HEAD_DIM
 from vmonarch.pipelines.recipes import _FLOAT8_CAPABILITY
 from vmonarch.pipelines.traits import TRAITS
 
 ROOT = Path(__file__).resolve().parents[1]
+BENCHMARKS = ROOT / "docs" / "benchmarks"
 _LISTED = ["git", "-C", str(ROOT), "ls-files", "--cached", "--others", "--exclude-standard"]
 FILES = [file for file in subprocess.check_output(_LISTED, text=True).splitlines() if (ROOT / file).exists()]
 # The card is the Hub's, which has other files.
@@ -42,8 +48,8 @@ DOCUMENTS = {file: (ROOT / file).read_text() for file in sorted(FILES) if file.e
 # Without tables made by code, which tell what was run at their time.
 PROSE = {name: re.sub(r"^<!-- table.*?^<!-- end -->", "", text, flags=re.M | re.S) for name, text in DOCUMENTS.items()}
 SNIPPETS = {name: re.findall(r"^```python\n(.*?)^```", text, re.M | re.S) for name, text in DOCUMENTS.items()}
-# What needs a GPU, several processes or VBench's environment is not run.
-NOT_RUN = {"docs/engines.md", "docs/parallel.md", "docs/vbench.md"}
+# What needs a GPU or several processes is not run.
+NOT_RUN = {"docs/engines.md", "docs/parallel.md"}
 FOLDERS = ("configs", "eval", "examples", "finetune", "kernels", "pipelines", "tests", "vmonarch")
 SOURCES = [ROOT / file for file in FILES if file.endswith(".py") and ROOT / file != Path(__file__).resolve()]
 PAPERS = ("VMonarch", "FlashBias", "Based", "VSA", "DeepSpeed Ulysses", "Train Short, Test Long")
@@ -189,11 +195,11 @@ def test_the_support_matrix_is_what_the_code_supports():
         assert on == "yes" and refresh in ("yes", "untested")
         assert (parallel == "yes") == (getattr(model, "_cp_plan", None) is not None), model
         assert (command == "no") == all(model not in (found, *get_args(found)) for found in commands), model
-    text = " ".join(DOCUMENTS["docs/gpus.md"].split())
+    text = " ".join(DOCUMENTS["docs/choose.md"].partition("\n## Which GPUs\n")[2].partition("\n## ")[0].split())
     limits = re.findall(r"head dimensions up to (\d+)", text)
     assert limits == [str(MAX_HEAD_DIM), str(HOPPER_HEAD_DIM)]
-    found = ((re.findall(r"\(sm_(\d+)\)$", row[0]), row[2]) for row in rows("docs/gpus.md"))
-    chips = {int(numbers[0]): float8 for numbers, float8 in found if numbers}
+    found = ((re.search(r"\(sm_(\d+)\)$", row[0]), row) for row in rows("docs/choose.md"))
+    chips = {int(number[1]): row[2] for number, row in found if number}
     assert set(chips) == {80, 86, 89, 90, 100, 120}
     assert all((float8 == "yes") == (divmod(chip, 10) >= _FLOAT8_CAPABILITY) for chip, float8 in chips.items())
 
@@ -266,8 +272,8 @@ def test_snippets_run(document, tiny, no_hub):
         for node in ast.walk(ast.parse(snippet)):
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("vmonarch"):
                 assert all(hasattr(importlib.import_module(node.module), name.name) for name in node.names)
-        # Float8 layers and recipes need a GPU.
-        if document not in NOT_RUN and "torchao" not in snippet and "recipes" not in snippet:
+        # Float8 layers and recipes need a GPU, VBench its environment.
+        if document not in NOT_RUN and not re.search("torchao|recipes|vbench", snippet):
             exec(code, given)
 
 
@@ -297,20 +303,15 @@ EXAMPLES = {
 }
 
 
-def test_every_example_is_run():
-    assert {path.stem for path in (ROOT / "examples").glob("*.py")} == set(EXAMPLES)
-
-
-@pytest.mark.parametrize("name", EXAMPLES)
-def test_example(name, monkeypatch, tmp_path, capsys):
-    words, printed = EXAMPLES[name]
-    path = ROOT / "examples" / f"{name}.py"
+@pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*.py")), ids=lambda path: path.stem)
+def test_example(path, monkeypatch, tmp_path, capsys):
+    words, printed = EXAMPLES[path.stem]
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", [str(path), *words])
     runpy.run_path(str(path), run_name="__main__")
     assert re.search(printed, capsys.readouterr().out, re.M)
     assert len(path.read_text().splitlines()) <= 40
-    if name == "generate":
+    if path.stem == "generate":
         assert (tmp_path / "video.mp4").stat().st_size > 0
 
 
@@ -328,7 +329,7 @@ OTHER = ("fixed steps", "near-lossless:refresh.cache=null")
 
 
 def test_the_tables_of_fidelity_are_those_of_their_videos():
-    record = json.loads((ROOT / "docs/benchmarks/fidelity.json").read_text())
+    record = json.loads((BENCHMARKS / "fidelity.json").read_text())
     for table in record["tables"]:
         for cells in table["rows"]:
             shown = {"steps": "50"} | dict(zip(table["header"], cells, strict=True))
@@ -353,7 +354,7 @@ def test_the_tables_of_fidelity_are_those_of_their_videos():
 
 
 def test_the_table_of_seconds_adds_up_as_many_steps_of_each_kind_as_videos_had():
-    record, fidelity = (json.loads((ROOT / f"docs/benchmarks/{name}.json").read_text()) for name in ("e2e", "fidelity"))
+    record, fidelity = (json.loads((BENCHMARKS / f"{name}.json").read_text()) for name in ("e2e", "fidelity"))
     (table,) = (table for table in record["tables"] if table["name"] == "video")
     items = fidelity["evaluations"]["proxy"]["items"]
     measured = {}
@@ -379,3 +380,71 @@ def test_the_table_of_seconds_adds_up_as_many_steps_of_each_kind_as_videos_had()
     (short,) = (table for table in record["tables"] if table["name"] == "short")
     columns = [table["header"].index(name) for name in short["header"][1:]]
     assert [row[1:] for row in short["rows"]] == [[row[column] for column in columns] for row in table["rows"]]
+
+
+# Results, the site, and what names tests.
+
+# What a results file says of itself, and the keys that say it, wherever in the file they are.
+PROVENANCE = {
+    "date": ("date", "created"),
+    "command": ("command",),
+    "hardware": ("hardware", "device_name"),
+    "versions": ("versions", "packages"),
+}
+
+
+def values(results, keys):
+    if isinstance(results, dict):
+        for key, value in results.items():
+            if key in keys and value:
+                yield value
+            yield from values(value, keys)
+    elif isinstance(results, list):
+        for value in results:
+            yield from values(value, keys)
+
+
+def test_the_tables_of_the_documents_are_those_of_the_results():
+    assert not tables.outdated(ROOT), f"run python -m {tables.__name__}"
+
+
+@pytest.mark.parametrize("path", sorted(BENCHMARKS.glob("*.json")), ids=lambda path: path.stem)
+def test_a_results_file_says_where_it_comes_from(path):
+    results = json.loads(path.read_text())
+    if str(results.get("format")).startswith("vmonarch-plan-"):
+        return
+    missing = [name for name, keys in PROVENANCE.items() if not list(values(results, keys))]
+    assert not missing and list(tables.commits(results)), f"{path.name} lacks {missing or 'a commit'}"
+    for part in results.get("tables", ()):
+        assert part.keys() <= {"name", "title", "header", "rows", "caption"}
+        assert all(len(row) == len(part["header"]) for row in part["rows"])
+        assert tables.table_text(results, part.get("name", ""))
+
+
+def test_the_navigation_has_every_page_and_the_reference_every_name():
+    named = re.findall(r"[\w/.-]+\.md$", (ROOT / "mkdocs.yml").read_text().partition("\nnav:\n")[2], re.M)
+    # A page of a few lines leads on to another.
+    pages = {file for file, text in DOCUMENTS.items() if re.match(r"(docs/.*)?[^/]+$", file) and text.count("\n") > 5}
+    assert set(named) >= pages and all((ROOT / page).is_file() for page in named)
+    reference = set(re.findall(r"^::: vmonarch\.(\w+)$", (ROOT / "docs" / "reference.md").read_text(), re.M))
+    assert reference == set(vmonarch.__all__) - {"__version__"}
+
+
+@pytest.mark.parametrize("repository", [None, "https://example.org/a/vmonarch"])
+def test_links_of_the_readme_lead_to_the_repository_where_it_is_known(tmp_path, monkeypatch, repository):
+    given = {}
+    monkeypatch.setattr("setuptools.setup", lambda **arguments: given.update(arguments))
+    urls = "[project.urls]\n" + (f'Repository = "{repository}"\n' if repository else "")
+    (tmp_path / "pyproject.toml").write_text(urls)
+    (tmp_path / "README.md").write_text("![a](docs/a.webp) [b](docs/b.md#c) [`d`](d) [e](https://e.org) [f](#f)")
+    (tmp_path / "setup.py").write_text((ROOT / "setup.py").read_text())
+    runpy.run_path(str(tmp_path / "setup.py"))
+    links = re.findall(r"\]\(([^)]+)\)", given["long_description"])
+    file, raw = (f"{repository}/blob/HEAD/", f"{repository}/raw/HEAD/") if repository else ("", "")
+    assert links == [f"{raw}docs/a.webp", f"{file}docs/b.md#c", f"{file}d", "https://e.org", "#f"]
+
+
+def test_the_tests_that_show_a_feature_are_there():
+    source = "".join(path.read_text() for path in Path(__file__).parent.glob("**/test_*.py"))
+    named = {test for _, tests in support_matrix.FEATURES.values() for test in tests}
+    assert named <= set(re.findall(r"def (test_\w+)\(", source))

@@ -42,10 +42,7 @@ def run_tests(start_forks):
             command = [sys.executable, "-m", "pytest", *words, *(str(ROOT / test) for test in tests)]
             done = subprocess.run(command, cwd=package, env={**os.environ, **alone}, capture_output=True, text=True)
             return done.returncode, done.stdout + done.stderr
-        # Programs run in forks of what this one has imported, which serve one file of tests.
-        files = {ROOT / test.partition("::")[0] for test in tests}
-        fork = {"FORK_ITSELF": ""} if ["forks" in file.read_text() for file in files] == [True] else {}
-        return run(package, "pytest", *words, *(ROOT / test for test in tests), **fork)
+        return run(package, "pytest", *words, *(ROOT / test for test in tests))
 
     return run_tests
 

@@ -38,11 +38,11 @@ def results(request, made_once, forks, child_environment):
             def launch(folder):
                 words = [worker.__file__, device, str(folder), *dict.fromkeys(names)]
                 if device == "cpu":
-                    code, output = forks(folder, *words)
+                    code, output = forks(folder, *words, processes=worker.RANKS)
                 else:
                     options = {"env": child_environment, "capture_output": True, "text": True, "check": False}
-                    timeout = worker.SECONDS[device] + 60
-                    ended = subprocess.run([sys.executable, *words], timeout=timeout, **options)
+                    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+                    ended = subprocess.run([*launch, str(worker.RANKS), *words], timeout=620, **options)
                     code, output = ended.returncode, ended.stderr
                 assert code == 0, output[-3000:]
 

@@ -28,8 +28,6 @@ def run(folder: str, output: str, words: list[str], environment: dict[str, str])
     file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(file, 1)
     os.dup2(file, 2)
-    # What forks may have its answers in their place.
-    sys.stdout, sys.stderr = (os.fdopen(descriptor, "w", closefd=False) for descriptor in (1, 2))
     os.chdir(folder)
     os.environ.update(environment)
     sys.path.insert(0, folder)

@@ -1,11 +1,10 @@
 """What `test_xfuser.py` runs: alone, in its own process, and on two ranks of xfuser.
 
-    python xfuser_worker.py cpu FOLDER CASE …
-    python xfuser_worker.py cuda FOLDER CASE …
+    torchrun --nproc-per-node 2 xfuser_worker.py DEVICE FOLDER CASE …
 
-is both ranks; each writes what it found to the folder. On the CPU, where xfuser refuses to be imported, it is told
-while it is imported that there is an accelerator with gloo, and its runner's clocks are stopped; its groups,
-all-to-alls, models, state and runner are its own.
+is both ranks, on a cpu or cuda; each writes what it found to the folder. On the CPU, where xfuser refuses to be
+imported, it is told while it is imported that there is an accelerator with gloo, and its runner's clocks are stopped;
+its groups, all-to-alls, models, state and runner are its own.
 """
 
 from __future__ import annotations
@@ -13,8 +12,6 @@ from __future__ import annotations
 import contextlib
 import os
 import runpy
-import signal
-import subprocess
 import sys
 from pathlib import Path
 from unittest import mock
@@ -26,8 +23,6 @@ import vmonarch
 from vmonarch import BasedProcessor, VMonarchProcessor
 
 RANKS = 2
-# That all cases of a device may take.
-SECONDS = {"cpu": 240, "cuda": 560}
 # 15 tokens on each rank, none of them at a frame's end; of 45, xfuser pads the second rank's 22 to 23.
 EVEN, PADDED = (5, 2, 3), (5, 3, 3)
 
@@ -331,40 +326,24 @@ def import_xfuser(device):
             module.HAS_LONG_CTX_ATTN = True
 
 
-def main(tiny, device, folder, rank, names):
-    # Should the other rank end, this one would wait for it half an hour. On a GPU the kernels have to be compiled.
-    signal.alarm(SECONDS[device])
+def main(device, folder, names):
     torch.set_num_threads(1)
     os.chdir(folder)
+    rank = int(os.environ["RANK"])
     ranks, results = Rank(device, rank, folder), {}
     # The runner ends with the groups.
     for name in sorted(names, key=lambda name: name == "runner"):
-        results[name] = parts.found_by(SAME[name] if name in SAME else REFUSED[name][0], tiny, ranks)
+        results[name] = parts.found_by(SAME[name] if name in SAME else REFUSED[name][0], tiny_wan, ranks)
     torch.save(results, Path(folder) / f"{rank}.pt")
 
 
 if __name__ == "__main__":
     kind, output_folder, *words = sys.argv[1:]
-    second = None
-    if kind == "cuda" and "SECOND" not in os.environ:
-        # A process that has seen the GPU cannot be forked.
-        second = subprocess.Popen([sys.executable, *sys.argv], env=os.environ | {"SECOND": "1"})
     import_xfuser(kind)
     import tiny_wan
+    from interpreter import faster
 
     import vmonarch.xfuser
 
-    child, interpreter = 0, contextlib.nullcontext()
-    if kind == "cpu":
-        from interpreter import faster
-
-        child, interpreter = os.fork(), faster()
-        here = 0 if child else 1
-    else:
-        here = 1 if second is None else 0
-    with interpreter:
-        main(tiny_wan, kind, output_folder, here, words)
-    if child:
-        sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
-    if second is not None:
-        sys.exit(second.wait())
+    with faster():
+        main(kind, output_folder, words)

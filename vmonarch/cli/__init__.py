@@ -22,21 +22,13 @@ from vmonarch.cli.arguments import Parser
 from vmonarch.configs import InputError
 from vmonarch.requirements import check_versions
 
-# Name -> module here, with `add_NAME(parser)` for its arguments and `run_NAME(arguments)`, whose docstring is its help.
-# All are imported for every command, so that none imports torch, or what takes as long, before it is run.
+# Module here -> its commands, each with `add_NAME(parser)` for its arguments and `run_NAME(arguments)`, whose docstring
+# is its help. All are imported for every command, so that none imports torch, or what takes as long, before it is run.
 COMMANDS = {
-    "generate": "generate",
-    "compare": "evaluate",
-    "ui": "evaluate",
-    "eval": "evaluate",
-    "vbench": "evaluate",
-    "calibrate": "evaluate",
-    "preprocess": "training",
-    "finetune": "training",
-    "export": "training",
-    "bench": "bench",
-    "tune": "bench",
-    "info": "info",
+    "sampling": ("generate", "compare", "ui", "eval", "vbench", "calibrate"),
+    "training": ("preprocess", "finetune", "export"),
+    "bench": ("bench", "tune"),
+    "info": ("info",),
 }
 
 
@@ -60,17 +52,18 @@ def build_parser() -> Parser:
     )
     parser.add_argument("--version", action="version", version=f"vmonarch {__version__}")
     commands = parser.add_commands()
-    for name, place in COMMANDS.items():
+    for place, names in COMMANDS.items():
         module = importlib.import_module(f"vmonarch.cli.{place}")
-        run = getattr(module, f"run_{name}")
-        line, _, epilog = inspect.cleandoc(run.__doc__).partition("\n\n")
-        command = commands.add_parser(name, help=line, description=line, epilog=epilog)
-        getattr(module, f"add_{name}")(command)
-        for leaf in command.commands.values() or [command]:
-            leaf.add_argument("--debug", action="store_true", help="show the traceback of an error")
-            leaf.add_argument("--quiet", action="store_true", help="no progress; print paths only")
-            # Information serves whatever versions of torch and diffusers are installed.
-            leaf.set_defaults(command=run, needs_versions=name != "info")
+        for name in names:
+            run = getattr(module, f"run_{name}")
+            line, _, epilog = inspect.cleandoc(run.__doc__).partition("\n\n")
+            command = commands.add_parser(name, help=line, description=line, epilog=epilog)
+            getattr(module, f"add_{name}")(command)
+            for leaf in command.commands.values() or [command]:
+                leaf.add_argument("--debug", action="store_true", help="show the traceback of an error")
+                leaf.add_argument("--quiet", action="store_true", help="no progress; print paths only")
+                # Information serves whatever versions of torch and diffusers are installed.
+                leaf.set_defaults(command=run, needs_versions=name != "info")
     return parser
 
 

@@ -13,17 +13,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn, TypeVar
 
-from vmonarch.configs import (
-    InputError,
-    Settings,
-    described,
-    is_override,
-    parse_override,
-    preset_names,
-    read_yaml,
-    suggest,
-)
-from vmonarch.pipelines.config import SamplingConfig, build_config, read_prompts
+from vmonarch.configs import Settings, described, is_override, parse_override, preset_names, read_yaml, suggest
+from vmonarch.pipelines.config import build_config
 
 # Arguments of several words, among which overrides may stand.
 _WITH_OVERRIDES = ("prompts", "videos", "methods", "candidates", "vbench", "seeds")
@@ -103,69 +94,11 @@ def given_options(arguments: argparse.Namespace, *names: str) -> dict[str, Any]:
 
 
 Config = TypeVar("Config", bound=Settings)
-Sampling = TypeVar("Sampling", bound=SamplingConfig)
-# One word of a script that puts blanks between words: Latin, Greek, Cyrillic.
-_BARE_WORD = re.compile(r"[!-\u052f]+")
-_SIZES = (
-    *("height", "width", "num_frames", "steps", "guidance", "true_guidance", "guidance_2", "scheduler", "sigmas"),
-    *("flow_shift", "negative_prompt", "fps", "max_sequence_length"),
-)
-# What the page of `vmonarch ui` has, too.
-MACHINE = ("dtype", "device", "offload")
 
 
 def add_config(parser: argparse._ActionsContainer, group: str) -> None:
     """Declare what names a YAML file, or an entry of `configs/<group>.yaml`."""
     parser.add_argument("--config", metavar="FILE", help=f"YAML file, or one of {', '.join(preset_names(group))}")
-
-
-def add_sampling_arguments(parser: argparse.ArgumentParser, *, group: str) -> None:
-    """Declare prompts, seeds, sizes, devices and outputs.
-
-    Args:
-        group: the file of `configs/` whose entries --config knows.
-    """
-    about = "what the video shows; key=value overrides may stand here too"
-    parser.add_argument("prompts", nargs="*", metavar="prompt", help=about)
-    parser.add_argument("--prompt-file", metavar="FILE", help="a prompt a line, UTF-8")
-    add_options(parser, SamplingConfig, "model", "revision", "lora", "lora_2", "image", "seeds")
-    add_options(parser.add_argument_group("sampling (default: what the model recommends)"), SamplingConfig, *_SIZES)
-    add_options(parser.add_argument_group("machine"), SamplingConfig, *MACHINE, "batch_size")
-    output = parser.add_argument_group("configuration and output")
-    add_config(output, group)
-    output.add_argument("--output-dir", metavar="FOLDER", help=f"created when missing (default: outputs/{group})")
-
-
-def method_help() -> str:
-    """What names a method on the command line."""
-    recipes = ", ".join(preset_names("recipes"))
-    return f"{', '.join(preset_names('attention'))}, a recipe ({recipes}), or METHOD:key=value,…"
-
-
-def add_method_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare which methods sample."""
-    about = f"of {method_help()} (default full near-lossless)"
-    parser.add_argument("--methods", "--recipe", nargs="+", metavar="METHOD", help=about)
-
-
-def sampling_config(
-    schema: type[Sampling], arguments: argparse.Namespace, recorded: Mapping[str, Any] = {}
-) -> Sampling:
-    """The settings of a command that samples, as `read_config` makes them up.
-
-    Raises:
-        InputError: no prompt, a prompt without quotes, an unreadable file, or a value that cannot be used.
-    """
-    prompts = arguments.prompts or []
-    if len(prompts) > 1 and all(map(_BARE_WORD.fullmatch, prompts)):
-        problem = f"must stand in quotes, or each word is a prompt of its own: {' '.join(prompts)!r}"
-        raise InputError("prompts", f"{problem}; for prompts of one word use --prompt-file")
-    if arguments.prompt_file is not None:
-        arguments.prompts = [*prompts, *read_prompts(arguments.prompt_file)]
-    config = read_config(schema, arguments, recorded)
-    if not config.prompts:
-        raise InputError("prompts", "is missing: give one or more prompts, or --prompt-file")
-    return config
 
 
 def read_config(schema: type[Config], arguments: argparse.Namespace, recorded: Mapping[str, Any] = {}) -> Config:

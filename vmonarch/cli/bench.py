@@ -19,17 +19,10 @@ BENCHES: dict[str, tuple[str, int, float]] = {
     "train": ("training steps, and their memory", 5, 300.0),
     "parallel": ("models on several GPUs, by heads", 5, 540.0),
 }
-
-
-DEVICE: dict[str, Any] = {
-    "default": "cuda",
-    "metavar": "DEVICE",
-    "help": "cuda (default), cuda:N; cpu with TRITON_INTERPRET=1",
-}
 _SEVERAL: dict[str, Any] = {"nargs": "+", "metavar": "NAME"}
 _HEAD_DIMS = {"type": int, "nargs": "+", "metavar": "N", "help": "default: 128 64"}
 _METHODS = {"nargs": "+", "metavar": "NAME", "help": "as `vmonarch compare` takes them (default: those of the docs)"}
-# Options of each: (name, what argparse is told).
+# Options of each, and of `vmonarch tune`: (name, what argparse is told).
 _OPTIONS: dict[str, list[tuple[str, dict[str, Any]]]] = {
     "kernels": [
         ("--shapes", {**_SEVERAL, "help": "frames x height x width of the latent, such as 43x28x52, or 24x44x80:40 for"
@@ -63,20 +56,31 @@ _OPTIONS: dict[str, list[tuple[str, dict[str, Any]]]] = {
         ("--models", {"nargs": "+", "metavar": "SETTING", "help": "of `vmonarch bench e2e`"}),
         ("--modes", {**_SEVERAL, "help": "eager, compiled (default: both)"}),
     ],
+    "tune": [
+        ("--kernels", {**_SEVERAL, "help": "such as r_step l_output (default: all; an unknown one lists them)"}),
+        ("--head-dims", _HEAD_DIMS),
+        ("--budget", {"type": float, "metavar": "SECONDS", "help": "begin no kernel after this time (default 480)"}),
+        ("--output", {"type": Path, "metavar": "FILE", "help": "table to write or extend (default: the chip's own)"}),
+    ],
 }  # fmt: skip
+
+
+def _add_options(parser: argparse.ArgumentParser, name: str) -> None:
+    options = [parser.add_argument(*words.split(), **told).dest for words, told in _OPTIONS[name]]
+    about = "cuda (default), cuda:N; cpu with TRITON_INTERPRET=1"
+    parser.add_argument("--device", default="cuda", metavar="DEVICE", help=about)
+    parser.set_defaults(options=options)
 
 
 def add_bench(parser: Parser) -> None:
     commands = parser.add_commands()
     for name, (line, rounds, budget) in BENCHES.items():
         of = commands.add_parser(name, help=line, description=f"Time {line}.")
-        options = [of.add_argument(*words.split(), **told).dest for words, told in _OPTIONS[name]]
+        _add_options(of, name)
         about = f"measurements of each method (default {rounds})"
         of.add_argument("--rounds", type=int, default=rounds, metavar="N", help=about)
         about = f"begin nothing after it (default {budget:g})"
         of.add_argument("--budget", type=float, default=budget, metavar="SECONDS", help=about)
-        of.add_argument("--device", **DEVICE)
-        of.set_defaults(options=options)
     merging = commands.add_parser("merge", help="put the JSON of several runs of `vmonarch bench e2e` together")
     merging.add_argument("parts", nargs="+", type=Path, metavar="FILE", help="JSON of `vmonarch bench e2e`")
     for name, of in parser.commands.items():
@@ -137,18 +141,8 @@ def run_bench(arguments: argparse.Namespace) -> None:
         raise WrongResultError(f"{len(wrong)} results are wrong or missing: {'; '.join(wrong)}")
 
 
-_TUNE: dict[str, dict[str, Any]] = {
-    "kernels": _SEVERAL | {"help": "such as r_step l_output (default: all; an unknown one lists them)"},
-    "head-dims": _HEAD_DIMS,
-    "budget": {"type": float, "metavar": "SECONDS", "help": "begin no kernel after this time (default 480)"},
-    "output": {"type": Path, "metavar": "FILE", "help": "table to write or extend (default: the chip's own)"},
-    "device": DEVICE,
-}
-
-
 def add_tune(parser: argparse.ArgumentParser) -> None:
-    for name, told in _TUNE.items():
-        parser.add_argument(f"--{name}", **told)
+    _add_options(parser, "tune")
 
 
 def run_tune(arguments: argparse.Namespace) -> None:
@@ -164,8 +158,8 @@ def run_tune(arguments: argparse.Namespace) -> None:
     from vmonarch.eval.bench.tune import run_tune
     from vmonarch.eval.render.tables import aligned
 
-    given = given_options(arguments, *(name.replace("-", "_") for name in _TUNE))
-    results = run_tune(**given, say=teller(arguments.quiet))
+    given = given_options(arguments, *arguments.options)
+    results = run_tune(**given, device=arguments.device, say=teller(arguments.quiet))
     if not arguments.quiet:
         (table,) = results["tables"]
         print(aligned(table["header"], table["rows"]))

@@ -1,1 +1,0 @@
-"""Tables of documents and terminals (tables.py), and the templates of reports."""

@@ -1,1 +1,0 @@
-"""Studies: one script each, run by hand; nothing imports them but their tests."""
