@@ -55,11 +55,12 @@ def _devices() -> dict[str, str]:
 
 
 def _embedded_model() -> str:
-    from vmonarch.pipelines.model_folder import ModelError, find_model, folder_bytes
+    from vmonarch.pipelines.embedded import embedded_model_path
+    from vmonarch.pipelines.model_folder import folder_bytes
 
     try:
-        folder = find_model("embedded").path
-    except ModelError as error:
+        folder = embedded_model_path()
+    except FileNotFoundError as error:
         return str(error)
     return f"{folder_bytes(folder) / 2**20:.1f} MiB at {folder}"
 
