@@ -13,7 +13,7 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,12 +24,6 @@ if TYPE_CHECKING:
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 PACKAGES = ("torch", "triton", "diffusers", "transformers", "accelerate", "peft", "omegaconf", "imageio-ffmpeg")
-EXTRAS = {
-    "parallel": ("xfuser",),
-    "ui": ("gradio",),
-    "float8": ("torchao",),
-    "dev": ("pytest", "ruff", "mypy"),
-}
 
 
 def choose_device(device: str) -> torch.device:
@@ -70,7 +64,7 @@ def choose_dtype(dtype: str, device: torch.device) -> torch.dtype:
     return chosen
 
 
-def package_versions(names: tuple[str, ...] = PACKAGES) -> dict[str, str | None]:
+def package_versions(names: Iterable[str] = PACKAGES) -> dict[str, str | None]:
     """Installed version of each distribution, None where it is missing; nothing is imported."""
     versions: dict[str, str | None] = dict.fromkeys(names)
     for name in names:
