@@ -15,7 +15,7 @@ from vmonarch.pipelines.embedded import EMBEDDED_SETTINGS, embedded_model_path
 from vmonarch.pipelines.environment import DTYPES, choose_device, choose_dtype
 from vmonarch.pipelines.lora import LORA, find_lora
 from vmonarch.pipelines.model_folder import PROXY_RECORD, ModelFolder, read_json
-from vmonarch.pipelines.traits import IMAGE_TO_VIDEO, TRAITS
+from vmonarch.pipelines.traits import IMAGE_TO_VIDEO, TEXT_TO_VIDEO, TRAITS
 
 # Text tokens that any of the models takes.
 _MAX_TEXT_TOKENS = 512
@@ -230,7 +230,8 @@ def recommended_settings(model: ModelFolder) -> dict[str, Any]:
         ours = {"num_inference_steps": "steps", "guidance_scale": "guidance"}
         found: dict[str, Any] = {ours.get(name, name): value for name, value in settings.items()}
         return found | {"fps": float(found["fps"]), "max_sequence_length": 512, "negative_prompt": ""}
-    return presets("defaults")[model.traits.defaults] | model.traits.recommended(model.outline)
+    of_class = presets("defaults")[TEXT_TO_VIDEO if model.traits.wan else model.pipeline]
+    return of_class | model.traits.recommended(model.outline)
 
 
 def _vae_config(path: Path) -> dict[str, Any]:

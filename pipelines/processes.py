@@ -85,18 +85,13 @@ def shared_videos(model: LoadedModel, config: SamplingConfig, shard: Shard) -> I
     on_gpu = model.device.type == "cuda"
     dist.init_process_group("nccl" if on_gpu else "gloo", device_id=model.device if on_gpu else None)
     transformer: Any
-    try:
-        for transformer in find_transformers(model.pipe).values():
-            uneven = any(count % shard.size for count in (tokens, transformer.config.num_attention_heads))
-            parallel = ContextParallelConfig(ulysses_degree=shard.size, ulysses_anything=uneven)
-            try:
-                transformer.enable_parallelism(config=parallel)
-            except (ValueError, NotImplementedError) as error:
-                raise InputError("model", f"cannot be spread over {shard.size} processes: {error}") from error
-        yield
-    except BaseException:
-        # NCCL would wait for the other processes, which may be in the middle of an exchange; this one is about to end.
-        if not on_gpu:
-            dist.destroy_process_group()
-        raise
+    for transformer in find_transformers(model.pipe).values():
+        uneven = any(count % shard.size for count in (tokens, transformer.config.num_attention_heads))
+        parallel = ContextParallelConfig(ulysses_degree=shard.size, ulysses_anything=uneven)
+        try:
+            transformer.enable_parallelism(config=parallel)
+        except (ValueError, NotImplementedError) as error:
+            raise InputError("model", f"cannot be spread over {shard.size} processes: {error}") from error
+    yield
+    # Not after an error: NCCL would wait for the other processes, which may be in the middle of an exchange.
     dist.destroy_process_group()

@@ -27,13 +27,12 @@ class Traits:
     The functions are given a pipeline of the class, whose models need no weights (`ModelFolder.outline`).
 
     Args:
-        defaults: the entry in `configs/defaults.yaml` with the defaults of the class.
         arguments: what the pipeline's call names the settings that not every pipeline has, by their own names.
         lengths: for each text encoder how many tokens a prompt has, how many the encoder sees, after which the pipeline
             cuts it off, and which of its words are counted ("" for all); of the pipeline, the prompt, and the setting
             `max_sequence_length`.
-        recommended: defaults that the model's configs tell, over those of the class; an InputError that names the
-            model where these configs are not supported.
+        recommended: defaults that the model's configs tell, over those of the class in `configs/defaults.yaml`; an
+            InputError that names the model where these configs are not supported.
         factor: what the pipeline calls how many pixels (frames) one latent pixel (frame) stands for.
         most_tokens: the most that a video may have along frames, height and width, of the transformer's config: the
             length of its rotary tables; None where these are made for the video.
@@ -42,7 +41,6 @@ class Traits:
         wan: of the Wan family, which can be trained, and whose videos several GPUs can share.
     """
 
-    defaults: str
     arguments: Mapping[str, str]
     lengths: Callable[[Any, str, int | None], list[TextLength]]
     recommended: Callable[[Any], dict[str, Any]] = lambda pipe: {}
@@ -135,7 +133,6 @@ def _cogvideox_lengths(pipe: Any, text: str, most: int | None) -> list[TextLengt
 
 
 _WAN = Traits(
-    defaults="wan",
     arguments=_GUIDED | {"guidance_2": "guidance_scale_2"},
     lengths=_wan_lengths,
     most_tokens=lambda config: (config.rope_max_seq_len,) * 3,
@@ -147,13 +144,11 @@ TRAITS = {
     TEXT_TO_VIDEO: _WAN,
     IMAGE_TO_VIDEO: _WAN,
     "HunyuanVideoPipeline": Traits(
-        defaults="hunyuan-video",
         arguments=_GUIDED | {"true_guidance": "true_cfg_scale"},
         lengths=_hunyuan_lengths,
         tiled=True,
     ),
     "HunyuanVideo15Pipeline": Traits(
-        defaults="hunyuan-video-1.5",
         arguments={},
         lengths=_hunyuan15_lengths,
         recommended=_hunyuan15_recommended,
@@ -161,13 +156,11 @@ TRAITS = {
         tiled=True,
     ),
     "LTXPipeline": Traits(
-        defaults="ltx",
         arguments=_GUIDED | {"fps": "frame_rate"},
         factor="vae_{}_compression_ratio",
         lengths=_lengths,
     ),
     "CogVideoXPipeline": Traits(
-        defaults="cogvideox",
         arguments={"guidance": "guidance_scale"},
         lengths=_cogvideox_lengths,
         recommended=_cogvideox_recommended,
