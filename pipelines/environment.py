@@ -73,6 +73,16 @@ def package_versions(names: Iterable[str] = PACKAGES) -> dict[str, str | None]:
     return versions
 
 
+def missing_packages() -> dict[str, list[str]]:
+    """What is not installed of each extra of vmonarch; "tested" is not among them, which has bounds alone."""
+    found: dict[str, list[str]] = {}
+    for needed in importlib.metadata.requires("vmonarch") or ():
+        if line := re.fullmatch(r"([\w-]+)[^;]*; extra == \"(.+)\"", needed):
+            missing = [name for name, version in package_versions([line[1]]).items() if version is None]
+            found[line[2]] = found.get(line[2], []) + missing
+    return {extra: missing for extra, missing in found.items() if extra != "tested"}
+
+
 def git_commit() -> str | None:
     """Commit of the checkout that vmonarch runs from, with `-dirty` when tracked files differ; None outside one."""
     import vmonarch

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import re
 
 
@@ -18,7 +17,7 @@ def add_info(parser: argparse.ArgumentParser) -> None:
 def run_info(arguments: argparse.Namespace) -> None:
     """versions, devices, the embedded model, installed extras"""
     from vmonarch.configs import preset_names
-    from vmonarch.pipelines.environment import environment, package_versions
+    from vmonarch.pipelines.environment import environment, missing_packages
     from vmonarch.requirements import unsupported_versions
 
     facts = environment("cpu")
@@ -27,23 +26,12 @@ def run_info(arguments: argparse.Namespace) -> None:
     rows |= {name: found or "not installed" for name, found in (facts["packages"] | unsupported_versions()).items()}
     rows |= {**_devices(), "embedded model": _embedded_model()}
     rows |= {"attention methods": ", ".join(preset_names("attention")), "recipes": ", ".join(preset_names("recipes"))}
-    for extra, packages in _extras().items():
-        missing = [name for name, version in package_versions(packages).items() if version is None]
+    for extra, missing in missing_packages().items():
         rows[f"extra {extra}"] = f"missing {', '.join(missing)}" if missing else "installed"
     if arguments.residuals is not None:
         rows["residuals"] = _residuals(*arguments.residuals)
     for name, value in rows.items():
         print(f"{name:<{max(map(len, rows))}}  {value}")
-
-
-def _extras() -> dict[str, list[str]]:
-    """The packages of each extra, by the metadata; "tested" names none of its own."""
-    found: dict[str, list[str]] = {}
-    for needed in importlib.metadata.requires("vmonarch") or ():
-        if line := re.fullmatch(r"([\w-]+)[^;]*; extra == \"(.+)\"", needed):
-            found.setdefault(line[2], []).append(line[1])
-    found.pop("tested", None)
-    return found
 
 
 def _devices() -> dict[str, str]:
