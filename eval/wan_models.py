@@ -85,7 +85,7 @@ class WanModel:
         from transformers import UMT5Config, UMT5EncoderModel
 
         if self.folder is not None:
-            return self.folder.read_component(part, dtype).to(device).eval().requires_grad_(False)
+            return self.folder.read_model(part, dtype).to(device).eval().requires_grad_(False)
         if part == "text_encoder":
             with device:
                 return UMT5EncoderModel(UMT5Config(**self.text_encoder)).to(dtype).eval().requires_grad_(False)

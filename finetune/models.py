@@ -49,7 +49,7 @@ def objective_of(folder: ModelFolder, config: FinetuneConfig) -> Objective:
         told,
         shift=told.flow_shift or float(scheduler.get("flow_shift", scheduler.get("shift", 1.0))),
         channels=folder.image_conditioned,
-        takes_image=folder.configs["transformer"].get("image_dim") is not None,
+        takes_image=folder.config.image_dim is not None,
         patch=folder.patch,
     )
 
@@ -90,7 +90,7 @@ def load_experts(
 
     lora, method = config.lora, config.attention
     dtype = frozen if lora.rank else torch.float32
-    parts: dict[str, Any] = {expert.name: folder.read_component(expert.name, dtype) for expert in trained}
+    parts: dict[str, Any] = {expert.name: folder.read_model(expert.name, dtype) for expert in trained}
     experts, teacher = Experts(parts), None
     if config.objective.distillation:
         teacher = BeforeLora(experts) if lora.rank else copy.deepcopy(experts).eval().requires_grad_(False)

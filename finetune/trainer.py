@@ -120,14 +120,14 @@ class Trainer:
             self._held = held.pop_all()
 
     def _loader(self, clips: ParquetFolder, **options: Any) -> LatentLoader:
-        vae = self.folder.configs["vae"]
+        vae = self.folder.outline.vae.config
         return LatentLoader(
             clips,
             rank=self.data_rank,
             world_size=self.data_world,
-            mean=torch.tensor(vae["latents_mean"]),
-            std=torch.tensor(vae["latents_std"]),
-            text_dim=self.folder.configs["transformer"].get("text_dim", 4096),
+            mean=torch.tensor(vae.latents_mean),
+            std=torch.tensor(vae.latents_std),
+            text_dim=self.folder.config.text_dim,
             **options,
         )
 

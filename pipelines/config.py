@@ -15,7 +15,7 @@ from vmonarch.pipelines.embedded import EMBEDDED_SETTINGS, embedded_model_path
 from vmonarch.pipelines.environment import DTYPES, choose_device, choose_dtype
 from vmonarch.pipelines.lora import LORA, find_lora
 from vmonarch.pipelines.model_folder import PROXY_RECORD, ModelFolder, read_json
-from vmonarch.pipelines.traits import IMAGE_TO_VIDEO, TRAITS
+from vmonarch.pipelines.traits import IMAGE_TO_VIDEO, TEXT_TO_VIDEO, TRAITS
 
 # Text tokens that any of the models takes.
 _MAX_TEXT_TOKENS = 512
@@ -225,12 +225,17 @@ def recommended_settings(model: ModelFolder) -> dict[str, Any]:
         InputError: the pipeline has a part that is not supported.
     """
     proxy = model.path / PROXY_RECORD
-    if proxy.is_file() or model.configs["vae"] == read_json(embedded_model_path() / "vae" / "config.json"):
+    if proxy.is_file() or _vae_config(model.path) == _vae_config(embedded_model_path()):
         settings = read_json(proxy)["generation"] if proxy.is_file() else vars(EMBEDDED_SETTINGS)
         ours = {"num_inference_steps": "steps", "guidance_scale": "guidance"}
         found: dict[str, Any] = {ours.get(name, name): value for name, value in settings.items()}
         return found | {"fps": float(found["fps"]), "max_sequence_length": 512, "negative_prompt": ""}
-    return presets("defaults")[model.traits.defaults] | model.traits.recommended(model.configs)
+    of_class = presets("defaults")[TEXT_TO_VIDEO if model.traits.wan else model.pipeline]
+    return of_class | model.traits.recommended(model.outline)
+
+
+def _vae_config(path: Path) -> dict[str, Any]:
+    return read_json(path / "vae" / "config.json")
 
 
 def complete(config: Config, model: ModelFolder) -> Config:
@@ -301,7 +306,7 @@ def _check_video(config: SamplingConfig, model: ModelFolder) -> None:
     assert config.num_frames is not None and config.height is not None and config.width is not None
     grid = model.grid(config.num_frames, config.height, config.width)
     for name, tokens, most, patch in zip(
-        ("num_frames", "height", "width"), grid, model.axis_tokens, model.patch, strict=True
+        ("num_frames", "height", "width"), grid, model.traits.most_tokens(model.config), model.patch, strict=True
     ):
         if most is not None and tokens > most:
             frames = name == "num_frames"

@@ -13,7 +13,7 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,12 +24,6 @@ if TYPE_CHECKING:
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 PACKAGES = ("torch", "triton", "diffusers", "transformers", "accelerate", "peft", "omegaconf", "imageio-ffmpeg")
-EXTRAS = {
-    "parallel": ("xfuser",),
-    "ui": ("gradio",),
-    "float8": ("torchao",),
-    "dev": ("pytest", "ruff", "mypy"),
-}
 
 
 def choose_device(device: str) -> torch.device:
@@ -70,13 +64,23 @@ def choose_dtype(dtype: str, device: torch.device) -> torch.dtype:
     return chosen
 
 
-def package_versions(names: tuple[str, ...] = PACKAGES) -> dict[str, str | None]:
+def package_versions(names: Iterable[str] = PACKAGES) -> dict[str, str | None]:
     """Installed version of each distribution, None where it is missing; nothing is imported."""
     versions: dict[str, str | None] = dict.fromkeys(names)
     for name in names:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions[name] = importlib.metadata.version(name)
     return versions
+
+
+def missing_packages() -> dict[str, list[str]]:
+    """What is not installed of each extra of vmonarch; "tested" is not among them, which has bounds alone."""
+    found: dict[str, list[str]] = {}
+    for needed in importlib.metadata.requires("vmonarch") or ():
+        if line := re.fullmatch(r"([\w-]+)[^;]*; extra == \"(.+)\"", needed):
+            missing = [name for name, version in package_versions([line[1]]).items() if version is None]
+            found[line[2]] = found.get(line[2], []) + missing
+    return {extra: missing for extra, missing in found.items() if extra != "tested"}
 
 
 def git_commit() -> str | None:

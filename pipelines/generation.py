@@ -63,11 +63,6 @@ def generate(
     config, model = complete_and_load(config, model, shard=shard, recorded=recorded)
     with shared_videos(model, config, shard):
         recipes.apply(model.pipe, config.attention)
-        if shard.rank > 0:
-            # The first process decodes and writes.
-            for jobs in config.batches():
-                sample(model, config, *zip(*jobs, strict=True), decode=False)
-            return []
         return _generate(config, model, shard, progress)
 
 
@@ -80,7 +75,10 @@ def _generate(config: GenerateConfig, model: LoadedModel, shard: Shard, progress
     failures: list[GenerationError] = []
     for jobs in config.batches():
         title = f"video {len(videos) + len(failures) + 1} of {total}" if progress else None
-        result = sample(model, config, *zip(*jobs, strict=True), progress=title)
+        # The first process decodes and writes.
+        result = sample(model, config, *zip(*jobs, strict=True), decode=shard.rank == 0, progress=title)
+        if shard.rank > 0:
+            continue
         # Of the whole batch: its videos are sampled together.
         facts |= {
             "seconds": result.seconds,

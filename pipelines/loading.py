@@ -10,8 +10,8 @@ from vmonarch.configs import InputError
 from vmonarch.installation import find_transformers
 from vmonarch.pipelines.config import Config, SamplingConfig, complete
 from vmonarch.pipelines.environment import choose_device, choose_dtype
-from vmonarch.pipelines.lora import LORA, fuse_loras, in_words
-from vmonarch.pipelines.model_folder import MODELS, ModelError, ModelFolder, find_model
+from vmonarch.pipelines.lora import LORA, fuse_loras
+from vmonarch.pipelines.model_folder import MODELS, ModelFolder, cannot_be_loaded, find_model
 from vmonarch.pipelines.outputs import check_sources, prepare_output_dir
 from vmonarch.pipelines.processes import ALONE, Shard
 from vmonarch.pipelines.recipes import quantize_for_good
@@ -19,10 +19,6 @@ from vmonarch.pipelines.traits import IMAGE_TO_VIDEO, Traits
 
 if TYPE_CHECKING:
     import torch
-
-
-# Of a pipeline: some have two text encoders.
-_TOKENIZERS = ("tokenizer", "tokenizer_2")
 
 
 @dataclass(frozen=True)
@@ -94,11 +90,9 @@ def load_model(config: SamplingConfig, folder: ModelFolder, shard: Shard = ALONE
     dtype = choose_dtype(config.dtype, device)
     if config.offload != "none" and device.type == "cpu":
         raise InputError("offload", f"{config.offload} needs a CUDA device; supported on the CPU: none")
-    parts = {name: folder.read_component(name) for name in _TOKENIZERS if name in folder.components}
-    check_prompt_lengths(config, folder.traits, parts)
-    parts["scheduler"] = _scheduler(folder, config)
+    check_prompt_lengths(config, folder.traits, folder.outline)
     cls = getattr(diffusers, IMAGE_TO_VIDEO if config.image is not None else folder.pipeline)
-    pipe = read_pipeline(cls, folder, dtype, **parts)
+    pipe = read_pipeline(cls, folder, dtype, scheduler=_scheduler(folder.outline.scheduler, config))
     fuse_loras(pipe, config)
     # A video at a time: its bits do not depend on those that are made with it. Some pipelines hand over latents in the
     # transformer's type.
@@ -128,29 +122,27 @@ def read_pipeline(cls: Any, folder: ModelFolder, dtype: torch.dtype, **parts: An
 
     for name in MODELS:
         if name in folder.components and name not in parts:
-            parts[name] = folder.read_component(name, torch.float32 if name == "vae" else dtype)
-    try:
+            parts[name] = folder.read_model(name, torch.float32 if name == "vae" else dtype)
+    with cannot_be_loaded(folder.path):
         return cls.from_pretrained(folder.path, local_files_only=True, **parts)
-    except Exception as error:
-        raise ModelError(f"{folder.path} cannot be loaded: {in_words(error)}") from error
 
 
-def _scheduler(folder: ModelFolder, config: SamplingConfig) -> Any:
-    """The model's own scheduler, or the one that is asked for, with the same flow shift unless another is given."""
-    own = folder.read_component("scheduler")
+def _scheduler(own: Any, config: SamplingConfig) -> Any:
+    """A model's own scheduler, or the one that is asked for, with the same flow shift unless another is given."""
     key = next((key for key in ("flow_shift", "shift") if key in own.config), None)
     if config.scheduler is not None:
         from vmonarch.pipelines.schedulers import few_step_scheduler
 
         shift = config.flow_shift or (own.config[key] if key else 1.0)
         return few_step_scheduler(config.scheduler, shift, config.sigmas)
-    if config.flow_shift is None:
-        return own
-    if own.config.get("use_dynamic_shifting"):
-        raise InputError("flow_shift", "cannot be set: this model's shift follows from the size of the video")
-    if key is None:
-        raise InputError("flow_shift", f"cannot be set: {type(own).__name__} has no flow shift")
-    return type(own).from_config(own.config, **{key: config.flow_shift})
+    changed: dict[str, Any] = {}
+    if config.flow_shift is not None:
+        if own.config.get("use_dynamic_shifting"):
+            raise InputError("flow_shift", "cannot be set: this model's shift follows from the size of the video")
+        if key is None:
+            raise InputError("flow_shift", f"cannot be set: {type(own).__name__} has no flow shift")
+        changed[key] = config.flow_shift
+    return type(own).from_config(own.config, **changed)
 
 
 def check_loaded(config: SamplingConfig, model: LoadedModel) -> None:
@@ -165,15 +157,11 @@ def check_loaded(config: SamplingConfig, model: LoadedModel) -> None:
             raise InputError(name, f"must be {has!r}, with which the pipeline was loaded, got {wanted!r}")
     if (config.image is None) != (model.config.image is None):
         raise InputError("image", "must be given to load the pipeline too, or neither time")
-    tokenizers = {name: getattr(model.pipe, name) for name in _TOKENIZERS if name in model.folder.components}
-    check_prompt_lengths(config, model.folder.traits, tokenizers)
+    check_prompt_lengths(config, model.folder.traits, model.pipe)
 
 
-def check_prompt_lengths(config: SamplingConfig, traits: Traits, tokenizers: Mapping[str, Any]) -> None:
-    """Check that no prompt is longer than the text encoders may see: nothing is cut off silently.
-
-    Args:
-        tokenizers: by the names of the pipeline's components.
+def check_prompt_lengths(config: SamplingConfig, traits: Traits, pipe: Any) -> None:
+    """Check that no prompt is longer than the text encoders of a pipeline may see: nothing is cut off silently.
 
     Raises:
         InputError: a prompt has more tokens than the limit; both numbers are told.
@@ -182,7 +170,7 @@ def check_prompt_lengths(config: SamplingConfig, traits: Traits, tokenizers: Map
     if config.negative_prompt:
         texts.append(("negative_prompt", config.negative_prompt))
     for name, text in texts:
-        for tokens, limit, which in traits.lengths(tokenizers, text, config.max_sequence_length):
+        for tokens, limit, which in traits.lengths(pipe, text, config.max_sequence_length):
             if tokens > limit:
                 problem = f"must have at most {limit} tokens{which} for this model's text encoder"
                 raise InputError(name, f"{problem}; {text[:40]!r} has {tokens}")

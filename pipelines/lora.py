@@ -41,6 +41,7 @@ def find_lora(argument: str, word: str) -> LoraFile:
     Raises:
         InputError: there is no such file, or it is no safetensors file.
     """
+    from huggingface_hub import hf_hub_download
     from safetensors import safe_open
 
     name, colon, number = word.rpartition(":")
@@ -48,33 +49,27 @@ def find_lora(argument: str, word: str) -> LoraFile:
         scale = float(number if colon else "")
     except ValueError:
         name, scale = word, 1.0
-    if not name.strip() or not math.isfinite(scale):
-        raise InputError(argument, f"{_SUPPORTED}, got {word!r}")
     path = Path(name).expanduser()
-    if path.is_dir():
-        found = sorted(path.glob("*.safetensors"))
-        if len(found) != 1:
-            raise InputError(argument, f"{_SUPPORTED}; {name!r} holds {len(found)} .safetensors files")
-        path = found[0]
     owner, model, file = [*name.split("/", 2), "", ""][:3]
-    if path.exists():
-        path = path.resolve()
-        name = str(path)
-    elif not (owner and model and file.endswith(".safetensors")) or owner in (".", "..", "~"):
-        raise InputError(argument, f"{_SUPPORTED}; there is no file {name!r}")
-    else:
-        import huggingface_hub
-
-        try:
-            path = Path(huggingface_hub.hf_hub_download(f"{owner}/{model}", file))
-        except Exception as error:
-            problem = f"{name!r} is neither a file here nor could it be had from the hub: {in_words(error)}"
-            raise InputError(argument, problem) from error
     try:
+        if not math.isfinite(scale):
+            raise ValueError("SCALE must be finite")
+        if path.is_dir():
+            found = sorted(path.glob("*.safetensors"))
+            if len(found) != 1:
+                raise FileNotFoundError(f"the folder holds {len(found)} .safetensors files")
+            path = found[0]
+        if path.exists():
+            path = path.resolve()
+            name = str(path)
+        elif file and owner not in ("", ".", "..", "~"):
+            path = Path(hf_hub_download(f"{owner}/{model}", file))
+        else:
+            raise FileNotFoundError("there is no file of this name")
         with safe_open(path, "numpy"):
             return LoraFile(path, scale, f"{name}:{scale:g}")
     except Exception as error:
-        raise InputError(argument, f"{_SUPPORTED}; {path} cannot be read: {error}") from error
+        raise InputError(argument, f"{_SUPPORTED}, got {word!r}: {in_words(error)}") from error
 
 
 def fuse_loras(pipe: Any, config: SamplingConfig) -> None:

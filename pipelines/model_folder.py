@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib
 import json
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from vmonarch.configs import InputError, file_sha256
 from vmonarch.pipelines.embedded import embedded_model_path
 from vmonarch.pipelines.lora import in_words, listed
-from vmonarch.pipelines.traits import TEXT_TO_VIDEO, TRAITS, Configs, Traits
+from vmonarch.pipelines.traits import TEXT_TO_VIDEO, TRAITS, Traits
 
 if TYPE_CHECKING:
     import torch
@@ -49,12 +50,12 @@ class ModelFolder:
         revision: commit of a hub model.
         pipeline: class name in `model_index.json`.
         components: library and class of each of the pipeline's parts, likewise.
-        configs: of its transformer (the first of two), its VAE and, where it has one, its guider.
+        outline: the pipeline as far as it can be had at once: its transformers and its VAE are without weights, and its
+            other models are missing.
+        config: of its transformer, the first of two.
         spatial, temporal: how many pixels (frames) of the video one latent pixel (frame) stands for.
         patch: latent pixels per token along frames, height and width.
         layers: of a transformer.
-        axis_tokens: the most tokens that a video may have along frames, height and width: the length of the
-            transformer's rotary tables; None where these are made for the video.
         image_conditioned: the transformer takes an image and cannot do without.
         image_capable: it can take one.
         boundary: the noise level below which it has a second transformer; None if it has none.
@@ -65,12 +66,12 @@ class ModelFolder:
     revision: str | None
     pipeline: str
     components: Mapping[str, tuple[str, str]]
-    configs: Configs
+    outline: Any
+    config: Any
     spatial: int
     temporal: int
     patch: tuple[int, int, int]
     layers: int
-    axis_tokens: tuple[int | None, int | None, int | None]
     image_conditioned: bool
     image_capable: bool
     boundary: float | None
@@ -97,25 +98,17 @@ class ModelFolder:
         latents = (num_frames - 1) // self.temporal + 1, height // self.spatial, width // self.spatial
         return LatentGrid(*(-(-size // patch) for size, patch in zip(latents, self.patch, strict=True)))
 
-    def read_component(self, name: str, dtype: torch.dtype | None = None) -> Any:
-        """A component on the CPU: of `MODELS`, with all tensors from its weights, as `dtype`; others without one.
+    def read_model(self, name: str, dtype: torch.dtype) -> Any:
+        """One of `MODELS` on the CPU, as `dtype`, with all its tensors from its weights.
 
         Raises:
-            ModelError: it is of no class of diffusers or transformers, it cannot be loaded, or its weights lack tensors
-                or hold others.
+            ModelError: it cannot be loaded, or its weights lack tensors or hold others.
         """
-        (library, cls), folder = self.components[name], self.path / name
-        known = getattr(importlib.import_module(library), cls, None) if library in _LIBRARIES else None
-        if known is None:
-            problem = f"it is a {library}.{cls}, which is not there; supported: classes of {' and '.join(_LIBRARIES)}"
-            raise ModelError(f"{folder} cannot be loaded: {problem}")
+        folder, (library, cls) = self.path / name, self.components[name]
         options = {"use_safetensors": True, "local_files_only": True, "output_loading_info": True}
-        try:
-            if dtype is None:
-                return known.from_pretrained(folder, local_files_only=True)
+        with cannot_be_loaded(folder):
+            known = getattr(importlib.import_module(library), cls)
             model, found = known.from_pretrained(folder, dtype=dtype, **options)
-        except Exception as error:
-            raise ModelError(f"{folder} cannot be loaded: {in_words(error)}") from error
         # The libraries only warn of these, and what is missing would be random. Tied weights are not among them.
         for keys, problem in (
             ("missing_keys", "lack {} of the tensors that {} has by its config.json"),
@@ -156,6 +149,8 @@ def find_model(name: str, revision: str | None = None) -> ModelFolder:
         InputError: `name` is none of these, or `revision` is given for one that is not the hub's.
         ModelError: the folder holds no complete, supported pipeline.
     """
+    from vmonarch.families import known_family, transformers_in
+
     path, revision = _locate(name, revision)
     index = read_json(path / "model_index.json")
     pipeline: Any = index.get("_class_name")
@@ -168,39 +163,64 @@ def find_model(name: str, revision: str | None = None) -> ModelFolder:
         for key, entry in index.items()
         if isinstance(entry, list) and len(entry) == 2 and entry[0]
     }
-    transformers = [name for name in ("transformer", "transformer_2") if name in components]
-    for required in ("vae", "text_encoder", "tokenizer", "scheduler", *(() if transformers else ("transformer",))):
-        if required not in components:
-            raise ModelError(f"{path / 'model_index.json'} names no {required}")
-    for component in components:
+    for component, (library, _) in components.items():
+        if library not in _LIBRARIES:
+            problem = f"it is of {library}; supported: classes of {' and '.join(_LIBRARIES)}"
+            raise ModelError(f"{path / component} cannot be loaded: {problem}")
         if not (path / component).is_dir():
             raise ModelError(f"{path} has no folder {component}/, which its model_index.json names")
         # What the libraries say of missing and damaged files names them.
         if component in MODELS and not any((path / component).glob("*.safetensors")):
             problem = "has no weights; safetensors files are supported, pickled ones are not"
             raise ModelError(f"{path / component} {problem}")
-    configs = {"vae": read_json(path / "vae" / "config.json")}
-    configs["transformer"] = read_json(path / transformers[0] / "config.json")
-    if "guider" in components:
-        configs["guider"] = read_json(path / "guider" / "guider_config.json")
-    traits, transformer, z_dim = TRAITS[pipeline], configs["transformer"], configs["vae"].get("z_dim", 16)
+    outline = _outline(path, pipeline, components)
+    with cannot_be_loaded(path):
+        transformer, *others = transformers_in(outline).values()
+    config, traits, size = transformer.config, TRAITS[pipeline], transformer.config.patch_size
+    spatial, temporal = (int(getattr(outline, traits.factor.format(along))) for along in ("spatial", "temporal"))
     # Image-to-video models of Wan 2.1 and 2.2 A14B take mask and image latents as extra input channels.
-    image_conditioned = traits.wan and transformer.get("in_channels", z_dim) > z_dim
+    image_conditioned = traits.wan and config.in_channels > outline.vae.config.z_dim
     return ModelFolder(
         name=name,
         path=path,
         revision=revision,
         pipeline=pipeline,
         components=components,
-        configs=configs,
-        **traits.sizes(configs),
-        # Wan's default: other configs always tell.
-        layers=sum(transformer.get(name, 40) for name in traits.layers),
+        outline=outline,
+        config=config,
+        spatial=spatial,
+        temporal=temporal,
+        patch=(config.patch_size_t or 1, size, size) if isinstance(size, int) else tuple(size),
+        layers=len(known_family(transformer).blocks_of(transformer)),
         image_conditioned=image_conditioned,
         # The 5B model blends the image into the first latent frame instead of taking more channels.
         image_capable=image_conditioned or bool(index.get("expand_timesteps")),
-        boundary=index.get("boundary_ratio") if len(transformers) == 2 else None,
+        boundary=index.get("boundary_ratio") if others else None,
     )
+
+
+def _outline(path: Path, pipeline: str, components: Mapping[str, tuple[str, str]]) -> Any:
+    """`outline` of a `ModelFolder`."""
+    import diffusers
+    import torch
+
+    parts: dict[str, Any] = dict.fromkeys(name for name in MODELS if name in components)
+    for name in ("transformer", "transformer_2", "vae"):
+        if name in components:
+            with cannot_be_loaded(path / name), torch.device("meta"):
+                cls = getattr(diffusers, components[name][1])
+                parts[name] = cls.from_config(cls.load_config(path / name, local_files_only=True))
+    with cannot_be_loaded(path):
+        return getattr(diffusers, pipeline).from_pretrained(path, local_files_only=True, **parts)
+
+
+@contextlib.contextmanager
+def cannot_be_loaded(folder: Path) -> Iterator[None]:
+    """Turn whatever goes wrong in the block, where the libraries load what is in a folder, into a `ModelError`."""
+    try:
+        yield
+    except Exception as error:
+        raise ModelError(f"{folder} cannot be loaded: {in_words(error)}") from error
 
 
 def find_wan_model(name: str, revision: str | None = None) -> ModelFolder:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vmonarch.configs import InputError
 from vmonarch.installation import find_transformers
@@ -16,8 +15,7 @@ if TYPE_CHECKING:
     from vmonarch.pipelines.loading import LoadedModel
 
 
-@dataclass(frozen=True)
-class Shard:
+class Shard(NamedTuple):
     """This process among those that share the work."""
 
     rank: int = 0
@@ -26,16 +24,9 @@ class Shard:
 
     @classmethod
     def of_environment(cls) -> Shard:
-        """From RANK, WORLD_SIZE and LOCAL_RANK, which launchers set; the only process without them.
-
-        Raises:
-            InputError: they are no numbers, or contradict each other.
-        """
-        values = [os.environ.get(name, default) for name, default in (("RANK", "0"), ("WORLD_SIZE", "1"))]
-        values.append(os.environ.get("LOCAL_RANK", values[0]))
-        if not all(value.isdecimal() for value in values) or int(values[0]) >= int(values[1]):
-            raise InputError("RANK", f"must be a number below WORLD_SIZE, got RANK={values[0]}, WORLD_SIZE={values[1]}")
-        return cls(*map(int, values))
+        """From RANK, WORLD_SIZE and LOCAL_RANK, which launchers set; the only process without them."""
+        rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+        return cls(rank, size, int(os.environ.get("LOCAL_RANK", rank)))
 
 
 ALONE = Shard()
@@ -94,18 +85,13 @@ def shared_videos(model: LoadedModel, config: SamplingConfig, shard: Shard) -> I
     on_gpu = model.device.type == "cuda"
     dist.init_process_group("nccl" if on_gpu else "gloo", device_id=model.device if on_gpu else None)
     transformer: Any
-    try:
-        for transformer in find_transformers(model.pipe).values():
-            uneven = any(count % shard.size for count in (tokens, transformer.config.num_attention_heads))
-            parallel = ContextParallelConfig(ulysses_degree=shard.size, ulysses_anything=uneven)
-            try:
-                transformer.enable_parallelism(config=parallel)
-            except (ValueError, NotImplementedError) as error:
-                raise InputError("model", f"cannot be spread over {shard.size} processes: {error}") from error
-        yield
-    except BaseException:
-        # NCCL would wait for the other processes, which may be in the middle of an exchange; this one is about to end.
-        if not on_gpu:
-            dist.destroy_process_group()
-        raise
+    for transformer in find_transformers(model.pipe).values():
+        uneven = any(count % shard.size for count in (tokens, transformer.config.num_attention_heads))
+        parallel = ContextParallelConfig(ulysses_degree=shard.size, ulysses_anything=uneven)
+        try:
+            transformer.enable_parallelism(config=parallel)
+        except (ValueError, NotImplementedError) as error:
+            raise InputError("model", f"cannot be spread over {shard.size} processes: {error}") from error
+    yield
+    # Not after an error: NCCL would wait for the other processes, which may be in the middle of an exchange.
     dist.destroy_process_group()

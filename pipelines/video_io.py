@@ -65,13 +65,10 @@ def encode_video(path: Path, frames: NDArray[np.uint8], fps: float) -> None:
     work, and with it the picture, by its threads, so their number follows from the frames' size.
 
     Raises:
-        ValueError: another dtype or shape.
         OSError: ffmpeg could not write the file; 4:2:0 halves height and width, which must be even.
     """
     import imageio_ffmpeg
 
-    if frames.dtype != np.uint8 or frames.ndim != 4 or frames.shape[3] != 3 or 0 in frames.shape:
-        raise ValueError(f"frames must be uint8 [F, H, W, 3] and not empty, got {frames.dtype} {frames.shape}")
     height, width = frames.shape[1:3]
     threads = max(1, min(8, height * width // _PIXELS_PER_THREAD))
     # Converted by BT.709 and marked so: players that must guess take BT.601 for small videos, and shift the colours.
@@ -206,27 +203,18 @@ def _picture(cells: Sequence[_Cell], columns: int, size: tuple[int, int], title:
 
     (width, height), columns = size, min(columns, len(cells))
     # A method's label gets spaces where a line may break.
-    texts = [
-        [(line, 15, _INK) for line in _wrap(label.replace(":", ": ").replace(",", ", "), 15, width)]
-        + [(line, 13, _FAINT) for line in _wrap(note, 13, width)]
-        for label, note, _ in cells
-    ]
+    texts = [_wrap(label.replace(":", ": ").replace(",", ", "), width) + _wrap(note, width) for label, note, _ in cells]
     bar = max(map(len, texts)) * _LINE + 4
-    head = [(line, 17, _INK) for line in _wrap(title, 17, columns * (width + _GAP) - _GAP)]
+    head = _wrap(title, columns * (width + _GAP) - _GAP)
     top = _MARGIN + _LINE * len(head) + (_GAP if head else 0)
     rows = -(-len(cells) // columns)
     whole = (2 * _MARGIN + columns * (width + _GAP) - _GAP, top + rows * (bar + height + _GAP) + _MARGIN - _GAP)
     sheet = Image.new("RGB", whole, _BACKGROUND)
-    draw = ImageDraw.Draw(sheet)
-
-    def write(lines: Sequence[tuple[str, int, tuple[int, int, int]]], x: int, y: int) -> None:
-        for i, (line, font, colour) in enumerate(lines):
-            draw.text((x, y + i * _LINE), line, colour, font=_font(font))
-
-    write(head, _MARGIN, _MARGIN)
+    write = functools.partial(ImageDraw.Draw(sheet).multiline_text, fill=_INK, font=_font())
+    write((_MARGIN, _MARGIN), "\n".join(head))
     for place, (lines, (*_, frame)) in enumerate(zip(texts, cells, strict=True)):
         x, y = _MARGIN + place % columns * (width + _GAP), top + place // columns * (bar + height + _GAP)
-        write(lines, x, y)
+        write((x, y), "\n".join(lines))
         if frame is not None:
             sheet.paste(Image.fromarray(frame).resize(size, Image.Resampling.LANCZOS), (x, y + bar))
     return sheet
@@ -243,17 +231,17 @@ def _cell_size(frames: NDArray[np.uint8], short_side: int) -> tuple[int, int]:
 
 
 @functools.cache
-def _font(size: int) -> ImageFont.FreeTypeFont | ImageFont.ImageFont:
+def _font() -> ImageFont.FreeTypeFont | ImageFont.ImageFont:
     from PIL import ImageFont
 
-    return ImageFont.load_default(size)
+    return ImageFont.load_default(15)
 
 
-def _wrap(text: str, size: int, width: int) -> list[str]:
+def _wrap(text: str, width: int) -> list[str]:
     """`text` in at most three lines of about `width` pixels, then an ellipsis; none if the font lacks its script."""
     text = " ".join(text.split())
     # Pillow's own font covers Latin; boxes in place of other scripts would tell the reader nothing.
     if not text or any(ord(character) > 0x24F and character not in "…–—·×→≥≤°" for character in text):
         return []
-    characters = max(8, int(0.95 * width * len(text) / _font(size).getlength(text)))
+    characters = max(8, int(0.95 * width * len(text) / _font().getlength(text)))
     return textwrap.wrap(text, characters, max_lines=3, placeholder=" …")

@@ -5,11 +5,9 @@ from __future__ import annotations
 import ast
 import glob
 import os
-import re
 import subprocess
 import sys
 import textwrap
-import tomllib
 from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -18,7 +16,6 @@ import pytest
 
 import vmonarch
 from vmonarch import requirements
-from vmonarch.pipelines.environment import EXTRAS
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = Path(vmonarch.__file__).parent
@@ -84,16 +81,6 @@ def test_the_root_folder_kernels_does_not_hide_the_package_of_that_name(tmp_path
     (package / "__init__.py").write_text("REAL = True\n")
     run_python("import kernels; assert kernels.REAL", cwd=ROOT, path=["", tmp_path])
     assert not (ROOT / "kernels" / "__init__.py").exists()
-
-
-def test_info_looks_for_the_packages_of_every_extra():
-    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    # Bounds, no packages.
-    del extras["tested"]
-    assert set(EXTRAS) == set(extras)
-    for extra, needed in extras.items():
-        packages = {re.match(r"[\w-]+", requirement)[0] for requirement in needed}
-        assert set(EXTRAS[extra]) <= packages and (extra == "dev" or packages <= set(EXTRAS[extra]))
 
 
 # Imports go one way: from the commands down to attention, and round in circles nowhere but inside `kernels`.

@@ -17,7 +17,7 @@ def add_info(parser: argparse.ArgumentParser) -> None:
 def run_info(arguments: argparse.Namespace) -> None:
     """versions, devices, the embedded model, installed extras"""
     from vmonarch.configs import preset_names
-    from vmonarch.pipelines.environment import EXTRAS, environment, package_versions
+    from vmonarch.pipelines.environment import environment, missing_packages
     from vmonarch.requirements import unsupported_versions
 
     facts = environment("cpu")
@@ -26,8 +26,7 @@ def run_info(arguments: argparse.Namespace) -> None:
     rows |= {name: found or "not installed" for name, found in (facts["packages"] | unsupported_versions()).items()}
     rows |= {**_devices(), "embedded model": _embedded_model()}
     rows |= {"attention methods": ", ".join(preset_names("attention")), "recipes": ", ".join(preset_names("recipes"))}
-    for extra, packages in EXTRAS.items():
-        missing = [name for name, version in package_versions(packages).items() if version is None]
+    for extra, missing in missing_packages().items():
         rows[f"extra {extra}"] = f"missing {', '.join(missing)}" if missing else "installed"
     if arguments.residuals is not None:
         rows["residuals"] = _residuals(*arguments.residuals)
@@ -55,11 +54,12 @@ def _devices() -> dict[str, str]:
 
 
 def _embedded_model() -> str:
-    from vmonarch.pipelines.model_folder import ModelError, find_model, folder_bytes
+    from vmonarch.pipelines.embedded import embedded_model_path
+    from vmonarch.pipelines.model_folder import folder_bytes
 
     try:
-        folder = find_model("embedded").path
-    except ModelError as error:
+        folder = embedded_model_path()
+    except FileNotFoundError as error:
         return str(error)
     return f"{folder_bytes(folder) / 2**20:.1f} MiB at {folder}"
 
