@@ -26,7 +26,7 @@ def test_help_takes_less_than_a_second_and_loads_nothing_heavy() -> None:
     loaded = run.stdout.splitlines()[-1]
     assert "usage: vmonarch" in run.stdout
     # The parser has all commands with their arguments, so this holds for the help of each.
-    assert "'vmonarch.cli.sampling'" in loaded
+    assert "'vmonarch.cli.generate'" in loaded
     heavy = ("torch", "numpy", "diffusers", "transformers", "accelerate", "yaml", "imageio",
              "matplotlib", "jinja2")  # fmt: skip
     assert not [name for name in heavy if f"'{name}'" in loaded]

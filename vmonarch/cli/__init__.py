@@ -25,7 +25,8 @@ from vmonarch.requirements import check_versions
 # Module here -> its commands, each with `add_NAME(parser)` for its arguments and `run_NAME(arguments)`, whose docstring
 # is its help. All are imported for every command, so that none imports torch, or what takes as long, before it is run.
 COMMANDS = {
-    "sampling": ("generate", "compare", "ui", "eval", "vbench", "calibrate"),
+    "generate": ("generate",),
+    "evaluate": ("compare", "ui", "eval", "vbench", "calibrate"),
     "training": ("preprocess", "finetune", "export"),
     "bench": ("bench", "tune"),
     "info": ("info",),

@@ -1,131 +1,32 @@
-"""Videos, and what is measured of them: `vmonarch generate`, `compare`, `eval`, `calibrate`, `ui` and `vbench`."""
+"""What is measured of videos: `vmonarch compare`, `eval`, `calibrate`, the page of `ui`, and `vbench`."""
 
 from __future__ import annotations
 
 import argparse
 import json
-import re
 import sys
-from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
-from vmonarch.cli.arguments import Parser, add_config, add_options, given_options, hide_loading_bars, read_config
-from vmonarch.configs import InputError, build, preset_names, read_document
+from vmonarch.cli.arguments import Parser, add_options, given_options, hide_loading_bars
+from vmonarch.cli.generate import MACHINE, add_methods, add_sampling, sampling_config
+from vmonarch.configs import InputError, build, read_document
 from vmonarch.eval.calibrate.settings import Budget, CalibrateConfig
 from vmonarch.eval.settings import CompareConfig, EvalConfig
 from vmonarch.eval.vbench import installation, scoring
 from vmonarch.files import AtomicFiles, write_json
-from vmonarch.pipelines.config import GenerateConfig, SamplingConfig, read_prompts
+from vmonarch.pipelines.config import SamplingConfig, read_prompts
 from vmonarch.pipelines.environment import shown_command
 
 if TYPE_CHECKING:
     from vmonarch.plan import AttentionPlan
 
-Config = TypeVar("Config", bound=SamplingConfig)
 _BUDGET = ("flops", "time", "measure")
-# One word of a script that puts blanks between words: Latin, Greek, Cyrillic.
-_BARE_WORD = re.compile(r"[!-\u052f]+")
-_SIZES = (
-    *("height", "width", "num_frames", "steps", "guidance", "true_guidance", "guidance_2", "scheduler", "sigmas"),
-    *("flow_shift", "negative_prompt", "fps", "max_sequence_length"),
-)
-# What the page of `vmonarch ui` has, too.
-_MACHINE = ("dtype", "device", "offload")
-
-
-def _add_sampling(parser: argparse.ArgumentParser, *, group: str) -> None:
-    """Declare prompts, seeds, sizes, devices and outputs.
-
-    Args:
-        group: the file of `configs/` whose entries --config knows.
-    """
-    about = "what the video shows; key=value overrides may stand here too"
-    parser.add_argument("prompts", nargs="*", metavar="prompt", help=about)
-    parser.add_argument("--prompt-file", metavar="FILE", help="a prompt a line, UTF-8")
-    add_options(parser, SamplingConfig, "model", "revision", "lora", "lora_2", "image", "seeds")
-    add_options(parser.add_argument_group("sampling (default: what the model recommends)"), SamplingConfig, *_SIZES)
-    add_options(parser.add_argument_group("machine"), SamplingConfig, *_MACHINE, "batch_size")
-    output = parser.add_argument_group("configuration and output")
-    add_config(output, group)
-    output.add_argument("--output-dir", metavar="FOLDER", help=f"created when missing (default: outputs/{group})")
-
-
-def _add_methods(parser: argparse.ArgumentParser, name: str, default: str, several: str | None = None) -> None:
-    """Declare which method samples, or which."""
-    known, recipes = (", ".join(preset_names(group)) for group in ("attention", "recipes"))
-    about = f"{known}, a recipe ({recipes}), or METHOD:key=value,… (default {default})"
-    parser.add_argument(f"--{name}", "--recipe", nargs=several, metavar="METHOD", help=about)
-
-
-def _config(schema: type[Config], arguments: argparse.Namespace, recorded: Mapping[str, Any] = {}) -> Config:
-    """The settings of a command that samples, as `read_config` makes them up.
-
-    Raises:
-        InputError: no prompt, a prompt without quotes, an unreadable file, or a value that cannot be used.
-    """
-    prompts = arguments.prompts or []
-    if len(prompts) > 1 and all(map(_BARE_WORD.fullmatch, prompts)):
-        problem = f"must stand in quotes, or each word is a prompt of its own: {' '.join(prompts)!r}"
-        raise InputError("prompts", f"{problem}; for prompts of one word use --prompt-file")
-    if arguments.prompt_file is not None:
-        arguments.prompts = [*prompts, *read_prompts(arguments.prompt_file)]
-    config = read_config(schema, arguments, recorded)
-    if not config.prompts:
-        raise InputError("prompts", "is missing: give one or more prompts, or --prompt-file")
-    return config
-
-
-def add_generate(parser: argparse.ArgumentParser) -> None:
-    _add_sampling(parser, group="generate")
-    _add_methods(parser, "attention", "near-lossless")
-    parser.add_argument("--from-json", metavar="FILE", help="make the video of this record again")
-    add_options(parser, GenerateConfig, "contact_sheet")
-
-
-def run_generate(arguments: argparse.Namespace) -> None:
-    """make videos from prompts
-
-    examples:
-      vmonarch generate "a red circle moving right over a dark background"
-      vmonarch generate "first prompt" "second prompt" --seed 1 2 3 --attention full
-      vmonarch generate "…" attention.num_iterations=3 attention.exact.band=1
-      vmonarch generate "…" --config wan2.1-t2v-1.3b --offload model
-      vmonarch generate "…" --config wan2.1-t2v-14b --recipe stack-fast
-      vmonarch generate --from-json outputs/generate/0001-1f3b9c8e.json
-      torchrun --nproc-per-node 4 -m vmonarch generate "…"   # every video on four GPUs
-
-    Each video gets a number and a short hash for a name, with a contact sheet (.png) and a record (.json) beside it.
-    """
-    from vmonarch.pipelines.environment import seconds
-    from vmonarch.pipelines.generation import generate
-    from vmonarch.pipelines.outputs import GenerationError, load_record
-    from vmonarch.pipelines.processes import Shard
-
-    recorded = None if arguments.from_json is None else load_record(arguments.from_json)
-    config = _config(GenerateConfig, arguments, recorded["config"] if recorded else {})
-    shard = Shard.of_environment()
-    failure = None
-    try:
-        videos = generate(config, recorded=recorded, progress=not arguments.quiet and shard.rank == 0, shard=shard)
-    except GenerationError as error:
-        # What was made before it is shown, too.
-        failure, videos = error, list(error.videos)
-    for video in videos:
-        spent = seconds(video.record["seconds"]["total"])
-        about = f"  (seed {video.record['seed']}, {config.attention.label} attention, {spent})"
-        print(video.video if arguments.quiet else f"{video.video}{about}")
-        if video.contact_sheet is not None and not arguments.quiet:
-            print(video.contact_sheet)
-        if video.record["attention"] is not None and not arguments.quiet:
-            print(video.record["attention"]["text"])
-    if failure is not None:
-        raise failure
 
 
 def add_compare(parser: argparse.ArgumentParser) -> None:
-    _add_sampling(parser, group="compare")
-    _add_methods(parser, "methods", "full near-lossless", "+")
+    add_sampling(parser, group="compare")
+    add_methods(parser, "methods", "full near-lossless", "+")
     add_options(parser, CompareConfig, "lpips", "vmaf")
 
 
@@ -147,8 +48,8 @@ def run_compare(arguments: argparse.Namespace) -> None:
 
 
 def add_eval(parser: argparse.ArgumentParser) -> None:
-    _add_sampling(parser, group="eval")
-    _add_methods(parser, "methods", "full near-lossless", "+")
+    add_sampling(parser, group="eval")
+    add_methods(parser, "methods", "full near-lossless", "+")
     add_options(parser, EvalConfig, "baseline", "prompt_set", "num_prompts", "lpips", "vmaf", "vbench", "report_items")
 
 
@@ -170,7 +71,7 @@ def run_eval(arguments: argparse.Namespace) -> None:
 def _evaluate(schema: type[EvalConfig], arguments: argparse.Namespace) -> None:
     from vmonarch.eval.evaluate import evaluate
 
-    config = _config(schema, arguments)
+    config = sampling_config(schema, arguments)
     evaluation = evaluate(config, progress=not arguments.quiet, command=shown_command(("vmonarch",), arguments.words))
     if evaluation.record is None:
         print(f"{evaluation.missing} items are missing; the call that finds all of them there writes the report")
@@ -183,7 +84,7 @@ def _evaluate(schema: type[EvalConfig], arguments: argparse.Namespace) -> None:
 
 
 def add_calibrate(parser: argparse.ArgumentParser) -> None:
-    _add_sampling(parser, group="calibrate")
+    add_sampling(parser, group="calibrate")
     add_options(parser, CalibrateConfig, "candidates", "every", "sensitivity", "refine", *_BUDGET)
     parser.add_argument("--diagnosis", metavar="FILE", help="make another plan from this one; nothing is sampled")
     parser.add_argument("--plan", metavar="FILE", help="where the plan of --diagnosis goes (default: plan.json beside)")
@@ -209,7 +110,7 @@ def run_calibrate(arguments: argparse.Namespace) -> None:
         return
     if arguments.plan is not None:
         raise InputError("plan", "is for --diagnosis; otherwise the plan lies in the output folder")
-    config = _config(CalibrateConfig, arguments)
+    config = sampling_config(CalibrateConfig, arguments)
     made = calibrate(config, progress=not arguments.quiet)
     if not arguments.quiet:
         _tell(made.plan)
@@ -250,7 +151,7 @@ def _tell(plan: AttentionPlan) -> None:
 
 def add_ui(parser: argparse.ArgumentParser) -> None:
     add_options(parser, SamplingConfig, "model")
-    add_options(parser.add_argument_group("machine"), SamplingConfig, *_MACHINE)
+    add_options(parser.add_argument_group("machine"), SamplingConfig, *MACHINE)
     server = parser.add_argument_group("server")
     server.add_argument("--output-dir", metavar="FOLDER", help="default: outputs/ui; the page shows all that is in it")
     server.add_argument("--host", metavar="ADDRESS", default="127.0.0.1", help="default 127.0.0.1: this machine alone")
@@ -272,7 +173,7 @@ def run_ui(arguments: argparse.Namespace) -> None:
     except ModuleNotFoundError as error:
         raise InputError("ui", f"needs {error.name}: pip install 'vmonarch[ui]'") from error
     hide_loading_bars()
-    studio = Studio(**given_options(arguments, "model", "output_dir", *_MACHINE))
+    studio = Studio(**given_options(arguments, "model", "output_dir", *MACHINE))
     page, address = launch(studio, arguments.host, arguments.port)
     if not is_local(arguments.host):
         print(f"vmonarch ui: warning: whoever reaches {arguments.host} can use the page; no password", file=sys.stderr)
