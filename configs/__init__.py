@@ -210,15 +210,16 @@ def as_json(value: Any) -> Any:
 
 
 def build(schema: type[Config], values: Mapping[str, Any]) -> Config:
-    """Settings with `values` over their defaults.
+    """Settings, or the options of a processor, with `values` over their defaults.
 
     Raises:
         InputError: an unknown key, or a value that the settings refuse.
     """
-    names = [field.name for field in dataclasses.fields(schema)]  # type: ignore[arg-type]
-    for key in values:
-        if key not in names:
-            raise InputError(key, f"is no known key{suggest(key, names)}; known: {', '.join(names)}")
+    parameters = inspect.signature(schema).parameters
+    open_ended = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    for key in () if open_ended else values:
+        if key not in parameters:
+            raise InputError(key, f"is no known key{suggest(key, parameters)}; known: {', '.join(parameters)}")
     return schema(**values)
 
 

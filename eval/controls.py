@@ -25,6 +25,7 @@ from vmonarch.autocast import without_autocast
 from vmonarch.base import Layer, VideoAttentionProcessor
 from vmonarch.based import LearningLayer
 from vmonarch.call import Call
+from vmonarch.configs import as_json, build, check_choice
 from vmonarch.flops import pair_flops, vmonarch_flops
 from vmonarch.grid import LatentGrid
 from vmonarch.kernels.common.blocks import BlockLayout, block_layout, grid_places
@@ -34,7 +35,7 @@ from vmonarch.kernels.monarch.reference import l_step, last_l_step, monarch_atte
 from vmonarch.kernels.two_resolution.api import two_resolution_attention
 from vmonarch.kernels.two_resolution.reference import best_of, chosen_tiles, tile_means
 from vmonarch.kernels.two_resolution.tiling import Tiling, exact_tiles, tile_layout, tiling_of
-from vmonarch.options import ExactBlocks, NoOptions, Options, TwoResolutionOptions, VMonarchOptions, check_share
+from vmonarch.options import ExactBlocks, Options, TwoResolutionOptions, VMonarchOptions, check_share
 from vmonarch.own import Own, Rotary, project, run_stack
 from vmonarch.validation import check_flag, check_integer, check_number, check_positive_integer
 
@@ -471,7 +472,7 @@ CONTROLS: dict[str, type[Options]] = {
     "vmoba": VMoBA,
     "vsa": VSA,
     "sla": SLA,
-    "exact": NoOptions,
+    "exact": Options,
 }
 
 
@@ -481,6 +482,10 @@ class KernelExact(Exact):
 
     def __call__(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Call) -> Result:
         return super().__call__(query, key, value, call._replace(lse=True, backend=None))
+
+
+# Options of all processors.
+_OF_ALL = ("dense_steps", "dense_layers", "refresh", "grid", "implementation")
 
 
 class ControlProcessor(VideoAttentionProcessor):
@@ -499,15 +504,24 @@ class ControlProcessor(VideoAttentionProcessor):
     """
 
     def __init__(self, control: str, **options: Any) -> None:
-        if control not in CONTROLS:
-            raise ValueError(f"control must be one of {', '.join(CONTROLS)}, got {control!r}")
-        self.control, self._OP_OPTIONS = control, CONTROLS[control]
-        names = [field.name for field in dataclasses.fields(self._OP_OPTIONS)]  # type: ignore[arg-type]
-        self._OPTIONS = ("control", *names, *self.COMMON)
-        VideoAttentionProcessor.__init__(self, **options)
+        check_choice("control", control, CONTROLS)
+        of_all = {name: options.pop(name) for name in _OF_ALL if name in options}
+        self.control, self._options = control, build(CONTROLS[control], options)
+        super().__init__(**of_all)
         self.LEARNS = isinstance(self.options, Trained)
         if self.LEARNS and self.refresh is not None:
             raise ValueError(f"refresh must be None with {control!r}, got {self.refresh}")
+
+    @property
+    def options(self) -> Any:
+        return self._options
+
+    def changed(self) -> dict[str, Any]:
+        return {"control": self.control} | self.options.changed() | super().changed()
+
+    @property
+    def config(self) -> dict[str, Any]:
+        return {"control": self.control} | as_json(vars(self.options)) | super().config
 
     def check_grid(self, grid: LatentGrid) -> None:
         self.options.check_grid(grid)

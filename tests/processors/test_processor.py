@@ -123,9 +123,8 @@ def test_config_goes_through_json(options):
 def test_options_do_not_change_and_no_others_are_set():
     processor = VMonarchProcessor(refresh=2)
     for name in ("refresh", "dense_layers", "implementation", "grid", "plan", "bias", "coarse", "options", "refrehs"):
-        with pytest.raises(AttributeError, match=f"does not change: make another with {name}=…"):
+        with pytest.raises(AttributeError, match=f"cannot assign to field '{name}'"):
             setattr(processor, name, 1)
-    processor._parallel_config = None
     for twin in (pickle.loads(pickle.dumps(processor)), copy.deepcopy(processor), copy.copy(processor)):
         assert twin.config == processor.config
 
