@@ -209,8 +209,11 @@ def as_json(value: Any) -> Any:
     return [as_json(entry) for entry in value] if isinstance(value, tuple | list) else plain(value)
 
 
-def build(schema: type[Config], values: Mapping[str, Any]) -> Config:
-    """Settings, or the options of a processor, with `values` over their defaults.
+def build(schema: type[Config], values: Mapping[str, Any], *, prefix: str = "") -> Config:
+    """Settings, or options of a dataclass, with `values` over their defaults.
+
+    Args:
+        prefix: of the keys, for the errors.
 
     Raises:
         InputError: an unknown key, or a value that the settings refuse.
@@ -219,7 +222,7 @@ def build(schema: type[Config], values: Mapping[str, Any]) -> Config:
     open_ended = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     for key in () if open_ended else values:
         if key not in parameters:
-            raise InputError(key, f"is no known key{suggest(key, parameters)}; known: {', '.join(parameters)}")
+            raise InputError(prefix + key, f"is no known key{suggest(key, parameters)}; known: {', '.join(parameters)}")
     return schema(**values)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, NamedTuple
 
-from vmonarch.attend import Attend, Beside, Biased, Exact, Op, Residual
+from vmonarch.attend import Attend, Beside, Exact, Op, Residual
 from vmonarch.bias import BiasOption
 from vmonarch.borrowed import borrow
 from vmonarch.configs import as_json
@@ -93,6 +93,11 @@ class VideoAttentionProcessor(Options):
             object.__setattr__(self, "bias", BiasOption(self.bias).bias)
 
     @property
+    def bias_option(self) -> BiasOption | None:
+        """The bias, for elements of the stack."""
+        return None if self.bias is None else BiasOption(self.bias)
+
+    @property
     def options(self) -> Any:
         """Those of the op alone."""
         return self.OP(**{option.name: getattr(self, option.name) for option in fields(self.OP)})
@@ -104,7 +109,7 @@ class VideoAttentionProcessor(Options):
     @property
     def exact_attention(self) -> Attend:
         """What `attention` approximates, of any tokens."""
-        return Exact(self.implementation) if self.bias is None else Biased(BiasOption(self.bias), self.implementation)
+        return Exact(self.implementation, self.bias_option)
 
     def stack(self, layer: Layer) -> Attend | None:
         """The attention stack of a layer: an element that no option needs is not in it."""
@@ -112,7 +117,7 @@ class VideoAttentionProcessor(Options):
         if attend is None:
             return None
         joint = layer.family is not None and not layer.family.own
-        if joint and not isinstance(attend, (Exact, Biased)):
+        if joint and not isinstance(attend, Exact):
             attend = Beside(attend, Exact(self.implementation), self.implementation)
         if self.refresh is not None:
             attend = Residual(attend, exact, layer.place, self.implementation)
@@ -189,7 +194,8 @@ class VideoAttentionProcessor(Options):
     def config(self) -> dict[str, Any]:
         """The options as JSON-serialisable values, of which another can be made: `VMonarchProcessor(**config)`."""
         config = {option.name: as_json(getattr(self, option.name)) for option in fields(self) if option.init}
-        return config if self.bias is None else config | {"bias": BiasOption(self.bias).config()}
+        bias = self.bias_option
+        return config if bias is None else config | {"bias": bias.config()}
 
     def __repr__(self) -> str:
         """The options that are not the defaults; of plans and long ones the type."""

@@ -11,7 +11,6 @@ from typing import Any
 
 from vmonarch.attend import Attend, ByHead, Op
 from vmonarch.base import Layer, VideoAttentionProcessor
-from vmonarch.bias import BiasOption
 from vmonarch.grid import LatentGrid
 from vmonarch.options import FirstOrderOptions, TwoResolutionOptions, VMonarchOptions
 from vmonarch.plan import AttentionPlan
@@ -93,8 +92,7 @@ class VMonarchProcessor(VideoAttentionProcessor, VMonarchOptions):
 
     def attention(self, layer: Layer) -> Attend | None:
         if self.plan is None:
-            bias = None if self.bias is None else BiasOption(self.bias)
-            return Op(self.options, self.implementation, bias)
+            return Op(self.options, self.implementation, self.bias_option)
         names = self.plan.heads_of(layer.component, layer.block, layer.blocks, layer.heads)
         if all(self.plan.methods[name] is None for name in names):
             return None

@@ -72,8 +72,8 @@ OF_PROCESSORS = {
     "dense_steps-bool": ({"dense_steps": True}, TypeError, "dense_steps must be a count"),
     "refresh-zero": ({"refresh": 0}, ValueError, NO_STEP),
     "refresh-other-key": (
-        {"refresh": {"steps": 2, "type": "int8"}}, TypeError, "refresh must have steps or tolerance, and besides"),
-    "refresh-neither": ({"refresh": {"offload": True}}, TypeError, "refresh must have steps or tolerance"),
+        {"refresh": {"steps": 2, "type": "int8"}}, ValueError, "refresh.type is no known key; known: steps, offload"),
+    "refresh-neither": ({"refresh": {"offload": True}}, ValueError, "refresh needs either steps or a tolerance"),
     "refresh-tolerance": ({"refresh": {"tolerance": 0}}, ValueError, "refresh.tolerance must be above 0"),
     "refresh-at-most": (
         {"refresh": {"steps": 8, "at_most": 2}}, ValueError, "refresh.at_most is for a tolerance, got 2 with steps=8"),
