@@ -484,10 +484,6 @@ class KernelExact(Exact):
         return super().__call__(query, key, value, call._replace(lse=True, backend=None))
 
 
-# Options of all processors.
-_OF_ALL = ("dense_steps", "dense_layers", "refresh", "grid", "implementation")
-
-
 class ControlProcessor(VideoAttentionProcessor):
     """One of `CONTROLS` for the video transformers of diffusers; those that learn for the Wan family.
 
@@ -505,16 +501,13 @@ class ControlProcessor(VideoAttentionProcessor):
 
     def __init__(self, control: str, **options: Any) -> None:
         check_choice("control", control, CONTROLS)
-        of_all = {name: options.pop(name) for name in _OF_ALL if name in options}
-        self.control, self._options = control, build(CONTROLS[control], options)
-        super().__init__(**of_all)
+        self.control = control
+        of_all = [option.name for option in dataclasses.fields(VideoAttentionProcessor) if option.name in options]
+        super().__init__(**{name: options.pop(name) for name in of_all})
+        object.__setattr__(self, "options", build(CONTROLS[control], options))
         self.LEARNS = isinstance(self.options, Trained)
         if self.LEARNS and self.refresh is not None:
             raise ValueError(f"refresh must be None with {control!r}, got {self.refresh}")
-
-    @property
-    def options(self) -> Any:
-        return self._options
 
     def changed(self) -> dict[str, Any]:
         return {"control": self.control} | self.options.changed() | super().changed()
@@ -522,9 +515,6 @@ class ControlProcessor(VideoAttentionProcessor):
     @property
     def config(self) -> dict[str, Any]:
         return {"control": self.control} | as_json(vars(self.options)) | super().config
-
-    def check_grid(self, grid: LatentGrid) -> None:
-        self.options.check_grid(grid)
 
     def attention(self, layer: Layer) -> Attend:
         return KernelExact(self.implementation) if self.control == "exact" else self.options.of_layer(layer.place)

@@ -51,7 +51,7 @@ class Layer(NamedTuple):
         return heads_of(self.attn)
 
 
-@dataclass(frozen=True, kw_only=True, repr=False)
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class VideoAttentionProcessor(Options):
     """Base of the processors: options, of which `apply` makes an attention stack for every self-attention module.
 
@@ -68,7 +68,11 @@ class VideoAttentionProcessor(Options):
 
     Attributes:
         bias: what makes the factors of the bias, for processors that have one.
+        options: those of the op alone.
     """
+
+    # Each is itself alone, whatever its options.
+    __eq__, __hash__ = object.__eq__, object.__hash__
 
     OP: ClassVar[type[Options]] = Options
     # Whether bound processors have parameters.
@@ -80,6 +84,7 @@ class VideoAttentionProcessor(Options):
     grid: Any = None
     implementation: str = "auto"
     bias: Any = field(default=None, init=False)
+    options: Any = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -91,16 +96,13 @@ class VideoAttentionProcessor(Options):
             object.__setattr__(self, "grid", LatentGrid.parse(self.grid))
         if self.bias is not None:
             object.__setattr__(self, "bias", BiasOption(self.bias).bias)
+        of_op = {option.name: getattr(self, option.name) for option in fields(self.OP)}
+        object.__setattr__(self, "options", self.OP(**of_op))
 
     @property
     def bias_option(self) -> BiasOption | None:
         """The bias, for elements of the stack."""
         return None if self.bias is None else BiasOption(self.bias)
-
-    @property
-    def options(self) -> Any:
-        """Those of the op alone."""
-        return self.OP(**{option.name: getattr(self, option.name) for option in fields(self.OP)})
 
     def attention(self, layer: Layer) -> Attend | None:
         """What the layer computes of the video's tokens; None to leave the module's own processor as it is."""
@@ -181,6 +183,9 @@ class VideoAttentionProcessor(Options):
         if self.refresh is not None:
             self.refresh.schedule(steps)
         self.check_grid(grid)
+
+    def check_grid(self, grid: LatentGrid) -> None:
+        self.options.check_grid(grid)
 
     def warn_of_size(self, grid: LatentGrid) -> None:
         """Warn of what a user may not expect of videos of this grid, which the transformer is called with next."""

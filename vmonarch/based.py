@@ -95,7 +95,7 @@ def frame_decay(log_rate: torch.Tensor, frames: int) -> torch.Tensor:
     return torch.exp(-rate[:, None, None] * (time[:, None] - time).abs())
 
 
-@dataclass(frozen=True, kw_only=True, repr=False)
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class BasedProcessor(VideoAttentionProcessor):
     """Based for every Wan-family transformer in diffusers: attention linear in the tokens, to be finetuned.
 

@@ -122,7 +122,7 @@ class Options:
 
     def changed(self) -> dict[str, Any]:
         """The options that differ from the defaults."""
-        fields = dataclasses.fields(self)
+        fields = (field for field in dataclasses.fields(self) if field.init)
         return {field.name: value for field in fields if (value := getattr(self, field.name)) != field.default}
 
     def check_grid(self, grid: LatentGrid) -> None:

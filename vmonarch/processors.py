@@ -21,7 +21,7 @@ _TOO_FEW_TOKENS = 3840
 _LAYERS_INLINE = 4
 
 
-@dataclass(frozen=True, kw_only=True, repr=False)
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class VMonarchProcessor(VideoAttentionProcessor, VMonarchOptions):
     """VMonarch attention for the video transformers of diffusers (VMonarch paper; `vmonarch_attention`).
 
@@ -105,7 +105,7 @@ class VMonarchProcessor(VideoAttentionProcessor, VMonarchOptions):
         return of_plan or super().is_opaque(layer)
 
 
-@dataclass(frozen=True, kw_only=True, repr=False)
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class FlashBiasProcessor(VideoAttentionProcessor):
     """Exact attention with a low-rank bias for the video transformers of diffusers (FlashBias; `flash_bias_attention`).
 
@@ -129,7 +129,7 @@ class FlashBiasProcessor(VideoAttentionProcessor):
         return self.exact_attention
 
 
-@dataclass(frozen=True, kw_only=True, repr=False)
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class TwoResolutionProcessor(VideoAttentionProcessor, TwoResolutionOptions):
     """Attention in two resolutions for the video transformers of diffusers (`two_resolution_attention`).
 
@@ -147,7 +147,7 @@ class TwoResolutionProcessor(VideoAttentionProcessor, TwoResolutionOptions):
     OP = TwoResolutionOptions
 
 
-@dataclass(frozen=True, kw_only=True, repr=False)
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class FirstOrderProcessor(VideoAttentionProcessor, FirstOrderOptions):
     """Attention to the first order around mean queries (`first_order_attention`), in all heads: for comparisons.
 

@@ -129,7 +129,6 @@ class VMonarchImpl(AttentionImpl):
             if getattr(parallel, degree, 1) > 1:
                 raise ValueError(f"{degree} must be 1 with {NAME}; use ulysses_degree")
         self.method, self.scale = chosen_method(), softmax_scale
-        self.options = self.method.options
         self.steps = DenseSet("dense_steps", self.method.dense_steps)
         layers = DenseSet("dense_layers", self.method.dense_layers)
         # Of a name such as `blocks.3.attn1`.
@@ -169,7 +168,7 @@ class VMonarchImpl(AttentionImpl):
             out = self.exact.forward(q, k, v, None)
         else:
             given = {"grid": grid, "scale": self.scale, "implementation": self.method.implementation}
-            out = method_attention(q, k, v, self.options, **given)
+            out = method_attention(q, k, v, self.method.options, **given)
         return torch.nn.functional.pad(out, (0, 0, 0, 0, 0, tokens - grid.tokens))
 
     def _step_is_dense(self) -> bool:
