@@ -150,13 +150,11 @@ class BasedProcessor(VideoAttentionProcessor):
             raise TypeError(f"layers must be {supported}, got {type(self.layers).__name__}")
         named = {"layers": self.layers}
         if not isinstance(self.layers, str):
-            object.__setattr__(self, "layers", tuple(self.layers))
             named = {f"layers[{number}]": name for number, name in enumerate(self.layers)}
         for argument, name in named.items():
             if name not in LAYERS:
                 raise ValueError(f"{argument} must be {supported}, got {name!r}")
         check_positive_integer("feature_dim", self.feature_dim)
-        object.__setattr__(self, "feature_dim", int(self.feature_dim))
         if self.feature_map not in FEATURE_MAPS:
             raise ValueError(f"feature_map must be one of {', '.join(FEATURE_MAPS)}, got {self.feature_map!r}")
         object.__setattr__(self, "window", check_window(self.window))
