@@ -209,16 +209,20 @@ def as_json(value: Any) -> Any:
     return [as_json(entry) for entry in value] if isinstance(value, tuple | list) else plain(value)
 
 
-def build(schema: type[Config], values: Mapping[str, Any]) -> Config:
-    """Settings with `values` over their defaults.
+def build(schema: type[Config], values: Mapping[str, Any], *, prefix: str = "") -> Config:
+    """Settings, or options of a dataclass, with `values` over their defaults.
+
+    Args:
+        prefix: of the keys, for the errors.
 
     Raises:
         InputError: an unknown key, or a value that the settings refuse.
     """
-    names = [field.name for field in dataclasses.fields(schema)]  # type: ignore[arg-type]
-    for key in values:
-        if key not in names:
-            raise InputError(key, f"is no known key{suggest(key, names)}; known: {', '.join(names)}")
+    parameters = inspect.signature(schema).parameters
+    open_ended = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    for key in () if open_ended else values:
+        if key not in parameters:
+            raise InputError(prefix + key, f"is no known key{suggest(key, parameters)}; known: {', '.join(parameters)}")
     return schema(**values)
 
 

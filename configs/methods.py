@@ -276,8 +276,7 @@ def _own_options(processor: str, options: Mapping[str, Any]) -> dict[str, Any]:
 
 def _made(processor: str, options: Mapping[str, Any]) -> VideoAttentionProcessor:
     """The processor with these options, without what an adapter has learnt."""
-    made: VideoAttentionProcessor = pkgutil.resolve_name(PROCESSORS[processor])(**_own_options(processor, options))
-    return made
+    return build(pkgutil.resolve_name(PROCESSORS[processor]), _own_options(processor, options))
 
 
 def _adapter_file(word: str) -> Path:

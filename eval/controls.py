@@ -25,6 +25,7 @@ from vmonarch.autocast import without_autocast
 from vmonarch.base import Layer, VideoAttentionProcessor
 from vmonarch.based import LearningLayer
 from vmonarch.call import Call
+from vmonarch.configs import as_json, build, check_choice
 from vmonarch.flops import pair_flops, vmonarch_flops
 from vmonarch.grid import LatentGrid
 from vmonarch.kernels.common.blocks import BlockLayout, block_layout, grid_places
@@ -34,7 +35,7 @@ from vmonarch.kernels.monarch.reference import l_step, last_l_step, monarch_atte
 from vmonarch.kernels.two_resolution.api import two_resolution_attention
 from vmonarch.kernels.two_resolution.reference import best_of, chosen_tiles, tile_means
 from vmonarch.kernels.two_resolution.tiling import Tiling, exact_tiles, tile_layout, tiling_of
-from vmonarch.options import ExactBlocks, NoOptions, Options, TwoResolutionOptions, VMonarchOptions, check_share
+from vmonarch.options import ExactBlocks, Options, TwoResolutionOptions, VMonarchOptions, check_share
 from vmonarch.own import Own, Rotary, project, run_stack
 from vmonarch.validation import check_flag, check_integer, check_number, check_positive_integer
 
@@ -471,7 +472,7 @@ CONTROLS: dict[str, type[Options]] = {
     "vmoba": VMoBA,
     "vsa": VSA,
     "sla": SLA,
-    "exact": NoOptions,
+    "exact": Options,
 }
 
 
@@ -499,18 +500,21 @@ class ControlProcessor(VideoAttentionProcessor):
     """
 
     def __init__(self, control: str, **options: Any) -> None:
-        if control not in CONTROLS:
-            raise ValueError(f"control must be one of {', '.join(CONTROLS)}, got {control!r}")
-        self.control, self._OP_OPTIONS = control, CONTROLS[control]
-        names = [field.name for field in dataclasses.fields(self._OP_OPTIONS)]  # type: ignore[arg-type]
-        self._OPTIONS = ("control", *names, *self.COMMON)
-        VideoAttentionProcessor.__init__(self, **options)
+        check_choice("control", control, CONTROLS)
+        self.control = control
+        of_all = [option.name for option in dataclasses.fields(VideoAttentionProcessor) if option.name in options]
+        super().__init__(**{name: options.pop(name) for name in of_all})
+        object.__setattr__(self, "options", build(CONTROLS[control], options))
         self.LEARNS = isinstance(self.options, Trained)
         if self.LEARNS and self.refresh is not None:
             raise ValueError(f"refresh must be None with {control!r}, got {self.refresh}")
 
-    def check_grid(self, grid: LatentGrid) -> None:
-        self.options.check_grid(grid)
+    def changed(self) -> dict[str, Any]:
+        return {"control": self.control} | self.options.changed() | super().changed()
+
+    @property
+    def config(self) -> dict[str, Any]:
+        return {"control": self.control} | as_json(vars(self.options)) | super().config
 
     def attention(self, layer: Layer) -> Attend:
         return KernelExact(self.implementation) if self.control == "exact" else self.options.of_layer(layer.place)

@@ -181,7 +181,7 @@ def share_clips(experts: Experts, size: int, device: torch.device) -> None:
         try:
             for _, attn in known_family(model).layers(model):
                 if (ours := ours_of(attn)) is None:
-                    attn.set_processor(ours := FullAttentionProcessor().of(attn.processor))
+                    attn.set_processor(ours := FullAttentionProcessor().around(attn.processor))
                 ours.spec.check_context_parallel(config, attn.heads)
             model.enable_parallelism(config=config)
         except (ValueError, NotImplementedError) as error:
@@ -203,7 +203,7 @@ def layers_of(model: nn.Module) -> list[tuple[Any, Bound, Any]]:
     layers = []
     for attn, ours, full in own_processors(model):
         if context_parallel_config(ours._parallel_config) is not None:
-            full = FullAttentionProcessor().of(full)
+            full = FullAttentionProcessor().around(full)
             full._parallel_config = ours._parallel_config
         layers.append((attn, ours, full))
     return layers

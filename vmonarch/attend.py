@@ -10,7 +10,7 @@ Methods and softmax of tokens give lse where `call.lse` asks; what stands above 
     Residual   exact in some steps, and approximate with what it lacked then in the others
     Beside     other tokens beside the video's: text, sound
     ByHead     a method for every head
-    Op         an op on the video's tokens; Exact, Biased: softmax over any tokens
+    Op         an op on the video's tokens; Exact: softmax over any tokens
 
 They are frozen dataclasses, which print, copy, pickle and compile; closures only compile.
 
@@ -77,13 +77,21 @@ class Exact:
 
     Of a sample without any key, the log-partition is far below all others.
 
-    If `call.precision` is "int8", that is `int8_attention`.
+    If `call.precision` is "int8", that is `int8_attention`. A low-rank bias is the video's.
     """
 
     implementation: str = "auto"
+    bias: BiasOption | None = None
 
     def __call__(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Call) -> Result:
         mask, by = call.key_mask, self.implementation
+        if self.bias is not None:
+            factors: Sequence[torch.Tensor] = self.bias.factors(call.grid, query.device, call.heads)
+            if not no_others(call):
+                factors = [call.padded(factor) for factor in factors]
+            given: dict[str, Any] = {"key_mask": mask, "return_lse": call.lse, "implementation": by}
+            found = flash_bias_attention(query, key, value, *factors, **given)
+            return found if call.lse else (found, None)
         if call.precision == "int8":
             found = int8_attention(query, key, value, key_mask=mask, return_lse=call.lse, implementation=by)
             return found if call.lse else (found, None)
@@ -114,26 +122,6 @@ def _by_cudnn(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> to
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
         return torch.nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2)
-
-
-@dataclass(frozen=True)
-class Biased:
-    """Softmax over any tokens, with a low-rank bias of the video's."""
-
-    bias: BiasOption
-    implementation: str = "auto"
-
-    def __call__(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Call) -> Result:
-        factors: Sequence[torch.Tensor] = self.bias.factors(call.grid, query.device, call.heads)
-        if not no_others(call):
-            factors = [call.padded(factor) for factor in factors]
-        given: dict[str, Any] = {
-            "key_mask": call.key_mask,
-            "return_lse": call.lse,
-            "implementation": self.implementation,
-        }
-        found = flash_bias_attention(query, key, value, *factors, **given)
-        return found if call.lse else (found, None)
 
 
 @dataclass(frozen=True)

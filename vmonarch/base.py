@@ -6,19 +6,18 @@ Shapes: B batch, S tokens, of which N = T·H·W are the video's, H heads, D head
 
 from __future__ import annotations
 
-import abc
-import inspect
+from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, NamedTuple
 
-from vmonarch.attend import Attend, Beside, Biased, Exact, Op, Residual
-from vmonarch.bias import BiasOption, GridBias
+from vmonarch.attend import Attend, Beside, Exact, Op, Residual
+from vmonarch.bias import BiasOption
 from vmonarch.borrowed import borrow
 from vmonarch.configs import as_json
 from vmonarch.context_parallel import check_heads, check_ring
 from vmonarch.families import Family, heads_of
 from vmonarch.grid import LatentGrid
 from vmonarch.opaque import Opaque
-from vmonarch.options import NoOptions
+from vmonarch.options import Options
 from vmonarch.own import Own
 from vmonarch.refresh import Refresh
 from vmonarch.validation import DenseSet, check_implementation
@@ -52,20 +51,12 @@ class Layer(NamedTuple):
         return heads_of(self.attn)
 
 
-class _Frozen(abc.ABCMeta):
-    """The class of classes whose objects do not change once they are made, by whichever `__init__`."""
-
-    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
-        made = super().__call__(*args, **kwargs)
-        made._made = True
-        return made
-
-
-class VideoAttentionProcessor(metaclass=_Frozen):
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class VideoAttentionProcessor(Options):
     """Base of the processors: options, of which `apply` makes an attention stack for every self-attention module.
 
-    A subclass lists its options in `_OPTIONS`; those of its op are a dataclass, `_OP_OPTIONS`. What is no op of ours
-    defines `attention`.
+    A subclass of this and of the options of an op, `OP`, has both, and computes that op. What is no op of ours defines
+    `attention`.
 
         vmonarch.apply(pipe, processor)
         pipe.set_attn_processor(processor)    # or pipe.transformer.set_attn_processor: the same
@@ -74,52 +65,44 @@ class VideoAttentionProcessor(metaclass=_Frozen):
         dense_steps, dense_layers, refresh: see `VMonarchProcessor`.
         grid: the latent grid, (frames, height, width) in tokens; None to learn it from the transformer.
         implementation: what the ops are given: "auto", "triton" or "torch".
-        **options: of the op, by name.
+
+    Attributes:
+        bias: what makes the factors of the bias, for processors that have one.
+        options: those of the op alone.
     """
 
-    # What all have that are applied to a model.
-    COMMON: ClassVar[tuple[str, ...]] = ("dense_steps", "dense_layers", "refresh", "grid", "implementation")
-    _OPTIONS: tuple[str, ...] = COMMON
-    _OP_OPTIONS: type[Any] = NoOptions
+    # Each is itself alone, whatever its options.
+    __eq__, __hash__ = object.__eq__, object.__hash__
+
+    OP: ClassVar[type[Options]] = Options
     # Whether bound processors have parameters.
     LEARNS = False
-    _bias: BiasOption | None = None
 
-    def __init__(
-        self,
-        *,
-        dense_steps: object = 0,
-        dense_layers: object = 0,
-        refresh: object = None,
-        grid: object = None,
-        implementation: str = "auto",
-        **options: Any,
-    ) -> None:
-        for name in (*options, *(("refresh",) if refresh is not None else ())):
-            if name not in self._OPTIONS:
-                known = ", ".join(self._OPTIONS)
-                raise TypeError(f"{name} is no known option of {type(self).__name__}; known: {known}")
-        self.options = self._OP_OPTIONS(**options)
-        check_implementation(implementation)
-        self.implementation = implementation
-        steps, layers = DenseSet("dense_steps", dense_steps), DenseSet("dense_layers", dense_layers)
-        self.dense_steps, self.dense_layers = steps.dense, layers.dense
-        self.refresh = Refresh.parse(refresh)
-        self.grid = None if grid is None else LatentGrid.parse(grid)
-        self._dense = next((dense.argument for dense in (steps, layers) if dense.some), None)
+    dense_steps: Any = 0
+    dense_layers: Any = 0
+    refresh: Any = None
+    grid: Any = None
+    implementation: str = "auto"
+    bias: Any = field(default=None, init=False)
+    options: Any = field(default=None, init=False)
 
-    def __getattr__(self, name: str) -> Any:
-        # The options of the op are attributes of the processor, too.
-        options = vars(self).get("options")
-        if name not in getattr(options, "__dataclass_fields__", ()):
-            raise AttributeError(f"{type(self).__name__} has no attribute {name}", name=name, obj=self)
-        return getattr(options, name)
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_implementation(self.implementation)
+        for name in ("dense_steps", "dense_layers"):
+            object.__setattr__(self, name, DenseSet(name, getattr(self, name)).dense)
+        object.__setattr__(self, "refresh", Refresh.parse(self.refresh))
+        if self.grid is not None:
+            object.__setattr__(self, "grid", LatentGrid.parse(self.grid))
+        if self.bias is not None:
+            object.__setattr__(self, "bias", BiasOption(self.bias).bias)
+        of_op = {option.name: getattr(self, option.name) for option in fields(self.OP)}
+        object.__setattr__(self, "options", self.OP(**of_op))
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        # What diffusers sets on processors begins with an underscore.
-        if "_made" in vars(self) and not name.startswith("_"):
-            raise AttributeError(f"{type(self).__name__} does not change: make another with {name}=…")
-        super().__setattr__(name, value)
+    @property
+    def bias_option(self) -> BiasOption | None:
+        """The bias, for elements of the stack."""
+        return None if self.bias is None else BiasOption(self.bias)
 
     def attention(self, layer: Layer) -> Attend | None:
         """What the layer computes of the video's tokens; None to leave the module's own processor as it is."""
@@ -128,7 +111,7 @@ class VideoAttentionProcessor(metaclass=_Frozen):
     @property
     def exact_attention(self) -> Attend:
         """What `attention` approximates, of any tokens."""
-        return Exact(self.implementation) if self._bias is None else Biased(self._bias, self.implementation)
+        return Exact(self.implementation, self.bias_option)
 
     def stack(self, layer: Layer) -> Attend | None:
         """The attention stack of a layer: an element that no option needs is not in it."""
@@ -136,7 +119,7 @@ class VideoAttentionProcessor(metaclass=_Frozen):
         if attend is None:
             return None
         joint = layer.family is not None and not layer.family.own
-        if joint and not isinstance(attend, (Exact, Biased)):
+        if joint and not isinstance(attend, Exact):
             attend = Beside(attend, Exact(self.implementation), self.implementation)
         if self.refresh is not None:
             attend = Residual(attend, exact, layer.place, self.implementation)
@@ -186,11 +169,12 @@ class VideoAttentionProcessor(metaclass=_Frozen):
         check_ring(config.ring_degree, "ContextParallelConfig(ulysses_degree=…)")
         ranks = config.ulysses_degree
         check_heads(ranks, heads)
-        if not joint and self._dense is not None and heads % ranks and not config.ulysses_anything:
-            raise ValueError(
-                f"{self._dense} keeps the model's own attention, which shares heads evenly: its {heads} do not divide"
-                f" by ulysses_degree={ranks}; use ulysses_anything=True or {self._dense}=0"
-            )
+        for name in ("dense_steps", "dense_layers") if heads % ranks and not config.ulysses_anything else ():
+            if not joint and DenseSet(name, getattr(self, name)).some:
+                raise ValueError(
+                    f"{name} keeps the model's own attention, which shares heads evenly: its {heads} do not divide by"
+                    f" ulysses_degree={ranks}; use ulysses_anything=True or {name}=0"
+                )
 
     def check_run(self, grid: LatentGrid, steps: int, layers: int) -> None:
         """Raise ValueError if an option does not fit a run of so many steps of a transformer with so many layers."""
@@ -201,15 +185,10 @@ class VideoAttentionProcessor(metaclass=_Frozen):
         self.check_grid(grid)
 
     def check_grid(self, grid: LatentGrid) -> None:
-        """Raise ValueError if an option does not fit videos of this latent grid."""
+        self.options.check_grid(grid)
 
     def warn_of_size(self, grid: LatentGrid) -> None:
         """Warn of what a user may not expect of videos of this grid, which the transformer is called with next."""
-
-    @property
-    def bias(self) -> GridBias | None:
-        """What makes the factors of the bias, for processors that have one."""
-        return None if self._bias is None else self._bias.bias
 
     @property
     def needs_raster(self) -> bool:
@@ -219,17 +198,16 @@ class VideoAttentionProcessor(metaclass=_Frozen):
     @property
     def config(self) -> dict[str, Any]:
         """The options as JSON-serialisable values, of which another can be made: `VMonarchProcessor(**config)`."""
-        config = {name: as_json(getattr(self, name)) for name in self._OPTIONS}
-        return config if self._bias is None else config | {"bias": self._bias.config()}
+        config = {option.name: as_json(getattr(self, option.name)) for option in fields(self) if option.init}
+        bias = self.bias_option
+        return config if bias is None else config | {"bias": bias.config()}
 
     def __repr__(self) -> str:
         """The options that are not the defaults; of plans and long ones the type."""
-        defaults = {name: entry.default for name, entry in inspect.signature(type(self)).parameters.items()}
         shown = []
-        for name in self._OPTIONS:
-            if (value := getattr(self, name)) != defaults.get(name):
-                text = repr(value)
-                shown.append(f"{name}={text if len(text) < _LONG else type(value).__name__}")
+        for name, value in self.changed().items():
+            text = repr(value)
+            shown.append(f"{name}={text if len(text) < _LONG else type(value).__name__}")
         return f"{type(self).__name__}({', '.join(shown)})"
 
 
@@ -240,12 +218,10 @@ class FullAttentionProcessor(VideoAttentionProcessor):
     does not leave them: it computes the norms of query and key in float32.
     """
 
-    _OPTIONS = ()
-
     def attention(self, layer: Layer) -> Attend:
         return Exact()
 
-    def of(self, original: Any) -> Own:
+    def around(self, original: Any) -> Own:
         """It in place of the processor of a module of the Wan family, of which it needs to know no more."""
         return Own(self, Exact(), original)
 

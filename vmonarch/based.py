@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -21,7 +21,6 @@ from vmonarch.kernels.merge.api import merge_partials
 from vmonarch.kernels.taylor.api import taylor_attention
 from vmonarch.kernels.taylor.reference import FEATURE_MAPS
 from vmonarch.kernels.window.api import check_window, window_attention
-from vmonarch.options import has_options
 from vmonarch.own import Own
 from vmonarch.validation import check_flag, check_positive_integer
 
@@ -29,39 +28,6 @@ from vmonarch.validation import check_flag, check_positive_integer
 FIRST_REACH = 16.0
 # What a layer may compute.
 LAYERS = ("linear", "window", "both", "full")
-
-
-@dataclass(frozen=True, kw_only=True)
-class BasedOptions:
-    """What Based computes; see `BasedProcessor`.
-
-    Raises:
-        TypeError, ValueError: an option has an unsupported value; the message begins with its name.
-    """
-
-    layers: str | Sequence[str] = "both"
-    feature_dim: int = 16
-    feature_map: str = "taylor"
-    window: Sequence[int] = (3, 5, 5)
-    decay: bool = False
-
-    def __post_init__(self) -> None:
-        supported = f"one of {', '.join(LAYERS)}, or a list of these with one entry for each transformer block"
-        if not isinstance(self.layers, Sequence):
-            raise TypeError(f"layers must be {supported}, got {type(self.layers).__name__}")
-        named = {"layers": self.layers}
-        if not isinstance(self.layers, str):
-            object.__setattr__(self, "layers", tuple(self.layers))
-            named = {f"layers[{number}]": name for number, name in enumerate(self.layers)}
-        for argument, name in named.items():
-            if name not in LAYERS:
-                raise ValueError(f"{argument} must be {supported}, got {name!r}")
-        check_positive_integer("feature_dim", self.feature_dim)
-        object.__setattr__(self, "feature_dim", int(self.feature_dim))
-        if self.feature_map not in FEATURE_MAPS:
-            raise ValueError(f"feature_map must be one of {', '.join(FEATURE_MAPS)}, got {self.feature_map!r}")
-        object.__setattr__(self, "window", check_window(self.window))
-        check_flag("decay", self.decay)
 
 
 def initial_projection(layer: int, heads: int, head_dim: int, feature_dim: int) -> torch.Tensor:
@@ -86,16 +52,15 @@ class LinearPart(torch.nn.Module):
 
     def __init__(self, spec: BasedProcessor, layer: Layer, merged: bool, like: torch.Tensor) -> None:
         super().__init__()
-        options = self.options = spec.options
-        self.implementation = spec.implementation
+        self.options: dict[str, Any] = {"feature_map": spec.feature_map, "implementation": spec.implementation}
         heads, head_dim = layer.heads, like.shape[0] // layer.heads
-        if options.feature_dim > head_dim:
-            raise ValueError(f"feature_dim={options.feature_dim}, but heads have only {head_dim} dimensions")
-        projection = initial_projection(layer.block, heads, head_dim, options.feature_dim)
+        if spec.feature_dim > head_dim:
+            raise ValueError(f"feature_dim={spec.feature_dim}, but heads have only {head_dim} dimensions")
+        projection = initial_projection(layer.block, heads, head_dim, spec.feature_dim)
         parameter = lambda values: torch.nn.Parameter(values.to(like, copy=True))
         self.query_weight, self.key_weight = parameter(projection), parameter(projection)
         self.log_weight = parameter(torch.zeros(heads)) if merged else None
-        self.log_rate = parameter(torch.full((heads,), -math.log(FIRST_REACH))) if options.decay else None
+        self.log_rate = parameter(torch.full((heads,), -math.log(FIRST_REACH))) if spec.decay else None
 
     def forward(
         self,
@@ -116,8 +81,7 @@ class LinearPart(torch.nn.Module):
             for x, weight in ((query, self.query_weight), (key, self.key_weight))
         )
         decay = None if self.log_rate is None else frame_decay(own(self.log_rate), frames)
-        options: dict[str, Any] = {"feature_map": self.options.feature_map, "implementation": self.implementation}
-        attend = functools.partial(taylor_attention, query, key, value, frame_weights=decay, **options)
+        attend = functools.partial(taylor_attention, query, key, value, frame_weights=decay, **self.options)
         if self.log_weight is None:
             return attend(), None
         out, lse = attend(return_lse=True)
@@ -131,7 +95,7 @@ def frame_decay(log_rate: torch.Tensor, frames: int) -> torch.Tensor:
     return torch.exp(-rate[:, None, None] * (time[:, None] - time).abs())
 
 
-@has_options(BasedOptions, without=("refresh",))
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class BasedProcessor(VideoAttentionProcessor):
     """Based for every Wan-family transformer in diffusers: attention linear in the tokens, to be finetuned.
 
@@ -172,8 +136,32 @@ class BasedProcessor(VideoAttentionProcessor):
 
     LEARNS = True
 
+    layers: str | Sequence[str] = "both"
+    feature_dim: int = 16
+    feature_map: str = "taylor"
+    window: Any = (3, 5, 5)
+    decay: bool = False
+    refresh: Any = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        supported = f"one of {', '.join(LAYERS)}, or a list of these with one entry for each transformer block"
+        if not isinstance(self.layers, Sequence):
+            raise TypeError(f"layers must be {supported}, got {type(self.layers).__name__}")
+        named = {"layers": self.layers}
+        if not isinstance(self.layers, str):
+            named = {f"layers[{number}]": name for number, name in enumerate(self.layers)}
+        for argument, name in named.items():
+            if name not in LAYERS:
+                raise ValueError(f"{argument} must be {supported}, got {name!r}")
+        check_positive_integer("feature_dim", self.feature_dim)
+        if self.feature_map not in FEATURE_MAPS:
+            raise ValueError(f"feature_map must be one of {', '.join(FEATURE_MAPS)}, got {self.feature_map!r}")
+        object.__setattr__(self, "window", check_window(self.window))
+        check_flag("decay", self.decay)
+
     def bind(self, layer: Layer, original: Any) -> Any:
-        layers = self.options.layers
+        layers = self.layers
         if not isinstance(layers, str) and len(layers) != layer.blocks:
             raise ValueError(f"layers has {len(layers)} entries, but there are {layer.blocks} transformer blocks")
         computes = layers if isinstance(layers, str) else layers[layer.block]
@@ -255,7 +243,7 @@ class BasedLayer(LearningLayer):
                 "pipe_or_transformer has weights on the meta device: load them, and apply before offloading"
             )
         linear = LinearPart(spec, layer, computes == "both", like) if computes in ("linear", "both") else None
-        attend: Attend = Window(spec.options.window, spec.implementation)
+        attend: Attend = Window(spec.window, spec.implementation)
         if linear is not None:
             attend = Merged(attend, Linear(linear)) if computes == "both" else Linear(linear)
         super().__init__(spec, attend, original)

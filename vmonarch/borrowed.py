@@ -138,14 +138,6 @@ class Borrowed(Bound):
     videos: int
     kept: bool
 
-    @property
-    def original(self) -> Any:
-        """The model's own, as it was."""
-        processor: Any = object.__new__(type(self).__bases__[1])
-        ours = ("spec", "attend", "family", "videos", "kept")
-        vars(processor).update({name: value for name, value in vars(self).items() if name not in ours})
-        return processor
-
     def __repr__(self) -> str:
         own = f"{type(self).__name__}\n  {type(self).__bases__[1].__name__}()"
         return own if self.kept else super().__repr__()
@@ -243,5 +235,5 @@ def borrow(
     Raises:
         RuntimeError: `original` is of a class, or a version of diffusers, that is not known.
     """
-    ours = {"spec": spec, "attend": attend, "family": family, "videos": videos, "kept": kept}
+    ours = {"spec": spec, "attend": attend, "original": original, "family": family, "videos": videos, "kept": kept}
     return _made(type(original), vars(original) | ours)

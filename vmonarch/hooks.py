@@ -32,7 +32,7 @@ class Record:
     Args:
         processor: the one that was given.
         family: of the transformer. names: of the arguments of its forward.
-        originals: (module, its processor before) of the video's self-attention, in the order of layers.
+        modules: of the video's self-attention, in the order of layers.
         bound: what `apply` made of the processor, in the order of layers.
         sharing: the residuals of the pipeline, if they are shared between steps.
         grid: of the latest call, in any thread.
@@ -43,7 +43,7 @@ class Record:
     processor: VideoAttentionProcessor
     family: Family
     names: tuple[str, ...]
-    originals: list[tuple[torch.nn.Module, Any]]
+    modules: list[torch.nn.Module]
     bound: list[Bound]
     sharing: ResidualSharing | None
     grid: LatentGrid | None = None
@@ -129,7 +129,7 @@ def _begin_call(transformer: torch.nn.Module, args: tuple[Any, ...], kwargs: dic
     record, compiling = record_of(transformer), torch.compiler.is_compiling()
     assert record is not None
     running.now["call"] = None
-    if not record.processor.LEARNS and all(ours_of(module) is None for module, _ in record.originals):
+    if not record.processor.LEARNS and all(ours_of(module) is None for module in record.modules):
         # Others have replaced all of them. Those that learn are called by what stands in their place.
         return
     check_no_first_block_cache(transformer)

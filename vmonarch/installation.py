@@ -80,15 +80,10 @@ def _unwrap(module: torch.nn.Module, argument: str = "pipe_or_transformer") -> t
     return found[0]
 
 
-def original_processors(transformer: Any) -> list[tuple[Any, Any]]:
-    """(module, its processor) of the video's self-attention; where the processor is ours, the one before.
-
-    What is not ours now is the user's, whatever was there before.
-    """
-    record = record_of(transformer)
-    known = {} if record is None else dict(record.originals)
-    layers: list[tuple[int, Any]] = known_family(transformer).layers(transformer)
-    return [(attn, attn.processor if ours_of(attn) is None else known[attn]) for _, attn in layers]
+def original_of(attn: Any) -> Any:
+    """The processor of an attention module; where that is ours, the one before."""
+    ours = ours_of(attn)
+    return attn.processor if ours is None else ours.original
 
 
 def apply(pipe_or_transformer: Any, processor: VideoAttentionProcessor | str = "near-lossless") -> Installation:
@@ -142,12 +137,11 @@ def apply(pipe_or_transformer: Any, processor: VideoAttentionProcessor | str = "
     # Everything that can fail comes before the first change.
     made = [(transformer, _bind(name, transformer, processor)) for name, transformer in transformers.items()]
     for transformer, bound in made:
-        originals = original_processors(transformer)
         for attn, given in bound.items():
             _set_processor(attn, given)
         family, names = known_family(transformer), forward_arguments(transformer)
         ours = [made for made in bound.values() if isinstance(made, Bound)]
-        keep(transformer, Record(processor, family, names, originals, ours, sharing))
+        keep(transformer, Record(processor, family, names, list(bound), ours, sharing))
         share_parallel_config(transformer)
         if not family.own:
             vars(transformer)["enable_parallelism"] = functools.partial(enable_parallelism, transformer)
@@ -213,9 +207,9 @@ def bind_all(transformer: Any, processor: VideoAttentionProcessor, component: st
     """
     family = known_family(transformer)
     dense_layers, blocks = DenseSet("dense_layers", processor.dense_layers), len(family.blocks_of(transformer))
-    originals, bound = dict(original_processors(transformer)), {}
+    bound = {}
     for place, (block, attn) in enumerate(family.layers(transformer)):
-        original = originals[attn]
+        original = original_of(attn)
         layer = Layer(attn, place, block, blocks, family, transformer, component)
         ours = original if dense_layers.contains(block, blocks) else processor.bind(layer, original)
         if ours is original and family.spread is not None:
@@ -234,11 +228,8 @@ def parameters_of(processor: Any) -> dict[str, torch.nn.Parameter]:
 def own_processors(transformer: torch.nn.Module) -> list[tuple[Any, Bound, Any]]:
     """(module, our processor, the one it had before) of all that `apply` gave one of ours, in the order of layers."""
     record = record_of(transformer)
-    return [
-        (attn, ours, original)
-        for attn, original in (record.originals if record else ())
-        if (ours := ours_of(attn)) is not None
-    ]
+    modules = () if record is None else record.modules
+    return [(attn, ours, ours.original) for attn in modules if (ours := ours_of(attn)) is not None]
 
 
 def restore(pipe_or_transformer: Any) -> None:
@@ -269,7 +260,6 @@ def _restore(transformers: dict[str, Any]) -> None:
         record = record_of(transformer)
         if record is None:
             continue
-        originals = original_processors(transformer)
         keep(transformer, None)
         vars(transformer).pop("enable_parallelism", None)
         there = getattr(transformer, "peft_config", None) or {}
@@ -278,6 +268,6 @@ def _restore(transformers: dict[str, Any]) -> None:
             transformer.unload_lora()
         elif record.lora in there:
             transformer.delete_adapters(record.lora)
-        for attn, original in originals:
-            _set_processor(attn, original)
+        for attn in record.modules:
+            _set_processor(attn, original_of(attn))
         share_parallel_config(transformer)

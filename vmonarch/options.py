@@ -12,7 +12,6 @@ from vmonarch.grid import LatentGrid
 from vmonarch.validation import check_flag, check_integer, check_number, check_positive_integer, plain
 
 Function = TypeVar("Function", bound=Callable[..., Any])
-Class = TypeVar("Class", bound=type)
 
 
 @dataclass(frozen=True)
@@ -91,8 +90,9 @@ class ExactBlocks:
 FIRST_FRAME = ExactBlocks(rows=(0,), aware=False)
 
 
+@dataclass(frozen=True, kw_only=True)
 class Options:
-    """What an op computes, as one frozen dataclass, which checks its fields when it is made.
+    """What an op computes, checked when it is made; these are none.
 
     Attributes:
         op: what plans and methods call it.
@@ -102,7 +102,7 @@ class Options:
 
     def __post_init__(self) -> None:
         """Raise TypeError or ValueError if an option has an unsupported value."""
-        for field in dataclasses.fields(self):  # type: ignore[arg-type]
+        for field in dataclasses.fields(self):
             object.__setattr__(self, field.name, plain(getattr(self, field.name)))
 
     @classmethod
@@ -122,16 +122,11 @@ class Options:
 
     def changed(self) -> dict[str, Any]:
         """The options that differ from the defaults."""
-        fields = dataclasses.fields(self)  # type: ignore[arg-type]
+        fields = (field for field in dataclasses.fields(self) if field.init)
         return {field.name: value for field in fields if (value := getattr(self, field.name)) != field.default}
 
     def check_grid(self, grid: LatentGrid) -> None:
         """Raise ValueError if an option does not fit videos of this latent grid."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class NoOptions(Options):
-    """Those of attention that has none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -286,27 +281,3 @@ def takes_options(function: Function) -> Function:
     options = inspect.signature(VMonarchOptions).parameters.values()
     function.__signature__ = signature.replace(parameters=[*own, *options])  # type: ignore[attr-defined]
     return function
-
-
-def has_options(options: type, *own: str, without: tuple[str, ...] = ()) -> Callable[[Class], Class]:
-    """Give a processor the options of an op, in its signature too, and list all that it has.
-
-    Args:
-        options: the dataclass of the op's options.
-        own: options of the class itself.
-        without: of the options that all processors have those that this one has not.
-    """
-
-    def decorate(owner: Class) -> Class:
-        names = [field.name for field in dataclasses.fields(options)]
-        cls: Any = owner
-        cls._OP_OPTIONS = options
-        cls._OPTIONS = (*names, *own, *(name for name in cls.COMMON if name not in without))
-        shown: dict[str, inspect.Parameter] = {}
-        for source in (*(vars(base)["__init__"] for base in cls.__mro__[:-1] if "__init__" in vars(base)), options):
-            for name, entry in inspect.signature(source).parameters.items():
-                shown.setdefault(name, entry)
-        cls.__signature__ = inspect.Signature([entry for name, entry in shown.items() if name in cls._OPTIONS])
-        return owner
-
-    return decorate

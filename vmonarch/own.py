@@ -93,10 +93,12 @@ class Bound:
     Args:
         spec: the processor that was applied.
         attend: the stack below the first element.
+        original: the module's processor before.
     """
 
     spec: VideoAttentionProcessor
     attend: Attend
+    original: Any
     # Declared for diffusers, which sets it on every processor that has it, as those of some models do not.
     _parallel_config: Any = None
 
@@ -126,18 +128,14 @@ def run_stack(attend: Attend, query: torch.Tensor, key: torch.Tensor, value: tor
 
 
 class Own(Bound):
-    """The processor of a self-attention module of the Wan family.
-
-    Args:
-        original: the module's processor before, which computes dense steps.
-    """
+    """The processor of a self-attention module of the Wan family."""
 
     _attention_backend: Any = None
 
     def __init__(self, spec: VideoAttentionProcessor, attend: Attend, original: Any) -> None:
-        self.spec, self.attend = spec, attend
+        self.spec, self.attend, self.original = spec, attend, original
         # A copy, so that an attention backend chosen later reaches the dense steps and leaves the original alone.
-        self.original = copy.copy(original)
+        self._dense = copy.copy(original)
         self._attention_backend = getattr(original, "_attention_backend", None)
         # Whether the transformer is one of xfuser's, whose ranks may hold parts of the tokens.
         self._in_xfuser = type(original).__module__.startswith("xfuser.")
@@ -174,13 +172,14 @@ class Own(Bound):
     ) -> torch.Tensor:
         tokens = hidden_states.shape[1] if split is None else split.all_tokens
         # Of exact attention, nothing but the number of tokens matters.
-        call = Call(LatentGrid(1, 1, tokens)) if isinstance(self.attend, Exact) else current_call()
+        alone = isinstance(self.attend, Exact) and self.attend.bias is None
+        call = Call(LatentGrid(1, 1, tokens)) if alone else current_call()
         if call.dense:
             # What the module's own processor computes.
             for name in ("_attention_backend", "_parallel_config"):
-                if getattr(self.original, name, None) is not getattr(self, name):
-                    setattr(self.original, name, getattr(self, name))
-            return self.original(attn, hidden_states, None, None, rotary_emb)
+                if getattr(self._dense, name, None) is not getattr(self, name):
+                    setattr(self._dense, name, getattr(self, name))
+            return self._dense(attn, hidden_states, None, None, rotary_emb)
         if call.grid.tokens != tokens:
             raise ValueError(
                 f"grid {tuple(call.grid)} has {call.grid.tokens} tokens, but self-attention was given {tokens}"

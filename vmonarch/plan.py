@@ -15,13 +15,13 @@ method for each head of each layer, for each transformer of the pipeline.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from vmonarch.configs import FOLDER, as_json, read_document
+from vmonarch.configs import FOLDER, as_json, build, read_document
 from vmonarch.files import write_json
 from vmonarch.flops import first_order_flops, full_flops, two_resolution_flops, vmonarch_flops
 from vmonarch.grid import LatentGrid
@@ -55,11 +55,8 @@ def parse_method(name: str, options: Any) -> Options | None:
         if options_of is None:
             known = ", ".join(each.op for each in _OPS)
             raise ValueError(f"plan: method {name!r} has the kind {op!r}; supported: {known}")
-        supported = [each.name for each in fields(options_of)]
-        if unknown := sorted(named.keys() - set(supported)):
-            raise ValueError(f"plan: method {name!r} has no option {unknown[0]!r}; known: {', '.join(supported)}")
         try:
-            options = options_of(**named)
+            options = build(options_of, named)
         except (TypeError, ValueError) as error:
             raise ValueError(f"plan: method {name!r}: {error}") from error
     if options is not None and not isinstance(options, Options):

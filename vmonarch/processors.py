@@ -6,13 +6,13 @@ Shapes: B batch, S = T·H·W tokens, H heads, D head dim; the latent grid is T f
 from __future__ import annotations
 
 import warnings
+from dataclasses import dataclass, field
 from typing import Any
 
 from vmonarch.attend import Attend, ByHead, Op
 from vmonarch.base import Layer, VideoAttentionProcessor
-from vmonarch.bias import BiasOption
 from vmonarch.grid import LatentGrid
-from vmonarch.options import FirstOrderOptions, NoOptions, TwoResolutionOptions, VMonarchOptions, has_options
+from vmonarch.options import FirstOrderOptions, TwoResolutionOptions, VMonarchOptions
 from vmonarch.plan import AttentionPlan
 
 # Of a video that took as long as with full attention (docs/benchmarks/eval-proxy.json: 61×192×320).
@@ -21,8 +21,8 @@ _TOO_FEW_TOKENS = 3840
 _LAYERS_INLINE = 4
 
 
-@has_options(VMonarchOptions, "bias", "plan")
-class VMonarchProcessor(VideoAttentionProcessor):
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class VMonarchProcessor(VideoAttentionProcessor, VMonarchOptions):
     """VMonarch attention for the video transformers of diffusers (VMonarch paper; `vmonarch_attention`).
 
     Cross-attention, with text or with an image, stays exact.
@@ -48,20 +48,25 @@ class VMonarchProcessor(VideoAttentionProcessor):
         TypeError, ValueError: an option has an unsupported value.
     """
 
-    def __init__(self, *, bias: object = None, plan: object = None, **options: Any) -> None:
-        super().__init__(**options)
-        self._bias = None if bias is None else BiasOption(bias)
-        if self._bias is not None and self.refresh is not None and self.refresh.precision is not None:
+    OP = VMonarchOptions
+
+    bias: Any = None
+    plan: Any = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.bias is not None and self.refresh is not None and self.refresh.precision is not None:
             raise ValueError(f"refresh.precision must be None with a bias, got {self.refresh.precision!r}")
-        self.plan = None if plan is None else AttentionPlan.parse(plan)
-        for name, default in ({} if self.plan is None else {**vars(VMonarchOptions()), "bias": None}).items():
+        if self.plan is None:
+            return
+        object.__setattr__(self, "plan", AttentionPlan.parse(self.plan))
+        for name, default in {**vars(VMonarchOptions()), "bias": None}.items():
             if (value := getattr(self, name)) != default:
                 raise ValueError(f"{name} must be left at {default!r} with a plan, which decides it; got {value!r}")
 
     @property
     def needs_raster(self) -> bool:
-        pooled = self.options.coarse > 1 or self.options.row_share < 1
-        return pooled or self._bias is not None or self.plan is not None
+        return self.coarse > 1 or self.row_share < 1 or self.bias is not None or self.plan is not None
 
     def check_grid(self, grid: LatentGrid) -> None:
         for options in [self.options] if self.plan is None else self.plan.methods.values():
@@ -87,7 +92,7 @@ class VMonarchProcessor(VideoAttentionProcessor):
 
     def attention(self, layer: Layer) -> Attend | None:
         if self.plan is None:
-            return Op(self.options, self.implementation, self._bias)
+            return Op(self.options, self.implementation, self.bias_option)
         names = self.plan.heads_of(layer.component, layer.block, layer.blocks, layer.heads)
         if all(self.plan.methods[name] is None for name in names):
             return None
@@ -100,7 +105,7 @@ class VMonarchProcessor(VideoAttentionProcessor):
         return of_plan or super().is_opaque(layer)
 
 
-@has_options(NoOptions, "bias", without=("refresh",))
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class FlashBiasProcessor(VideoAttentionProcessor):
     """Exact attention with a low-rank bias for the video transformers of diffusers (FlashBias; `flash_bias_attention`).
 
@@ -117,16 +122,15 @@ class FlashBiasProcessor(VideoAttentionProcessor):
         TypeError, ValueError: an option has an unsupported value.
     """
 
-    def __init__(self, bias: object, **options: Any) -> None:
-        super().__init__(**options)
-        self._bias = BiasOption(bias)
+    bias: Any = field(kw_only=False)
+    refresh: Any = field(default=None, init=False)
 
     def attention(self, layer: Layer) -> Attend:
         return self.exact_attention
 
 
-@has_options(TwoResolutionOptions)
-class TwoResolutionProcessor(VideoAttentionProcessor):
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class TwoResolutionProcessor(VideoAttentionProcessor, TwoResolutionOptions):
     """Attention in two resolutions for the video transformers of diffusers (`two_resolution_attention`).
 
     Cross-attention, with text or with an image, stays exact.
@@ -140,9 +144,11 @@ class TwoResolutionProcessor(VideoAttentionProcessor):
         TypeError, ValueError: an option has an unsupported value.
     """
 
+    OP = TwoResolutionOptions
 
-@has_options(FirstOrderOptions)
-class FirstOrderProcessor(VideoAttentionProcessor):
+
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class FirstOrderProcessor(VideoAttentionProcessor, FirstOrderOptions):
     """Attention to the first order around mean queries (`first_order_attention`), in all heads: for comparisons.
 
     Plans give it to the heads that it is for. Cross-attention, with text or with an image, stays exact.
@@ -155,6 +161,8 @@ class FirstOrderProcessor(VideoAttentionProcessor):
     Raises:
         TypeError, ValueError: an option has an unsupported value.
     """
+
+    OP = FirstOrderOptions
 
 
 # Of the methods in `configs/attention.yaml`, those to choose from; the others are controls and parts of studies.

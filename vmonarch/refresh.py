@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+from vmonarch.configs import build
 from vmonarch.validation import DenseSet, check_flag, check_number
 
 # This share of the steps at the start decides the video's layout. With a tolerance it is exact throughout.
@@ -118,17 +119,9 @@ class Refresh:
         Raises:
             TypeError, ValueError: it is none of these, or has an unsupported value.
         """
-        if refresh is None or isinstance(refresh, Refresh):
-            return refresh
-        if not isinstance(refresh, Mapping):
-            return cls(refresh)
-        names = [field.name for field in dataclasses.fields(cls)]
-        unknown = sorted(set(refresh) - set(names))
-        if unknown or not {"steps", "tolerance"} & set(refresh):
-            others = ", ".join(name for name in names if name not in ("steps", "tolerance"))
-            got = ", ".join(map(repr, unknown)) or repr(dict(refresh))
-            raise TypeError(f"refresh must have steps or tolerance, and besides only {others}, got {got}")
-        return cls(**refresh)
+        if isinstance(refresh, Mapping):
+            return build(cls, refresh, prefix="refresh.")
+        return refresh if refresh is None or isinstance(refresh, Refresh) else cls(refresh)
 
     def schedule(self, steps: int) -> tuple[int, ...]:
         """The steps of a run of `steps` that refresh; with a tolerance, the i-th exact step is no earlier than these.

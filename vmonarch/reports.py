@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from vmonarch.attend import Biased, ByHead, Exact, Op
+from vmonarch.attend import ByHead, Exact, Op
 from vmonarch.families import heads_of, known_family
 from vmonarch.grid import LatentGrid
 from vmonarch.hooks import record_of
@@ -134,7 +134,7 @@ def _shares(transformer: Any, grid: LatentGrid | None) -> Iterator[float | None]
 
 def _share(element: Any, grid: LatentGrid | None, head_dim: int) -> float | None:
     """Its FLOPs over those of exact attention; None where they are not known."""
-    if isinstance(element, (Exact, Biased)):
+    if isinstance(element, Exact):
         return 1.0
     flops = partial(method_flops, element.options) if isinstance(element, Op) else getattr(element, "flops", None)
     work = None if flops is None or grid is None else flops(grid, head_dim)

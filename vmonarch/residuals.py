@@ -10,6 +10,7 @@ residual sharing", where the approximation is attention in a window.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import threading
 import warnings
 import weakref
@@ -21,7 +22,6 @@ import torch
 from torch.utils import _pytree as pytree
 
 from vmonarch.families import BY_STEP
-from vmonarch.host_memory import Arriving, HostMemory, host_memory
 from vmonarch.kernels.residual.api import attention_residual, renew_residual, residual_bytes
 from vmonarch.kernels.residual.reference import Residual
 from vmonarch.refresh import Line, Refresh, Schedule, tensors_in
@@ -35,11 +35,53 @@ _IDLE_STEPS = 2
 
 
 class _Kept(NamedTuple):
-    """A residual, the step in which it was made, and through what it comes back if it is in the host's memory."""
+    """A residual, the step in which it was made, and the GPU to which it comes back if it is in the host's memory."""
 
     step: int
     residual: Residual
-    host: HostMemory | None
+    gpu: torch.device | None
+
+
+class _Arriving(NamedTuple):
+    """A residual on its way to the GPU, and what tells that it is there."""
+
+    residual: Residual
+    event: torch.cuda.Event
+
+    def wait(self) -> Residual:
+        """The residual, for the current stream, which waits for it; the host does not."""
+        for x in self.residual:
+            stream = torch.cuda.current_stream(x.device)
+            stream.wait_event(self.event)
+            x.record_stream(stream)
+        return self.residual
+
+
+@functools.cache
+def _copying(gpu: torch.device) -> torch.cuda.Stream:
+    """The stream of copies to the host's pinned memory and back, in their order, beside what the GPU computes."""
+    return torch.cuda.Stream(gpu)
+
+
+def _to_host(residual: Residual, place: Residual | None) -> Residual:
+    """A copy in the host's memory: at a place that an earlier residual of this shape leaves, or a new one."""
+    gpu = residual.values.device
+    stream = _copying(gpu)
+    if place is None:
+        place = Residual(*(torch.empty(x.shape, dtype=x.dtype, pin_memory=True) for x in residual))
+    stream.wait_stream(torch.cuda.current_stream(gpu))
+    with torch.cuda.stream(stream):
+        for x, to in zip(residual, place, strict=True):
+            to.copy_(x, non_blocking=True)
+            x.record_stream(stream)
+    return place
+
+
+def _to_gpu(residual: Residual, gpu: torch.device) -> _Arriving:
+    """Begin to copy back what `_to_host` returned."""
+    with torch.cuda.stream(_copying(gpu)):
+        copy = Residual(*(x.to(gpu, non_blocking=True) for x in residual))
+        return _Arriving(copy, _copying(gpu).record_event())
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -64,7 +106,7 @@ class Branch:
     devices: Sequence[torch.device]
     residuals: dict[Any, _Kept] = dataclasses.field(default_factory=dict)
     calls: Counter[Any] = dataclasses.field(default_factory=Counter)
-    arriving: dict[Any, Arriving] = dataclasses.field(default_factory=dict)
+    arriving: dict[Any, _Arriving] = dataclasses.field(default_factory=dict)
     errors: list[torch.Tensor] = dataclasses.field(default_factory=list)
     group: Any = None
     lines: dict[int, Line] = dataclasses.field(default_factory=dict)
@@ -206,24 +248,22 @@ class Branch:
         step, device = self.schedule.step, residual.values.device
         if not self._offloads(device):
             return _Kept(step, residual, None)
-        host = host_memory(device)
-        places = None if before is None else before.residual
-        return _Kept(step, Residual(*host.store(residual, places)), host)
+        return _Kept(step, _to_host(residual, None if before is None else before.residual), device)
 
     def _fetch(self, layer: Any) -> None:
         """Begin to bring back what the layer needs, if that is in the host's memory and not on its way."""
         kept, schedule = self.residuals.get(layer), self.schedule
-        if kept is None or kept.host is None or layer in self.arriving:
+        if kept is None or kept.gpu is None or layer in self.arriving:
             return
         if kept.step >= schedule.due or schedule.refresh.tolerance is not None:
-            self.arriving[layer] = kept.host.fetch(kept.residual)
+            self.arriving[layer] = _to_gpu(kept.residual, kept.gpu)
 
     def _take(self, layer: Any, kept: _Kept) -> Residual:
         """The residual of a layer, where it is needed; that of the next layer is on its way then."""
-        if kept.host is None:
+        if kept.gpu is None:
             return kept.residual
         self._fetch(layer)
-        residual = Residual(*self.arriving.pop(layer).wait())
+        residual = self.arriving.pop(layer).wait()
         layers = list(self.residuals)
         for following in layers[layers.index(layer) + 1 :][:1]:
             self._fetch(following)

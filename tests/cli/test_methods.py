@@ -109,8 +109,8 @@ def test_every_preset_is_read_names_a_model_that_there_is_and_says_what_it_is_fo
     [
         ('coarse="???"', "coarse must be a positive integer, got '"),
         ("exact.bnd=1", "exact.bnd is no known key; known: rows, columns, band, aware"),
-        ("refesh=3", "refesh is no known option of VMonarchProcessor; known: num_iterations"),
-        ("adapter=embedded", "adapter is no known option of VMonarchProcessor"),
+        ("refesh=3", r"refesh is no known key \(did you mean refresh\?\); known: num_iterations"),
+        ("adapter=embedded", "adapter is no known key; known: num_iterations"),
         ("plan=nowhere.json", "plan 'nowhere.json' cannot be read"),
         ("processor=based", "processor must be 'vmonarch' here, got 'based'"),
     ],

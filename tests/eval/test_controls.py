@@ -321,7 +321,7 @@ def test_another_exact_kernel_attends_to_text_and_masks_it(monkeypatch):
 def test_bad_options_are_errors_that_name_them():
     for spec, words in (
         ("vmonarch-controlled:fix_cr=some", "fix_cr must be one of none, first, all"),
-        ("vmonarch-controlled:fix=all", "fix is no known option.*fix_cr, fix_cl"),
+        ("vmonarch-controlled:fix=all", "fix is no known key.*fix_cr, fix_cl"),
         ("monarch-h4:axis=D", "axis must be one of T, H, W"),
         ("local:exact={columns: [], band: null}", "exact must have a band or columns"),
         ("local:exact=first_frame", "exact must be a mapping"),

@@ -237,7 +237,10 @@ def method(**options):
 
 BAD = {
     "unknown-method": (lambda: plan_of(["t9"]), "names methods that it has not: .'t9'.; it has t1"),
-    "unknown-option": (lambda: plan_of(["a"], methods={"a": {"iterations": 1}}), "'a' has no option .*; known: num_it"),
+    "unknown-option": (
+        lambda: plan_of(["a"], methods={"a": {"iterations": 1}}),
+        "'a': iterations is no known key.*; known: num_it",
+    ),
     "unknown-kind": (method(kind="based"), "the kind 'based'; supported: vmonarch, t"),
     "bad-pattern": (method(exact={"band": -1}), "method 'a': exact must fit: ExactBlocks.band"),
     "no-format": (lambda: AttentionPlan.parse({"methods": {}, "layers": {}}), "format must be 'vmonarch-plan-1'"),

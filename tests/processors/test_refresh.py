@@ -458,36 +458,23 @@ def test_the_second_transformer_takes_the_place_of_the_first(tiny):
     assert holders == [[1, 1], [1, 1], [2, 2], [2, 2], []]
 
 
-class Host:
-    """Stands for `HostMemory` where there is no GPU."""
-
-    def __init__(self, device):
-        self.device, self.stored, self.log = device, 0, []
-
-    def store(self, parts, places=None):
-        self.stored += places is None
-        return [x.clone() for x in parts]
-
-    def fetch(self, places):
-        self.log.append("fetch")
-        return SimpleNamespace(wait=lambda: self.log.append("wait") or places)
-
-
 def test_offloaded_they_come_back_one_layer_ahead(tiny, monkeypatch):
     pipe = tiny.pipeline("t2v")
     pipe.transformer = tiny.transformer(num_layers=3)
     vmonarch.apply(pipe, VMonarchProcessor(refresh=Refresh([0, 2])))
     expected = tiny.quickly(pipe, 5)
-    host = Host(None)
-    monkeypatch.setattr(residuals, "host_memory", lambda device: host)
+    places, log = [], []
+    waited = lambda residual: SimpleNamespace(wait=lambda: log.append("wait") or residual)
+    monkeypatch.setattr(residuals, "_to_host", lambda residual, place: places.append(place) or residual)
+    monkeypatch.setattr(residuals, "_to_gpu", lambda residual, gpu: log.append("fetch") or waited(residual))
     monkeypatch.setattr(residuals.Branch, "_offloads", lambda *_: True)
-    adding = lambda *inputs, **options: host.log.append("add") or add_residual(*inputs, **options)
+    adding = lambda *inputs, **options: log.append("add") or add_residual(*inputs, **options)
     monkeypatch.setattr(attend, "add_residual", adding)
     vmonarch.apply(pipe, VMonarchProcessor(refresh=Refresh([0, 2])))
     assert torch.equal(tiny.quickly(pipe, 5), expected)
     # Three layers, whose memory on the host is written to again; three steps that use residuals.
-    assert host.stored == 3
-    assert host.log == ["fetch", *["wait", "fetch", "add"] * 2, "wait", "add"] * 3
+    assert [place is None for place in places] == [True] * 3 + [False] * 3
+    assert log == ["fetch", *["wait", "fetch", "add"] * 2, "wait", "add"] * 3
 
 
 def test_memory_is_asked_of_every_device_for_its_own_layers(monkeypatch):

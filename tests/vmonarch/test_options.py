@@ -6,7 +6,7 @@ import json
 import pytest
 import torch
 
-from vmonarch import ExactBlocks, LatentGrid, VMonarchOptions, VMonarchProcessor, vmonarch_attention
+from vmonarch import ExactBlocks, LatentGrid, VMonarchOptions, vmonarch_attention
 from vmonarch.kernels.common.blocks import grid_places
 from vmonarch.kernels.monarch.call import MonarchCall
 from vmonarch.kernels.monarch.op import _decode, _encode
@@ -56,5 +56,3 @@ def test_json_holds_what_was_changed():
     assert method_dict(VMonarchOptions()) == {}
     with pytest.raises(dataclasses.FrozenInstanceError):
         options.coarse = 1
-    with pytest.raises(AttributeError):
-        VMonarchProcessor().coarse = 2
