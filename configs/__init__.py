@@ -210,10 +210,7 @@ def as_json(value: Any) -> Any:
 
 
 def build(schema: type[Config], values: Mapping[str, Any], *, prefix: str = "") -> Config:
-    """Settings, or options of a dataclass, with `values` over their defaults.
-
-    Args:
-        prefix: of the keys, for the errors.
+    """Settings, or options, with `values` over their defaults; errors name keys with the prefix.
 
     Raises:
         InputError: an unknown key, or a value that the settings refuse.
