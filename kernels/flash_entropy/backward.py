@@ -24,10 +24,9 @@ from vmonarch.kernels.flash_entropy.forward import (
     NO_BIAS,
     Bias,
     biased,
-    key_bounds,
+    keys_of_range,
     load_factor,
     load_tile,
-    load_transposed,
     scores_of_keys,
 )
 from vmonarch.kernels.flash_entropy.segments import (
@@ -61,16 +60,12 @@ def _delta_kernel(
     item, bh, b, h = item_of_a_head(num_items, H)
     item_ptr = items_ptr + item * 5
     row_start = tl.load(item_ptr)
-    rows_left = tl.load(item_ptr + 1) - row_start
+    row_stop = tl.load(item_ptr + 1)
 
     rows = tl.arange(0, BLOCK_M)
-    dims = tl.arange(0, BLOCK_DV)
-    first_row = row_start.to(tl.int64)
-    do_ptr = head_of(grad_output, b, h) + first_row * grad_output.stride_s
-    o_ptr = head_of(output, b, h) + first_row * output.stride_s
-    do = load_tile(do_ptr, grad_output.stride_s, rows[:, None], rows_left, dims[None, :], VALUE_DIM, BLOCK_DV, False)
-    o = load_tile(o_ptr, output.stride_s, rows[:, None], rows_left, dims[None, :], VALUE_DIM, BLOCK_DV, False)
-    present = rows < rows_left
+    do = load_tile(grad_output, b, h, row_start, row_stop, BLOCK_M, VALUE_DIM, BLOCK_DV, False)
+    o = load_tile(output, b, h, row_start, row_stop, BLOCK_M, VALUE_DIM, BLOCK_DV, False)
+    present = rows < row_stop - row_start
     stat_rows = bh * Sq + row_start + rows
     delta = row_delta(do, o, grad_lse_ptr, stat_rows, present)
     if grad_entropy_ptr is not None:
@@ -127,17 +122,15 @@ def _grad_q_tile(
     lse,  # [M, 1]
     delta,  # [M, 1]
     grad_entropy,  # [M, 1]
-    k_ptr,
-    v_ptr,
-    key_factor,
-    key_mask,
     key,
     value,
+    key_factor,
+    key_mask,
     b,
     h,
-    last_key,
     first_key,
     stop,
+    last_key,
     acc,  # [M, D]
     acc_f,  # [M, R]
     log2_scale,
@@ -153,20 +146,19 @@ def _grad_q_tile(
     PRECISION: tl.constexpr,
 ):
     """Add what one tile of keys contributes to dQ / scale and dφq."""
-    keys = first_key + tl.arange(0, BLOCK_N)
-    value_dims = tl.arange(0, BLOCK_DV)
-    k_t, fk_t = load_transposed(k_ptr, key.stride_s, key_factor, b, h, keys, stop, HEAD_DIM, BLOCK_D, RANK, ALL_KEYS)
-    v_t = load_tile(v_ptr, value.stride_s, keys[None, :], stop, value_dims[:, None], VALUE_DIM, BLOCK_DV, ALL_KEYS)
+    k = load_tile(key, b, h, first_key, stop, BLOCK_N, HEAD_DIM, BLOCK_D, ALL_KEYS)
+    fk = load_factor(key_factor, b, h, first_key, stop, k, RANK, ALL_KEYS)
+    v = load_tile(value, b, h, first_key, stop, BLOCK_N, VALUE_DIM, BLOCK_DV, ALL_KEYS)
     scores = scores_of_keys(
-        q, k_t, fq, fk_t, keys, stop, last_key, key_mask, b, log2_scale, RANK, CAUSAL, ALL_KEYS, PRECISION
+        q, k, fq, fk, first_key, stop, last_key, key_mask, b, log2_scale, RANK, CAUSAL, ALL_KEYS, PRECISION
     )
-    grad_p = tl.dot(grad_out, v_t, input_precision=PRECISION)  # [M, N]
-    p = probabilities(scores, lse, log2_scale)
-    grad_s = _grad_scores(p, scores, grad_p, lse, delta, grad_entropy, log2_scale, ENTROPY_GRAD).to(k_t.dtype)
     # tl.trans of a loaded tile is free and safe; that of a product is neither.
-    acc = tl.dot(grad_s, tl.trans(k_t), acc, input_precision=PRECISION)
+    grad_p = tl.dot(grad_out, tl.trans(v), input_precision=PRECISION)  # [M, N]
+    p = probabilities(scores, lse, log2_scale)
+    grad_s = _grad_scores(p, scores, grad_p, lse, delta, grad_entropy, log2_scale, ENTROPY_GRAD).to(k.dtype)
+    acc = tl.dot(grad_s, k, acc, input_precision=PRECISION)
     if RANK > 0:
-        acc_f = tl.dot(grad_s, tl.trans(fk_t), acc_f, input_precision=PRECISION)
+        acc_f = tl.dot(grad_s, fk, acc_f, input_precision=PRECISION)
     return acc, acc_f
 
 
@@ -219,18 +211,10 @@ def _backward_q_kernel(
 
     rows = tl.arange(0, BLOCK_M)
     dims = tl.arange(0, BLOCK_D)
-    value_dims = tl.arange(0, BLOCK_DV)
     first_row = row_start.to(tl.int64)
-    q_rows_ptr = head_of(query, b, h) + first_row * query.stride_s
-    do_rows_ptr = head_of(grad_output, b, h) + first_row * grad_output.stride_s
-    q = load_tile(q_rows_ptr, query.stride_s, rows[:, None], rows_left, dims[None, :], HEAD_DIM, BLOCK_D, False)
-    grad_out = load_tile(
-        do_rows_ptr, grad_output.stride_s, rows[:, None], rows_left, value_dims[None, :], VALUE_DIM, BLOCK_DV, False
-    )
-    fq = q
-    if RANK > 0:
-        ranks = tl.arange(0, RANK)
-        fq = load_factor(query_factor, b, h, row_start + rows[:, None], row_stop, ranks[None, :], RANK, False)
+    q = load_tile(query, b, h, row_start, row_stop, BLOCK_M, HEAD_DIM, BLOCK_D, False)
+    fq = load_factor(query_factor, b, h, row_start, row_stop, q, RANK, False)
+    grad_out = load_tile(grad_output, b, h, row_start, row_stop, BLOCK_M, VALUE_DIM, BLOCK_DV, False)
     last_key = row_start + Sk - Sq
     present = rows < rows_left
     stat_rows = bh * Sq + row_start + rows
@@ -240,49 +224,24 @@ def _backward_q_kernel(
     if ENTROPY_GRAD:
         grad_entropy = tl.load(grad_entropy_ptr + stat_rows, mask=present, other=0.0)[:, None]
 
-    k_head_ptr = head_of(key, b, h)
-    v_head_ptr = head_of(value, b, h)
-    k_step = tl.full([], BLOCK_N, tl.int64) * key.stride_s
-    v_step = tl.full([], BLOCK_N, tl.int64) * value.stride_s
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     acc_f = acc
     if RANK > 0:
         acc_f = tl.zeros([BLOCK_M, RANK], tl.float32)
-    if RANK > 0 or CAUSAL or key_mask is not None:
-        whole, stop = key_bounds(last_key, Sk, key_mask, CAUSAL, BLOCK_M, BLOCK_N)
-        for first_key in range(0, whole, BLOCK_N):
+    for r in range(first_range, last_range):
+        start, whole, stop = keys_of_range(ranges_ptr + 2 * r, last_key, key_mask, CAUSAL, BLOCK_M, BLOCK_N)
+        for first_key in range(start, whole, BLOCK_N):
             acc, acc_f = _grad_q_tile(
-                q, fq, grad_out, lse, delta, grad_entropy, k_head_ptr, v_head_ptr, key_factor, key_mask, key,
-                value, b, h, last_key, first_key, stop, acc, acc_f, log2_scale, HEAD_DIM, VALUE_DIM, BLOCK_D,
-                BLOCK_DV, BLOCK_N, RANK, CAUSAL, True, ENTROPY_GRAD, PRECISION,
+                q, fq, grad_out, lse, delta, grad_entropy, key, value, key_factor, key_mask, b, h, first_key, stop,
+                last_key, acc, acc_f, log2_scale, HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_DV, BLOCK_N, RANK, CAUSAL, True,
+                ENTROPY_GRAD, PRECISION,
             )  # fmt: skip
         for first_key in range(whole, stop, BLOCK_N):
             acc, acc_f = _grad_q_tile(
-                q, fq, grad_out, lse, delta, grad_entropy, k_head_ptr, v_head_ptr, key_factor, key_mask, key,
-                value, b, h, last_key, first_key, stop, acc, acc_f, log2_scale, HEAD_DIM, VALUE_DIM,
-                BLOCK_D, BLOCK_DV, BLOCK_N, RANK, CAUSAL, False, ENTROPY_GRAD, PRECISION,
+                q, fq, grad_out, lse, delta, grad_entropy, key, value, key_factor, key_mask, b, h, first_key, stop,
+                last_key, acc, acc_f, log2_scale, HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_DV, BLOCK_N, RANK, CAUSAL, False,
+                ENTROPY_GRAD, PRECISION,
             )  # fmt: skip
-    else:
-        for r in range(first_range, last_range):
-            start = tl.load(ranges_ptr + 2 * r)
-            num_keys = tl.load(ranges_ptr + 2 * r + 1) - start
-            k_tile_ptr = k_head_ptr + start.to(tl.int64) * key.stride_s
-            v_tile_ptr = v_head_ptr + start.to(tl.int64) * value.stride_s
-            for _ in range(num_keys // BLOCK_N):
-                acc, acc_f = _grad_q_tile(
-                    q, fq, grad_out, lse, delta, grad_entropy, k_tile_ptr, v_tile_ptr, key_factor, key_mask, key,
-                    value, b, h, 0, 0, BLOCK_N, acc, acc_f, log2_scale, HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_DV,
-                    BLOCK_N, 0, False, True, ENTROPY_GRAD, PRECISION,
-                )  # fmt: skip
-                k_tile_ptr += k_step
-                v_tile_ptr += v_step
-            keys_left = num_keys % BLOCK_N
-            if keys_left > 0:
-                acc, acc_f = _grad_q_tile(
-                    q, fq, grad_out, lse, delta, grad_entropy, k_tile_ptr, v_tile_ptr, key_factor, key_mask, key,
-                    value, b, h, 0, 0, keys_left, acc, acc_f, log2_scale, HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_DV,
-                    BLOCK_N, 0, False, False, ENTROPY_GRAD, PRECISION,
-                )  # fmt: skip
 
     if part_ptr is not None:
         if slot >= 0:
@@ -339,21 +298,18 @@ def _grad_kv_tile(
     k,  # [N, D]
     fk,  # [N, R]
     v,  # [N, Dv]
-    q_ptr,
+    query,
     query_factor,
-    grad_out_ptr,
-    lse_ptr,
+    grad_output,
+    lse_ptr,  # of the head, as the next two
     delta_ptr,
     grad_entropy_ptr,
-    stat_row,
-    query,
-    grad_output,
     b,
     h,
     first_row,
+    stop,
     last_key,  # of query 0
     first_key,
-    stop,
     grad_k,  # [N, D]
     grad_fk,  # [N, R]
     grad_v,  # [N, Dv]
@@ -363,7 +319,6 @@ def _grad_kv_tile(
     BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
     RANK: tl.constexpr,
     CAUSAL: tl.constexpr,
     ALL_ROWS: tl.constexpr,
@@ -371,28 +326,23 @@ def _grad_kv_tile(
     PRECISION: tl.constexpr,
 ):
     """Add what one tile of queries contributes to dK / scale, dφk and dV."""
+    q = load_tile(query, b, h, first_row, stop, BLOCK_M, HEAD_DIM, BLOCK_D, ALL_ROWS)
+    fq = load_factor(query_factor, b, h, first_row, stop, q, RANK, ALL_ROWS)
+    grad_out = load_tile(grad_output, b, h, first_row, stop, BLOCK_M, VALUE_DIM, BLOCK_DV, ALL_ROWS)
     rows = first_row + tl.arange(0, BLOCK_M)
-    value_dims = tl.arange(0, BLOCK_DV)
-    q_t, fq_t = load_transposed(
-        q_ptr, query.stride_s, query_factor, b, h, rows, stop, HEAD_DIM, BLOCK_D, RANK, ALL_ROWS
-    )
-    grad_out = load_tile(
-        grad_out_ptr, grad_output.stride_s, rows[:, None], stop, value_dims[None, :], VALUE_DIM, BLOCK_DV, ALL_ROWS
-    )
-    stat_rows = stat_row + rows
     if ALL_ROWS:
-        lse = tl.load(lse_ptr + stat_rows)[None, :]
-        delta = tl.load(delta_ptr + stat_rows)[None, :]
+        lse = tl.load(lse_ptr + rows)[None, :]
+        delta = tl.load(delta_ptr + rows)[None, :]
     else:
         # Where there is no row, lse = inf makes p = 0.
-        lse = tl.load(lse_ptr + stat_rows, mask=rows < stop, other=float("inf"))[None, :]
-        delta = tl.load(delta_ptr + stat_rows, mask=rows < stop, other=0.0)[None, :]
+        lse = tl.load(lse_ptr + rows, mask=rows < stop, other=float("inf"))[None, :]
+        delta = tl.load(delta_ptr + rows, mask=rows < stop, other=0.0)[None, :]
     grad_entropy = delta
     if ENTROPY_GRAD:
-        grad_entropy = tl.load(grad_entropy_ptr + stat_rows, mask=rows < stop, other=0.0)[None, :]
-    scores_t = biased(k, q_t, fk, fq_t, log2_scale, RANK, PRECISION)  # [N, M]
+        grad_entropy = tl.load(grad_entropy_ptr + rows, mask=rows < stop, other=0.0)[None, :]
+    scores_t = biased(k, q, fk, fq, log2_scale, RANK, PRECISION)  # [N, M]
     if CAUSAL:
-        attended = (first_key + tl.arange(0, BLOCK_N))[:, None] <= (last_key + rows)[None, :]
+        attended = (first_key + tl.arange(0, k.shape[0]))[:, None] <= (last_key + rows)[None, :]
         scores_t = tl.where(attended, scores_t, -float("inf"))
     if RANK == 0:
         grad_p_t = tl.dot(v, tl.trans(grad_out), input_precision=PRECISION)  # [N, M]
@@ -405,10 +355,10 @@ def _grad_kv_tile(
     grad_s_t = _grad_scores(p_t, scores_t, grad_p_t, lse, delta, grad_entropy, log2_scale, ENTROPY_GRAD)
     if RANK == 0:
         grad_v = tl.dot(p_t.to(grad_out.dtype), grad_out, grad_v, input_precision=PRECISION)
-    grad_s_t = grad_s_t.to(q_t.dtype)
-    grad_k = tl.dot(grad_s_t, tl.trans(q_t), grad_k, input_precision=PRECISION)
+    grad_s_t = grad_s_t.to(q.dtype)
+    grad_k = tl.dot(grad_s_t, q, grad_k, input_precision=PRECISION)
     if RANK > 0:
-        grad_fk = tl.dot(grad_s_t, tl.trans(fq_t), grad_fk, input_precision=PRECISION)
+        grad_fk = tl.dot(grad_s_t, fq, grad_fk, input_precision=PRECISION)
     return grad_k, grad_fk, grad_v
 
 
@@ -457,81 +407,46 @@ def _backward_kv_kernel(
     last_range = tl.load(item_ptr + 3)
 
     keys = tl.arange(0, BLOCK_N)
-    dims = tl.arange(0, BLOCK_D)
-    value_dims = tl.arange(0, BLOCK_DV)
     first_key = key_start.to(tl.int64)
-    k_rows_ptr = head_of(key, b, h) + first_key * key.stride_s
-    v_rows_ptr = head_of(value, b, h) + first_key * value.stride_s
     # Keys that are not there are zeros; their rows of dK and dV are not stored, so p needs no mask.
-    k = load_tile(k_rows_ptr, key.stride_s, keys[:, None], keys_left, dims[None, :], HEAD_DIM, BLOCK_D, False)
-    v = load_tile(v_rows_ptr, value.stride_s, keys[:, None], keys_left, value_dims[None, :], VALUE_DIM, BLOCK_DV, False)
-
-    fk = k
-    if RANK > 0:
-        ranks = tl.arange(0, RANK)
-        fk = load_factor(key_factor, b, h, key_start + keys[:, None], key_stop, ranks[None, :], RANK, False)
-
-    q_head_ptr = head_of(query, b, h)
-    grad_out_head_ptr = head_of(grad_output, b, h)
-    q_step = tl.full([], BLOCK_M, tl.int64) * query.stride_s
-    grad_out_step = tl.full([], BLOCK_M, tl.int64) * grad_output.stride_s
+    k = load_tile(key, b, h, key_start, key_stop, BLOCK_N, HEAD_DIM, BLOCK_D, False)
+    fk = load_factor(key_factor, b, h, key_start, key_stop, k, RANK, False)
+    v = load_tile(value, b, h, key_start, key_stop, BLOCK_N, VALUE_DIM, BLOCK_DV, False)
+    lse_ptr += bh * Sq
+    delta_ptr += bh * Sq
+    if ENTROPY_GRAD:
+        grad_entropy_ptr += bh * Sq
     grad_k = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     grad_fk = grad_k
     if RANK > 0:
         grad_fk = tl.zeros([BLOCK_N, RANK], tl.float32)
     grad_v = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
-    if RANK > 0 or CAUSAL or key_mask is not None:
-        start = 0
-        whole = 0
+    for r in range(first_range, last_range):
+        start = tl.load(ranges_ptr + 2 * r)
+        stop = tl.load(ranges_ptr + 2 * r + 1)
         if CAUSAL:
-            # Queries from `start` on attend to some of these keys, and from `whole` on to all.
-            start = tl.maximum(0, key_start + Sq - Sk) // BLOCK_M * BLOCK_M
-            whole = tl.cdiv(tl.maximum(0, key_start + BLOCK_N - 1 + Sq - Sk), BLOCK_M) * BLOCK_M
-        stop = tl.maximum(whole, Sq // BLOCK_M * BLOCK_M)
-        for first_row in range(start, tl.minimum(whole, Sq), BLOCK_M):
+            # Queries from `first` on attend to some of these keys, and from `start` on to all.
+            first = tl.maximum(0, key_start + Sq - Sk) // BLOCK_M * BLOCK_M
+            start = tl.cdiv(tl.maximum(0, key_start + BLOCK_N - 1 + Sq - Sk), BLOCK_M) * BLOCK_M
+            for first_row in range(first, tl.minimum(start, stop), BLOCK_M):
+                grad_k, grad_fk, grad_v = _grad_kv_tile(
+                    k, fk, v, query, query_factor, grad_output, lse_ptr, delta_ptr, grad_entropy_ptr, b, h, first_row,
+                    stop, Sk - Sq, key_start, grad_k, grad_fk, grad_v, log2_scale, HEAD_DIM, VALUE_DIM, BLOCK_D,
+                    BLOCK_DV, BLOCK_M, RANK, True, False, ENTROPY_GRAD, PRECISION,
+                )  # fmt: skip
+        whole = start + tl.maximum(0, stop - start) // BLOCK_M * BLOCK_M
+        for first_row in range(start, whole, BLOCK_M):
             grad_k, grad_fk, grad_v = _grad_kv_tile(
-                k, fk, v, q_head_ptr, query_factor, grad_out_head_ptr, lse_ptr, delta_ptr, grad_entropy_ptr, bh * Sq,
-                query, grad_output, b, h, first_row, Sk - Sq, key_start, Sq, grad_k, grad_fk, grad_v,
-                log2_scale, HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, RANK, CAUSAL, False,
-                ENTROPY_GRAD, PRECISION,
+                k, fk, v, query, query_factor, grad_output, lse_ptr, delta_ptr, grad_entropy_ptr, b, h, first_row,
+                stop, Sk - Sq, key_start, grad_k, grad_fk, grad_v, log2_scale, HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_DV,
+                BLOCK_M, RANK, False, True, ENTROPY_GRAD, PRECISION,
             )  # fmt: skip
         for first_row in range(whole, stop, BLOCK_M):
             grad_k, grad_fk, grad_v = _grad_kv_tile(
-                k, fk, v, q_head_ptr, query_factor, grad_out_head_ptr, lse_ptr, delta_ptr, grad_entropy_ptr, bh * Sq,
-                query, grad_output, b, h, first_row, Sk - Sq, key_start, stop, grad_k, grad_fk, grad_v,
-                log2_scale, HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, RANK, False, True,
-                ENTROPY_GRAD, PRECISION,
+                k, fk, v, query, query_factor, grad_output, lse_ptr, delta_ptr, grad_entropy_ptr, b, h, first_row,
+                stop, Sk - Sq, key_start, grad_k, grad_fk, grad_v, log2_scale, HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_DV,
+                BLOCK_M, RANK, False, False, ENTROPY_GRAD, PRECISION,
             )  # fmt: skip
-        for first_row in range(stop, Sq, BLOCK_M):
-            grad_k, grad_fk, grad_v = _grad_kv_tile(
-                k, fk, v, q_head_ptr, query_factor, grad_out_head_ptr, lse_ptr, delta_ptr, grad_entropy_ptr, bh * Sq,
-                query, grad_output, b, h, first_row, Sk - Sq, key_start, Sq, grad_k, grad_fk, grad_v,
-                log2_scale, HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, RANK, False, False,
-                ENTROPY_GRAD, PRECISION,
-            )  # fmt: skip
-    else:
-        for r in range(first_range, last_range):
-            start = tl.load(ranges_ptr + 2 * r)
-            num_rows = tl.load(ranges_ptr + 2 * r + 1) - start
-            q_tile_ptr = q_head_ptr + start.to(tl.int64) * query.stride_s
-            grad_out_tile_ptr = grad_out_head_ptr + start.to(tl.int64) * grad_output.stride_s
-            stat_row = bh * Sq + start
-            for _ in range(num_rows // BLOCK_M):
-                grad_k, grad_fk, grad_v = _grad_kv_tile(
-                    k, fk, v, q_tile_ptr, query_factor, grad_out_tile_ptr, lse_ptr, delta_ptr, grad_entropy_ptr,
-                    stat_row, query, grad_output, b, h, 0, 0, 0, BLOCK_M, grad_k, grad_fk, grad_v, log2_scale,
-                    HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, 0, False, True, ENTROPY_GRAD, PRECISION,
-                )  # fmt: skip
-                q_tile_ptr += q_step
-                grad_out_tile_ptr += grad_out_step
-                stat_row += BLOCK_M
-            rows_left = num_rows % BLOCK_M
-            if rows_left > 0:
-                grad_k, grad_fk, grad_v = _grad_kv_tile(
-                    k, fk, v, q_tile_ptr, query_factor, grad_out_tile_ptr, lse_ptr, delta_ptr, grad_entropy_ptr,
-                    stat_row, query, grad_output, b, h, 0, 0, 0, rows_left, grad_k, grad_fk, grad_v, log2_scale,
-                    HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, 0, False, False, ENTROPY_GRAD, PRECISION,
-                )  # fmt: skip
 
     if key_mask is not None:
         key_mask_ptr = key_mask.ptr + b * key_mask.stride_b + (first_key + keys) * key_mask.stride_s

@@ -22,7 +22,7 @@ import triton.language as tl
 from vmonarch.kernels.common.launch import block_dim, dot_precision, hopper_fits, launch_options
 from vmonarch.kernels.common.replay import launcher
 from vmonarch.kernels.common.softmax import entropy_of, log2_partition, log2_scale_of, online_softmax
-from vmonarch.kernels.common.tiles import Strided, broadcast, head_of, item_of_a_head, store_rows, strided
+from vmonarch.kernels.common.tiles import Strided, broadcast, head_of, item_of_a_head, load_rows, store_rows, strided
 from vmonarch.kernels.flash_entropy.reference import SCALE_BLOCK
 from vmonarch.kernels.flash_entropy.segments import Segment, processors, row_work
 
@@ -70,82 +70,54 @@ NO_BIAS = Bias()
 
 
 @triton.jit
-def load_tile(ptr, stride, rows, rows_left, dims, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, ALL_ROWS: tl.constexpr):
-    """Load the rows of one head from `ptr` on, zero where there is no element.
+def load_tile(
+    x, b, h, first, stop, ROWS: tl.constexpr, WIDTH: tl.constexpr, BLOCK_WIDTH: tl.constexpr, ALL: tl.constexpr
+):
+    """Rows [ROWS, BLOCK_WIDTH] of a head from `first` on; unless ALL are there, zeros from `stop` on."""
+    rows = tl.arange(0, ROWS)
+    # The same for all threads: pointers of rows found from their numbers would cost each thread products.
+    ptr = head_of(x, b, h) + tl.cast(first, tl.int64) * x.stride_s
+    return load_rows(ptr, x.stride_s, rows, rows < stop - first, WIDTH, BLOCK_WIDTH, not ALL)
 
-    Args:
-        rows, dims: indices shaped [:, None] and [None, :] for a tile [rows, dims], or the other way round for its
-            transpose.
-        ALL_ROWS: whether the first `rows` rows all exist, else only `rows_left` of them.
-    """
-    # int64: a row stride times a block of rows may pass 2^31 where the sequence is the outermost dimension.
-    pointers = ptr + rows.to(tl.int64) * stride + dims
-    if ALL_ROWS and DIM == BLOCK_DIM:
-        tile = tl.load(pointers)
-    elif ALL_ROWS:
-        tile = tl.load(pointers, mask=dims < DIM, other=0.0)
-    elif DIM == BLOCK_DIM:
-        tile = tl.load(pointers, mask=rows < rows_left, other=0.0)
+
+@triton.jit
+def load_factor(factor, b, h, first, stop, x, RANK: tl.constexpr, ALL: tl.constexpr):
+    """φ [rows, R] of a tile x [rows, D]; arguments as in `load_tile`. Without a bias it is x, and not looked at."""
+    if RANK == 0:
+        return x
     else:
-        tile = tl.load(pointers, mask=(rows < rows_left) & (dims < DIM), other=0.0)
-    return tile
+        return load_tile(factor, b, h, first, stop, x.shape[0], RANK, RANK, ALL)
 
 
 @triton.jit
-def load_factor(factor, b, h, rows, stop, columns, RANK: tl.constexpr, ALL_ROWS: tl.constexpr):
-    """φ of the rows of one head; arguments as in `load_tile`."""
-    return load_tile(head_of(factor, b, h), factor.stride_s, rows, stop, columns, RANK, RANK, ALL_ROWS)
-
-
-@triton.jit
-def biased(x, y_t, fx, fy_t, log2_scale, RANK: tl.constexpr, PRECISION: tl.constexpr):
+def biased(x, y, fx, fy, log2_scale, RANK: tl.constexpr, PRECISION: tl.constexpr):
     """x·yᵀ + φx·φyᵀ / scale; without a bias (RANK = 0) the factors are not looked at, but for bytes are scales."""
+    y_t = tl.trans(y)
     if x.dtype == tl.int8:
-        scores = tl.dot(x, y_t).to(tl.float32) * (fx * fy_t)[:, None]
+        scores = tl.dot(x, y_t).to(tl.float32) * (fx * fy)[:, None]
     elif RANK == 0:
         scores = tl.dot(x, y_t, input_precision=PRECISION)
     else:
-        bias = tl.dot(fx, fy_t, input_precision=PRECISION) * (1.4426950408889634 / log2_scale)
+        bias = tl.dot(fx, tl.trans(fy), input_precision=PRECISION) * (1.4426950408889634 / log2_scale)
         scores = tl.dot(x, y_t, bias, input_precision=PRECISION)
     return scores
 
 
 @triton.jit
-def load_transposed(
-    ptr, stride, factor, b, h, rows, stop,
-    DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, RANK: tl.constexpr, ALL_ROWS: tl.constexpr,
-):  # fmt: skip
-    """Tiles [D, rows] of queries or keys and [R, rows] of their factor; without a bias the first one stands for both.
-
-    Args:
-        rows, stop: as in `load_tile`. b, h: of the factor.
-    """
-    dims = tl.arange(0, BLOCK_DIM)
-    if RANK == 0:
-        x_t = load_tile(ptr, stride, rows[None, :], stop, dims[:, None], DIM, BLOCK_DIM, ALL_ROWS)
-        fx_t = x_t
-    else:
-        # Tiles that are loaded as they lie take fewer registers on GPUs before Hopper.
-        ranks = tl.arange(0, RANK)
-        x_t = tl.trans(load_tile(ptr, stride, rows[:, None], stop, dims[None, :], DIM, BLOCK_DIM, ALL_ROWS))
-        fx_t = tl.trans(load_factor(factor, b, h, rows[:, None], stop, ranks[None, :], RANK, ALL_ROWS))
-    return x_t, fx_t
-
-
-@triton.jit
 def scores_of_keys(
-    q, k_t, fq, fk_t, keys, stop, last_key, key_mask, b, log2_scale,
+    q, k, fq, fk, first_key, stop, last_key, key_mask, b, log2_scale,
     RANK: tl.constexpr, CAUSAL: tl.constexpr, ALL_KEYS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Raw scores [M, N] of one tile of keys, -inf where a query does not attend.
 
     Args:
-        q: [M, D]. k_t: [D, N]. fq: [M, R]. fk_t: [R, N].
-        keys: [N], up to `stop`. last_key: that the first query attends to, if CAUSAL.
+        q: [M, D]. k: [N, D], from `first_key` up to `stop`. fq: [M, R]. fk: [N, R].
+        last_key: that the first query attends to, if CAUSAL.
         ALL_KEYS: whether every query attends to the whole tile.
     """
-    scores = biased(q, k_t, fq, fk_t, log2_scale, RANK, PRECISION)
+    scores = biased(q, k, fq, fk, log2_scale, RANK, PRECISION)
     if not ALL_KEYS:
+        keys = first_key + tl.arange(0, k.shape[0])
         scores = tl.where((keys < stop)[None, :], scores, -float("inf"))
         if CAUSAL:
             last_keys = last_key + tl.arange(0, q.shape[0])
@@ -158,33 +130,32 @@ def scores_of_keys(
 
 
 @triton.jit
-def key_bounds(last_key, Sk, key_mask, CAUSAL: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Keys that all queries of a tile attend to, a whole number of tiles, and keys that any of them attends to."""
-    whole = Sk
-    stop = Sk
+def keys_of_range(range_ptr, last_key, key_mask, CAUSAL: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """The first key of a range, the end of the whole tiles that all queries of a tile attend to, and of all keys."""
+    start = tl.load(range_ptr)
+    stop = tl.load(range_ptr + 1)
+    whole = stop
     if CAUSAL:
-        whole = tl.minimum(Sk, last_key + 1)
-        stop = tl.minimum(Sk, last_key + BLOCK_M)
+        whole = tl.minimum(stop, last_key + 1)
+        stop = tl.minimum(stop, last_key + BLOCK_M)
     if key_mask is not None:
-        whole = 0
-    return whole // BLOCK_N * BLOCK_N, stop
+        whole = start
+    return start, start + (whole - start) // BLOCK_N * BLOCK_N, stop
 
 
 @triton.jit
 def _attend_tile(
     q,  # [M, D]
     fq,  # [M, R]
-    k_ptr,
-    v_ptr,
-    key_factor,
-    key_mask,
     key,
     value,
+    key_factor,
+    key_mask,
     b,
     h,
-    last_key,
     first_key,
     stop,
+    last_key,
     acc,  # [M, Dv]
     row_max,
     row_sum,
@@ -202,19 +173,18 @@ def _attend_tile(
     PRECISION: tl.constexpr,
 ):
     """Take one tile of keys into the running sums of a row block."""
-    keys = first_key + tl.arange(0, BLOCK_N)
-    value_dims = tl.arange(0, BLOCK_DV)
-    k_t, fk_t = load_transposed(k_ptr, key.stride_s, key_factor, b, h, keys, stop, HEAD_DIM, BLOCK_D, RANK, ALL_KEYS)
+    k = load_tile(key, b, h, first_key, stop, BLOCK_N, HEAD_DIM, BLOCK_D, ALL_KEYS)
+    fk = load_factor(key_factor, b, h, first_key, stop, k, RANK, ALL_KEYS)
     if q.dtype == tl.int8:
         tl.static_assert(_SCALE_BLOCK % BLOCK_N == 0)
-        fk_t = tl.load(head_of(key_factor, b, h) + first_key // _SCALE_BLOCK * key_factor.stride_s)
+        fk = tl.load(head_of(key_factor, b, h) + first_key // _SCALE_BLOCK * key_factor.stride_s)
     scores = scores_of_keys(
-        q, k_t, fq, fk_t, keys, stop, last_key, key_mask, b, log2_scale, RANK, CAUSAL, ALL_KEYS, PRECISION
+        q, k, fq, fk, first_key, stop, last_key, key_mask, b, log2_scale, RANK, CAUSAL, ALL_KEYS, PRECISION
     )
     p, alpha, row_max, row_sum, row_entropy = online_softmax(
         scores, row_max, row_sum, row_entropy, log2_scale, ENTROPY=ENTROPY, MAY_BE_EMPTY=key_mask is not None
     )
-    v = load_tile(v_ptr, value.stride_s, keys[:, None], stop, value_dims[None, :], VALUE_DIM, BLOCK_DV, ALL_KEYS)
+    v = load_tile(value, b, h, first_key, stop, BLOCK_N, VALUE_DIM, BLOCK_DV, ALL_KEYS)
     acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision=PRECISION)
     return acc, row_max, row_sum, row_entropy
 
@@ -265,64 +235,32 @@ def _forward_kernel(
     slot = tl.load(item_ptr + 4)
 
     rows = tl.arange(0, BLOCK_M)
-    dims = tl.arange(0, BLOCK_D)
     value_dims = tl.arange(0, BLOCK_DV)
     rows_left = row_stop - row_start
-    k_head_ptr = head_of(key, b, h)
-    v_head_ptr = head_of(value, b, h)
-    q_rows_ptr = head_of(query, b, h) + row_start.to(tl.int64) * query.stride_s
-    q = load_tile(q_rows_ptr, query.stride_s, rows[:, None], rows_left, dims[None, :], HEAD_DIM, BLOCK_D, False)
-    fq = q
-    if RANK > 0:
-        ranks = tl.arange(0, RANK)
-        fq = load_factor(query_factor, b, h, row_start + rows[:, None], row_stop, ranks[None, :], RANK, False)
-    elif q.dtype == tl.int8:
+    q = load_tile(query, b, h, row_start, row_stop, BLOCK_M, HEAD_DIM, BLOCK_D, False)
+    fq = load_factor(query_factor, b, h, row_start, row_stop, q, RANK, False)
+    if q.dtype == tl.int8:
         scale_ptr = head_of(query_factor, b, h)
         fq = tl.load(scale_ptr + (row_start + rows) * query_factor.stride_s, mask=rows < rows_left, other=0.0)
     last_key = row_start + Sk - Sq
-    k_step = tl.full([], BLOCK_N, tl.int64) * key.stride_s
-    v_step = tl.full([], BLOCK_N, tl.int64) * value.stride_s
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
     row_max = tl.full([BLOCK_M], -float("inf"), tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
     row_entropy = tl.zeros([BLOCK_M], tl.float32)
-    if RANK > 0 or CAUSAL or key_mask is not None or q.dtype == tl.int8:
-        # There is one range, of all keys, and tiles are found by their first key: pointers that move along, and loops
-        # in a loop, would cost registers.
-        whole, stop = key_bounds(last_key, Sk, key_mask, CAUSAL, BLOCK_M, BLOCK_N)
-        for first_key in range(0, whole, BLOCK_N):
+    for r in range(first_range, last_range):
+        start, whole, stop = keys_of_range(ranges_ptr + 2 * r, last_key, key_mask, CAUSAL, BLOCK_M, BLOCK_N)
+        for first_key in range(start, whole, BLOCK_N):
             acc, row_max, row_sum, row_entropy = _attend_tile(
-                q, fq, k_head_ptr, v_head_ptr, key_factor, key_mask, key, value, b, h, last_key, first_key,
-                stop, acc, row_max, row_sum, row_entropy, log2_scale, HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_DV,
-                BLOCK_N, RANK, CAUSAL, True, ENTROPY, PRECISION,
+                q, fq, key, value, key_factor, key_mask, b, h, first_key, stop, last_key, acc, row_max, row_sum,
+                row_entropy, log2_scale, HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_DV, BLOCK_N, RANK, CAUSAL, True, ENTROPY,
+                PRECISION,
             )  # fmt: skip
         for first_key in range(whole, stop, BLOCK_N):
             acc, row_max, row_sum, row_entropy = _attend_tile(
-                q, fq, k_head_ptr, v_head_ptr, key_factor, key_mask, key, value, b, h, last_key, first_key,
-                stop, acc, row_max, row_sum, row_entropy, log2_scale, HEAD_DIM, VALUE_DIM, BLOCK_D,
-                BLOCK_DV, BLOCK_N, RANK, CAUSAL, False, ENTROPY, PRECISION,
+                q, fq, key, value, key_factor, key_mask, b, h, first_key, stop, last_key, acc, row_max, row_sum,
+                row_entropy, log2_scale, HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_DV, BLOCK_N, RANK, CAUSAL, False, ENTROPY,
+                PRECISION,
             )  # fmt: skip
-    else:
-        for r in range(first_range, last_range):
-            start = tl.load(ranges_ptr + 2 * r)
-            num_keys = tl.load(ranges_ptr + 2 * r + 1) - start
-            k_tile_ptr = k_head_ptr + start.to(tl.int64) * key.stride_s
-            v_tile_ptr = v_head_ptr + start.to(tl.int64) * value.stride_s
-            for _ in range(num_keys // BLOCK_N):
-                acc, row_max, row_sum, row_entropy = _attend_tile(
-                    q, fq, k_tile_ptr, v_tile_ptr, key_factor, key_mask, key, value, b, h, 0, 0, BLOCK_N, acc,
-                    row_max, row_sum, row_entropy, log2_scale, HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_DV, BLOCK_N, 0,
-                    False, True, ENTROPY, PRECISION,
-                )  # fmt: skip
-                k_tile_ptr += k_step
-                v_tile_ptr += v_step
-            keys_left = num_keys % BLOCK_N
-            if keys_left > 0:
-                acc, row_max, row_sum, row_entropy = _attend_tile(
-                    q, fq, k_tile_ptr, v_tile_ptr, key_factor, key_mask, key, value, b, h, 0, 0, keys_left,
-                    acc, row_max, row_sum, row_entropy, log2_scale, HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_DV, BLOCK_N, 0,
-                    False, False, ENTROPY, PRECISION,
-                )  # fmt: skip
 
     out = acc / tl.where(row_sum == 0, 1.0, row_sum)[:, None]
     log2_lse = log2_partition(row_max, row_sum)
