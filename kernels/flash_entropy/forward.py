@@ -22,9 +22,9 @@ import triton.language as tl
 from vmonarch.kernels.common.launch import block_dim, dot_precision, hopper_fits, launch_options
 from vmonarch.kernels.common.replay import launcher
 from vmonarch.kernels.common.softmax import entropy_of, log2_partition, log2_scale_of, online_softmax
-from vmonarch.kernels.common.tiles import Strided, broadcast, head_of, item_of_a_head, load_rows, store_rows, strided
+from vmonarch.kernels.common.tiles import broadcast, head_of, item_of_a_head, load_rows, store_rows, strided
 from vmonarch.kernels.flash_entropy.reference import SCALE_BLOCK
-from vmonarch.kernels.flash_entropy.segments import Segment, processors, row_work
+from vmonarch.kernels.flash_entropy.segments import Segment, Work, processors, row_work
 
 # Rows that one program of the combine kernel merges; divides every BLOCK_M.
 COMBINE_ROWS = 16
@@ -42,6 +42,7 @@ class Bias(NamedTuple):
         key_mask: bool [B, Sk], True where a key counts; or None.
         causal: whether query i attends to the keys up to i + Sk - Sq only, of one segment of all pairs.
         programs: of the kernel for Hopper that share a processor; 0 for the portable kernels.
+        log2_number: [Sk], float32, log2 of how many keys each stands for; or None.
         scales: of int8 queries [B, Sq, H] and of blocks of int8 keys [B, Sk / SCALE_BLOCK, H], whose product makes
             scores logits in units of log 2; or None.
     """
@@ -50,17 +51,18 @@ class Bias(NamedTuple):
     key_mask: torch.Tensor | None = None
     causal: bool = False
     programs: int = 1
+    log2_number: torch.Tensor | None = None
     scales: tuple[torch.Tensor, torch.Tensor] | None = None
 
     @property
     def rank(self) -> int:
         return self.factors[0].shape[3] if self.factors else 0
 
-    def arguments(self) -> tuple[Strided | None, ...]:
-        """φq, φk or the scales, and the key mask of the portable kernels."""
+    def arguments(self) -> tuple[Any, ...]:
+        """φq, φk or the scales, the numbers of keys, and the key mask of the portable kernels."""
         query_factor, key_factor = self.factors or self.scales or (None, None)
         key_mask = None if self.key_mask is None else self.key_mask[:, :, None]
-        return broadcast(query_factor), broadcast(key_factor), broadcast(key_mask)
+        return broadcast(query_factor), broadcast(key_factor), self.log2_number, broadcast(key_mask)
 
     def constants(self) -> dict[str, Any]:
         return {"RANK": self.rank, "CAUSAL": self.causal}
@@ -105,7 +107,7 @@ def biased(x, y, fx, fy, log2_scale, RANK: tl.constexpr, PRECISION: tl.constexpr
 
 @triton.jit
 def scores_of_keys(
-    q, k, fq, fk, first_key, stop, last_key, key_mask, b, log2_scale,
+    q, k, fq, fk, first_key, stop, last_key, log2_number_ptr, key_mask, b, log2_scale,
     RANK: tl.constexpr, CAUSAL: tl.constexpr, ALL_KEYS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Raw scores [M, N] of one tile of keys, -inf where a query does not attend.
@@ -116,8 +118,11 @@ def scores_of_keys(
         ALL_KEYS: whether every query attends to the whole tile.
     """
     scores = biased(q, k, fq, fk, log2_scale, RANK, PRECISION)
+    keys = first_key + tl.arange(0, k.shape[0])
+    if log2_number_ptr is not None:
+        # A key that stands for n keys: log n is added to its logit (docs/attention.md, "Pooled keys").
+        scores += (tl.load(log2_number_ptr + keys, mask=keys < stop, other=0.0) / log2_scale)[None, :]
     if not ALL_KEYS:
-        keys = first_key + tl.arange(0, k.shape[0])
         scores = tl.where((keys < stop)[None, :], scores, -float("inf"))
         if CAUSAL:
             last_keys = last_key + tl.arange(0, q.shape[0])
@@ -150,6 +155,7 @@ def _attend_tile(
     key,
     value,
     key_factor,
+    log2_number_ptr,
     key_mask,
     b,
     h,
@@ -157,6 +163,7 @@ def _attend_tile(
     stop,
     last_key,
     acc,  # [M, Dv]
+    acc_k,  # [M, D]
     row_max,
     row_sum,
     row_entropy,
@@ -170,6 +177,7 @@ def _attend_tile(
     CAUSAL: tl.constexpr,
     ALL_KEYS: tl.constexpr,
     ENTROPY: tl.constexpr,
+    SUM_KEYS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """Take one tile of keys into the running sums of a row block."""
@@ -179,14 +187,18 @@ def _attend_tile(
         tl.static_assert(_SCALE_BLOCK % BLOCK_N == 0)
         fk = tl.load(head_of(key_factor, b, h) + first_key // _SCALE_BLOCK * key_factor.stride_s)
     scores = scores_of_keys(
-        q, k, fq, fk, first_key, stop, last_key, key_mask, b, log2_scale, RANK, CAUSAL, ALL_KEYS, PRECISION
-    )
+        q, k, fq, fk, first_key, stop, last_key, log2_number_ptr, key_mask, b, log2_scale,
+        RANK, CAUSAL, ALL_KEYS, PRECISION,
+    )  # fmt: skip
     p, alpha, row_max, row_sum, row_entropy = online_softmax(
         scores, row_max, row_sum, row_entropy, log2_scale, ENTROPY=ENTROPY, MAY_BE_EMPTY=key_mask is not None
     )
-    v = load_tile(value, b, h, first_key, stop, BLOCK_N, VALUE_DIM, BLOCK_DV, ALL_KEYS)
-    acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision=PRECISION)
-    return acc, row_max, row_sum, row_entropy
+    if SUM_KEYS:
+        acc_k = tl.dot(p.to(k.dtype), k, acc_k * alpha[:, None], input_precision=PRECISION)
+    if value is not None:
+        v = load_tile(value, b, h, first_key, stop, BLOCK_N, VALUE_DIM, BLOCK_DV, ALL_KEYS)
+        acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision=PRECISION)
+    return acc, acc_k, row_max, row_sum, row_entropy
 
 
 @triton.jit(do_not_specialize=["num_items", "num_slots", "H", "Sq", "Sk"])
@@ -196,10 +208,13 @@ def _forward_kernel(
     value,
     query_factor,
     key_factor,
+    log2_number_ptr,  # [Sk]
     key_mask,
     output,
     lse_ptr,  # [B, H, Sq]
     entropy_ptr,  # [B, H, Sq]
+    key_output,
+    cL_ptr,  # [B, H, Sq]
     part_out_ptr,  # [B·H, slots, M, Dv]
     part_lse_ptr,  # [B·H, slots, M], in units of log 2
     part_entropy_ptr,  # [B·H, slots, M]
@@ -217,11 +232,16 @@ def _forward_kernel(
     BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    BLOCK_TAIL: tl.constexpr,
     RANK: tl.constexpr,
     CAUSAL: tl.constexpr,
     ENTROPY: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
+    """out and its statistics; of an R-step aL and cL, and unless there is no value, y for out.
+
+    The keys of a range after the last whole BLOCK_N go through in tiles of BLOCK_TAIL.
+    """
     # Row blocks run fastest, so that programs at work at the same time read the same keys.
     item, bh, b, h = item_of_a_head(num_items, H)
     if CAUSAL:
@@ -243,26 +263,29 @@ def _forward_kernel(
         scale_ptr = head_of(query_factor, b, h)
         fq = tl.load(scale_ptr + (row_start + rows) * query_factor.stride_s, mask=rows < rows_left, other=0.0)
     last_key = row_start + Sk - Sq
+    SUM_KEYS: tl.constexpr = key_output is not None
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+    acc_k = tl.zeros([BLOCK_M, BLOCK_D], tl.float32) if SUM_KEYS else acc
     row_max = tl.full([BLOCK_M], -float("inf"), tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
     row_entropy = tl.zeros([BLOCK_M], tl.float32)
     for r in range(first_range, last_range):
         start, whole, stop = keys_of_range(ranges_ptr + 2 * r, last_key, key_mask, CAUSAL, BLOCK_M, BLOCK_N)
         for first_key in range(start, whole, BLOCK_N):
-            acc, row_max, row_sum, row_entropy = _attend_tile(
-                q, fq, key, value, key_factor, key_mask, b, h, first_key, stop, last_key, acc, row_max, row_sum,
-                row_entropy, log2_scale, HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_DV, BLOCK_N, RANK, CAUSAL, True, ENTROPY,
-                PRECISION,
+            acc, acc_k, row_max, row_sum, row_entropy = _attend_tile(
+                q, fq, key, value, key_factor, log2_number_ptr, key_mask, b, h, first_key, stop, last_key, acc, acc_k,
+                row_max, row_sum, row_entropy, log2_scale, HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_DV, BLOCK_N, RANK,
+                CAUSAL, True, ENTROPY, SUM_KEYS, PRECISION,
             )  # fmt: skip
-        for first_key in range(whole, stop, BLOCK_N):
-            acc, row_max, row_sum, row_entropy = _attend_tile(
-                q, fq, key, value, key_factor, key_mask, b, h, first_key, stop, last_key, acc, row_max, row_sum,
-                row_entropy, log2_scale, HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_DV, BLOCK_N, RANK, CAUSAL, False, ENTROPY,
-                PRECISION,
+        for first_key in range(whole, stop, BLOCK_TAIL):
+            acc, acc_k, row_max, row_sum, row_entropy = _attend_tile(
+                q, fq, key, value, key_factor, log2_number_ptr, key_mask, b, h, first_key, stop, last_key, acc, acc_k,
+                row_max, row_sum, row_entropy, log2_scale, HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_DV, BLOCK_TAIL, RANK,
+                CAUSAL, False, ENTROPY, SUM_KEYS, PRECISION,
             )  # fmt: skip
 
-    out = acc / tl.where(row_sum == 0, 1.0, row_sum)[:, None]
+    inverse = (1.0 / tl.where(row_sum == 0, 1.0, row_sum))[:, None]
+    out = acc * inverse
     log2_lse = log2_partition(row_max, row_sum)
     if part_out_ptr is not None:
         if slot >= 0:
@@ -275,9 +298,21 @@ def _forward_kernel(
             # The combine kernel writes these rows.
             rows_left = 0
     present = rows < rows_left
-    store_rows(head_of(output, b, h), output.stride_s, row_start + rows, present, out, VALUE_DIM, BLOCK_DV)
+    lse = log2_lse * 0.6931471805599453
     stat_rows = bh * Sq + row_start + rows
-    tl.store(lse_ptr + stat_rows, log2_lse * 0.6931471805599453, mask=present)
+    if SUM_KEYS:
+        aL = (acc_k * inverse).to(q.dtype)
+        # The entropy is free when the value is the key (docs/attention.md, "The entropy"). Taken with the rounded aL
+        # that the L-step reads, it cancels the rounding for queries near z.
+        cL = log2_scale * 0.6931471805599453 * tl.sum(q.to(tl.float32) * aL.to(tl.float32), 1) - lse
+        store_rows(head_of(key_output, b, h), key_output.stride_s, row_start + rows, present, aL, HEAD_DIM, BLOCK_D)
+        tl.store(cL_ptr + stat_rows, cL, mask=present)
+        # y may take the memory of z, the query: all warps must have read their rows before any writes.
+        tl.debug_barrier()
+    if output is not None:
+        store_rows(head_of(output, b, h), output.stride_s, row_start + rows, present, out, VALUE_DIM, BLOCK_DV)
+    if lse_ptr is not None:
+        tl.store(lse_ptr + stat_rows, lse, mask=present)
     if ENTROPY:
         tl.store(entropy_ptr + stat_rows, entropy_of(row_sum, row_entropy), mask=present)
 
@@ -373,6 +408,41 @@ def combine_parts(
     )  # fmt: skip
 
 
+def launch_forward(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor | None,
+    work: Work,
+    options: dict[str, int],
+    scale: float,
+    out: torch.Tensor | None,
+    lse: torch.Tensor | None,
+    entropy: torch.Tensor | None = None,
+    *,
+    parts: tuple[torch.Tensor | None, ...] = (None, None, None),
+    bias: Bias = NO_BIAS,
+    aL: torch.Tensor | None = None,
+    cL: torch.Tensor | None = None,
+) -> None:
+    """Launch the portable kernel, which writes what is given of its results.
+
+    Args:
+        query: [B, Sq, H, D]. key: [B, Sk, H, D]. value: [B, Sk, H, Dv], or None with aL alone.
+        work: at least one item. options: of the launch.
+        out: [B, Sq, H, Dv]. lse, entropy, cL: [B, H, Sq]. aL: [B, Sq, H, D].
+        parts: of `new_parts`.
+    """
+    B, Sq, H, D = query.shape
+    Dv, values = (1, key) if value is None else (value.shape[3], value)
+    items = work.items.shape[0]
+    launcher(_forward_kernel, (items * B * H,))(
+        strided(query), strided(key), strided(value), *bias.arguments(), strided(out), lse, entropy, strided(aL), cL,
+        *parts, work.items, work.ranges, items, work.slots, H, Sq, key.shape[1], log2_scale_of(scale), HEAD_DIM=D,
+        VALUE_DIM=Dv, BLOCK_D=block_dim(D), BLOCK_DV=block_dim(Dv), ENTROPY=entropy is not None,
+        PRECISION=dot_precision(values.dtype), **bias.constants(), **{"BLOCK_TAIL": options["BLOCK_N"], **options},
+    )  # fmt: skip
+
+
 def flash_forward(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -439,11 +509,6 @@ def flash_forward(
             parts=parts, options=options, factors=bias.factors, causal=bias.causal, programs=bias.programs,
         )  # fmt: skip
     elif num_items > 0:
-        launcher(_forward_kernel, (num_items * B * H,))(
-            strided(query), strided(key), strided(value), *bias.arguments(), strided(out), lse, row_entropy, *parts,
-            work.items, work.ranges, num_items, work.slots, H, Sq, key.shape[1], log2_scale_of(scale), HEAD_DIM=D,
-            VALUE_DIM=Dv, BLOCK_D=block_dim(D), BLOCK_DV=block_dim(Dv), ENTROPY=entropy,
-            PRECISION=dot_precision(value.dtype), **bias.constants(), **options,
-        )  # fmt: skip
+        launch_forward(query, key, value, work, options, scale, out, lse, row_entropy, parts=parts, bias=bias)
     combine_parts(parts, work.merges, BLOCK_M, out, lse, row_entropy)
     return out, lse, row_entropy
