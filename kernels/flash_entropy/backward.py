@@ -210,6 +210,7 @@ def _backward_q_kernel(
     BLOCK_N: tl.constexpr,
     RANK: tl.constexpr,
     CAUSAL: tl.constexpr,
+    ONE_RANGE: tl.constexpr,
     ENTROPY_GRAD: tl.constexpr,
     ACCUMULATE: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -226,7 +227,8 @@ def _backward_q_kernel(
     row_stop = tl.load(item_ptr + 1)
     rows_left = row_stop - row_start
     first_range = tl.load(item_ptr + 2)
-    last_range = tl.load(item_ptr + 3)
+    ranges = 1 if ONE_RANGE else tl.load(item_ptr + 3) - first_range
+    ranges_ptr += 2 * first_range
     slot = tl.load(item_ptr + 4)
 
     rows = tl.arange(0, BLOCK_M)
@@ -254,7 +256,7 @@ def _backward_q_kernel(
     acc_f = acc
     if RANK > 0:
         acc_f = tl.zeros([BLOCK_M, RANK], tl.float32)
-    for r in range(first_range, last_range):
+    for r in range(ranges):
         start, whole, stop = keys_of_range(ranges_ptr + 2 * r, last_key, key_mask, CAUSAL, BLOCK_M, BLOCK_N)
         for first_key in range(start, whole, BLOCK_N):
             acc, acc_f = _grad_q_tile(
@@ -439,6 +441,7 @@ def _backward_kv_kernel(
     BLOCK_N: tl.constexpr,
     RANK: tl.constexpr,
     CAUSAL: tl.constexpr,
+    ONE_RANGE: tl.constexpr,
     ENTROPY_GRAD: tl.constexpr,
     ACCUMULATE_K: tl.constexpr,
     ACCUMULATE_V: tl.constexpr,
@@ -450,7 +453,8 @@ def _backward_kv_kernel(
     key_stop = tl.load(item_ptr + 1)
     keys_left = key_stop - key_start
     first_range = tl.load(item_ptr + 2)
-    last_range = tl.load(item_ptr + 3)
+    ranges = 1 if ONE_RANGE else tl.load(item_ptr + 3) - first_range
+    ranges_ptr += 2 * first_range
 
     keys = tl.arange(0, BLOCK_N)
     first_key = key_start.to(tl.int64)
@@ -473,7 +477,7 @@ def _backward_kv_kernel(
     if RANK > 0:
         grad_fk = tl.zeros([BLOCK_N, RANK], tl.float32)
     grad_v = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32) if value is not None else grad_k
-    for r in range(first_range, last_range):
+    for r in range(ranges):
         start = tl.load(ranges_ptr + 2 * r)
         stop = tl.load(ranges_ptr + 2 * r + 1)
         if CAUSAL:
@@ -572,8 +576,8 @@ class Portable:
         items = work.items.shape[0]
         launcher(_backward_q_kernel, (items * B * H,))(
             *self._arguments(), strided(dq), dfq, cR, dcR, parts, work.items, work.ranges, items, work.slots, H, Sq,
-            self.key.shape[1], self.scale, log2_scale_of(self.scale), min_mass, ACCUMULATE=add, **self._constants(),
-            **options,
+            self.key.shape[1], self.scale, log2_scale_of(self.scale), min_mass, ACCUMULATE=add,
+            ONE_RANGE=work.one_range, **self._constants(), **options,
         )  # fmt: skip
 
     def columns(
@@ -592,6 +596,7 @@ class Portable:
         launcher(_backward_kv_kernel, (items * B * H,))(
             *self._arguments(), strided(dk), dfk, strided(dv), work.items, work.ranges, items, H, Sq,
             self.key.shape[1], self.scale, log2_scale_of(self.scale), ACCUMULATE_K=add[0], ACCUMULATE_V=add[1],
+            ONE_RANGE=work.one_range,
             **self._constants(), **options,
         )  # fmt: skip
 

@@ -235,6 +235,7 @@ def _forward_kernel(
     BLOCK_TAIL: tl.constexpr,
     RANK: tl.constexpr,
     CAUSAL: tl.constexpr,
+    ONE_RANGE: tl.constexpr,
     ENTROPY: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
@@ -251,7 +252,8 @@ def _forward_kernel(
     row_start = tl.load(item_ptr)
     row_stop = tl.load(item_ptr + 1)
     first_range = tl.load(item_ptr + 2)
-    last_range = tl.load(item_ptr + 3)
+    ranges = 1 if ONE_RANGE else tl.load(item_ptr + 3) - first_range
+    ranges_ptr += 2 * first_range
     slot = tl.load(item_ptr + 4)
 
     rows = tl.arange(0, BLOCK_M)
@@ -269,7 +271,7 @@ def _forward_kernel(
     row_max = tl.full([BLOCK_M], -float("inf"), tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
     row_entropy = tl.zeros([BLOCK_M], tl.float32)
-    for r in range(first_range, last_range):
+    for r in range(ranges):
         start, whole, stop = keys_of_range(ranges_ptr + 2 * r, last_key, key_mask, CAUSAL, BLOCK_M, BLOCK_N)
         for first_key in range(start, whole, BLOCK_N):
             acc, acc_k, row_max, row_sum, row_entropy = _attend_tile(
@@ -439,7 +441,8 @@ def launch_forward(
         strided(query), strided(key), strided(value), *bias.arguments(), strided(out), lse, entropy, strided(aL), cL,
         *parts, work.items, work.ranges, items, work.slots, H, Sq, key.shape[1], log2_scale_of(scale), HEAD_DIM=D,
         VALUE_DIM=Dv, BLOCK_D=block_dim(D), BLOCK_DV=block_dim(Dv), ENTROPY=entropy is not None,
-        PRECISION=dot_precision(values.dtype), **bias.constants(), **{"BLOCK_TAIL": options["BLOCK_N"], **options},
+        PRECISION=dot_precision(values.dtype), ONE_RANGE=work.one_range, **bias.constants(),
+        **{"BLOCK_TAIL": options["BLOCK_N"], **options},
     )  # fmt: skip
 
 
