@@ -2,7 +2,8 @@
 
 With S the logits, P = exp(S - lse), H the entropy and dX the gradient of X:
     dS = P ∘ (dO·Vᵀ - rowsum(dO ∘ O) + dlse - dH·(S - lse + H)),    dV = Pᵀ·dO,    dQ = scale·dS·K,    dK = scale·dSᵀ·Q
-With a bias φq·φkᵀ of the logits (FlashBias, Eq. 3) also dφq = dS·φk and dφk = dSᵀ·φq.
+With a bias φq·φkᵀ of the logits (FlashBias, Eq. 3) also dφq = dS·φk and dφk = dSᵀ·φq. In an R-step keys are values,
+too: dP gains daL·Kᵀ and dK gains Pᵀ·daL.
 One kernel owns blocks of queries and gives dQ, another owns blocks of keys and gives dK and dV, so there are no atomics
 and every sum has one order. The second works on transposed tiles Sᵀ = K·Qᵀ, so that no product is ever transposed.
 

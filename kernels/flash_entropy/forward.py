@@ -4,6 +4,9 @@ A bias may be added to the logits (FlashBias, Eq. 3): two small products make it
 beyond that. Scores are kept without the softmax scale, so φq·φk is divided by it in float32; folded into a 16-bit φq,
 the quotient would be rounded.
 
+An R-step (`kernels/monarch/r_step.py`) is attention in blocks with the key as its own value, which gives aL; it may
+have no other value.
+
 Queries and keys may be bytes with scales (`kernels/int8`); then these take the place of factors, and scores are whole.
 
 Shapes: B batch, Sq queries, Sk keys, H heads, D head dim, Dv value dim, R bias rank; M queries and N keys of one tile.
@@ -42,7 +45,7 @@ class Bias(NamedTuple):
         key_mask: bool [B, Sk], True where a key counts; or None.
         causal: whether query i attends to the keys up to i + Sk - Sq only, of one segment of all pairs.
         programs: of the kernel for Hopper that share a processor; 0 for the portable kernels.
-        log2_number: [Sk], float32, log2 of how many keys each stands for; or None.
+        log2_number: Sk adjacent numbers in float32, log2 of how many keys each stands for; or None.
         scales: of int8 queries [B, Sq, H] and of blocks of int8 keys [B, Sk / SCALE_BLOCK, H], whose product makes
             scores logits in units of log 2; or None.
     """
