@@ -2,7 +2,8 @@
 
 With S the logits, P = exp(S - lse), H the entropy and dX the gradient of X:
     dS = P ∘ (dO·Vᵀ - rowsum(dO ∘ O) + dlse - dH·(S - lse + H)),    dV = Pᵀ·dO,    dQ = scale·dS·K,    dK = scale·dSᵀ·Q
-With a bias φq·φkᵀ of the logits (FlashBias, Eq. 3) also dφq = dS·φk and dφk = dSᵀ·φq.
+With a bias φq·φkᵀ of the logits (FlashBias, Eq. 3) also dφq = dS·φk and dφk = dSᵀ·φq. In an R-step keys are values,
+too: dP gains daL·Kᵀ and dK gains Pᵀ·daL.
 One kernel owns blocks of queries and gives dQ, another owns blocks of keys and gives dK and dV, so there are no atomics
 and every sum has one order. The second works on transposed tiles Sᵀ = K·Qᵀ, so that no product is ever transposed.
 
@@ -10,6 +11,9 @@ Shapes: B batch, Sq queries, Sk keys, H heads, D head dim, Dv value dim, R bias 
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -24,10 +28,9 @@ from vmonarch.kernels.flash_entropy.forward import (
     NO_BIAS,
     Bias,
     biased,
-    key_bounds,
+    keys_of_range,
     load_factor,
     load_tile,
-    load_transposed,
     scores_of_keys,
 )
 from vmonarch.kernels.flash_entropy.segments import (
@@ -61,16 +64,12 @@ def _delta_kernel(
     item, bh, b, h = item_of_a_head(num_items, H)
     item_ptr = items_ptr + item * 5
     row_start = tl.load(item_ptr)
-    rows_left = tl.load(item_ptr + 1) - row_start
+    row_stop = tl.load(item_ptr + 1)
 
     rows = tl.arange(0, BLOCK_M)
-    dims = tl.arange(0, BLOCK_DV)
-    first_row = row_start.to(tl.int64)
-    do_ptr = head_of(grad_output, b, h) + first_row * grad_output.stride_s
-    o_ptr = head_of(output, b, h) + first_row * output.stride_s
-    do = load_tile(do_ptr, grad_output.stride_s, rows[:, None], rows_left, dims[None, :], VALUE_DIM, BLOCK_DV, False)
-    o = load_tile(o_ptr, output.stride_s, rows[:, None], rows_left, dims[None, :], VALUE_DIM, BLOCK_DV, False)
-    present = rows < rows_left
+    do = load_tile(grad_output, b, h, row_start, row_stop, BLOCK_M, VALUE_DIM, BLOCK_DV, False)
+    o = load_tile(output, b, h, row_start, row_stop, BLOCK_M, VALUE_DIM, BLOCK_DV, False)
+    present = rows < row_stop - row_start
     stat_rows = bh * Sq + row_start + rows
     delta = row_delta(do, o, grad_lse_ptr, stat_rows, present)
     if grad_entropy_ptr is not None:
@@ -124,20 +123,20 @@ def _grad_q_tile(
     q,  # [M, D]
     fq,  # [M, R]
     grad_out,  # [M, Dv]
+    daL,  # [M, D]
     lse,  # [M, 1]
     delta,  # [M, 1]
     grad_entropy,  # [M, 1]
-    k_ptr,
-    v_ptr,
-    key_factor,
-    key_mask,
     key,
     value,
+    key_factor,
+    log2_number_ptr,
+    key_mask,
     b,
     h,
-    last_key,
     first_key,
     stop,
+    last_key,
     acc,  # [M, D]
     acc_f,  # [M, R]
     log2_scale,
@@ -150,23 +149,28 @@ def _grad_q_tile(
     CAUSAL: tl.constexpr,
     ALL_KEYS: tl.constexpr,
     ENTROPY_GRAD: tl.constexpr,
+    SUM_KEYS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """Add what one tile of keys contributes to dQ / scale and dφq."""
-    keys = first_key + tl.arange(0, BLOCK_N)
-    value_dims = tl.arange(0, BLOCK_DV)
-    k_t, fk_t = load_transposed(k_ptr, key.stride_s, key_factor, b, h, keys, stop, HEAD_DIM, BLOCK_D, RANK, ALL_KEYS)
-    v_t = load_tile(v_ptr, value.stride_s, keys[None, :], stop, value_dims[:, None], VALUE_DIM, BLOCK_DV, ALL_KEYS)
+    k = load_tile(key, b, h, first_key, stop, BLOCK_N, HEAD_DIM, BLOCK_D, ALL_KEYS)
+    fk = load_factor(key_factor, b, h, first_key, stop, k, RANK, ALL_KEYS)
     scores = scores_of_keys(
-        q, k_t, fq, fk_t, keys, stop, last_key, key_mask, b, log2_scale, RANK, CAUSAL, ALL_KEYS, PRECISION
-    )
-    grad_p = tl.dot(grad_out, v_t, input_precision=PRECISION)  # [M, N]
-    p = probabilities(scores, lse, log2_scale)
-    grad_s = _grad_scores(p, scores, grad_p, lse, delta, grad_entropy, log2_scale, ENTROPY_GRAD).to(k_t.dtype)
+        q, k, fq, fk, first_key, stop, last_key, log2_number_ptr, key_mask, b, log2_scale,
+        RANK, CAUSAL, ALL_KEYS, PRECISION,
+    )  # fmt: skip
     # tl.trans of a loaded tile is free and safe; that of a product is neither.
-    acc = tl.dot(grad_s, tl.trans(k_t), acc, input_precision=PRECISION)
+    grad_p = tl.zeros(scores.shape, tl.float32)
+    if SUM_KEYS:
+        grad_p = tl.dot(daL, tl.trans(k), grad_p, input_precision=PRECISION)
+    if value is not None:
+        v = load_tile(value, b, h, first_key, stop, BLOCK_N, VALUE_DIM, BLOCK_DV, ALL_KEYS)
+        grad_p = tl.dot(grad_out, tl.trans(v), grad_p, input_precision=PRECISION)  # [M, N]
+    p = probabilities(scores, lse, log2_scale)
+    grad_s = _grad_scores(p, scores, grad_p, lse, delta, grad_entropy, log2_scale, ENTROPY_GRAD).to(k.dtype)
+    acc = tl.dot(grad_s, k, acc, input_precision=PRECISION)
     if RANK > 0:
-        acc_f = tl.dot(grad_s, tl.trans(fk_t), acc_f, input_precision=PRECISION)
+        acc_f = tl.dot(grad_s, fk, acc_f, input_precision=PRECISION)
     return acc, acc_f
 
 
@@ -177,13 +181,17 @@ def _backward_q_kernel(
     value,
     query_factor,
     key_factor,
+    log2_number_ptr,  # [Sk]
     key_mask,
     grad_output,
+    grad_aL,
     lse_ptr,  # [B, H, Sq]
     delta_ptr,  # [B, H, Sq]
     grad_entropy_ptr,  # [B, H, Sq]
     grad_query,
     grad_fq_ptr,  # [B, Sq, H, R], contiguous
+    cR_ptr,  # [B, H, Sq]
+    dcR_ptr,  # [B, H, Sq]
     part_ptr,  # [B·H, slots, M, D]
     items_ptr,  # [I, 5]
     ranges_ptr,  # [R, 2]
@@ -194,6 +202,7 @@ def _backward_q_kernel(
     Sk,
     scale,
     log2_scale,
+    min_mass,
     HEAD_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -202,10 +211,15 @@ def _backward_q_kernel(
     BLOCK_N: tl.constexpr,
     RANK: tl.constexpr,
     CAUSAL: tl.constexpr,
+    ONE_RANGE: tl.constexpr,
     ENTROPY_GRAD: tl.constexpr,
     ACCUMULATE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
+    """dQ and dφq. With cR the queries are z = αR / max(cR, min_mass): αR and cR get gradients, dαR in the place of dQ.
+
+    Those are times max(cR, min_mass): divided by it, they might leave the range of float16.
+    """
     item, bh, b, h = item_of_a_head(num_items, H)
     if CAUSAL:
         item = num_items - 1 - item
@@ -214,23 +228,22 @@ def _backward_q_kernel(
     row_stop = tl.load(item_ptr + 1)
     rows_left = row_stop - row_start
     first_range = tl.load(item_ptr + 2)
-    last_range = tl.load(item_ptr + 3)
+    ranges = 1 if ONE_RANGE else tl.load(item_ptr + 3) - first_range
+    ranges_ptr += 2 * first_range
     slot = tl.load(item_ptr + 4)
 
     rows = tl.arange(0, BLOCK_M)
     dims = tl.arange(0, BLOCK_D)
-    value_dims = tl.arange(0, BLOCK_DV)
     first_row = row_start.to(tl.int64)
-    q_rows_ptr = head_of(query, b, h) + first_row * query.stride_s
-    do_rows_ptr = head_of(grad_output, b, h) + first_row * grad_output.stride_s
-    q = load_tile(q_rows_ptr, query.stride_s, rows[:, None], rows_left, dims[None, :], HEAD_DIM, BLOCK_D, False)
-    grad_out = load_tile(
-        do_rows_ptr, grad_output.stride_s, rows[:, None], rows_left, value_dims[None, :], VALUE_DIM, BLOCK_DV, False
-    )
-    fq = q
-    if RANK > 0:
-        ranks = tl.arange(0, RANK)
-        fq = load_factor(query_factor, b, h, row_start + rows[:, None], row_stop, ranks[None, :], RANK, False)
+    q = load_tile(query, b, h, row_start, row_stop, BLOCK_M, HEAD_DIM, BLOCK_D, False)
+    fq = load_factor(query_factor, b, h, row_start, row_stop, q, RANK, False)
+    SUM_KEYS: tl.constexpr = grad_aL is not None
+    grad_out = q
+    if value is not None:
+        grad_out = load_tile(grad_output, b, h, row_start, row_stop, BLOCK_M, VALUE_DIM, BLOCK_DV, False)
+    daL = q
+    if SUM_KEYS:
+        daL = load_tile(grad_aL, b, h, row_start, row_stop, BLOCK_M, HEAD_DIM, BLOCK_D, False)
     last_key = row_start + Sk - Sq
     present = rows < rows_left
     stat_rows = bh * Sq + row_start + rows
@@ -240,49 +253,24 @@ def _backward_q_kernel(
     if ENTROPY_GRAD:
         grad_entropy = tl.load(grad_entropy_ptr + stat_rows, mask=present, other=0.0)[:, None]
 
-    k_head_ptr = head_of(key, b, h)
-    v_head_ptr = head_of(value, b, h)
-    k_step = tl.full([], BLOCK_N, tl.int64) * key.stride_s
-    v_step = tl.full([], BLOCK_N, tl.int64) * value.stride_s
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     acc_f = acc
     if RANK > 0:
         acc_f = tl.zeros([BLOCK_M, RANK], tl.float32)
-    if RANK > 0 or CAUSAL or key_mask is not None:
-        whole, stop = key_bounds(last_key, Sk, key_mask, CAUSAL, BLOCK_M, BLOCK_N)
-        for first_key in range(0, whole, BLOCK_N):
+    for r in range(ranges):
+        start, whole, stop = keys_of_range(ranges_ptr + 2 * r, last_key, key_mask, CAUSAL, BLOCK_M, BLOCK_N)
+        for first_key in range(start, whole, BLOCK_N):
             acc, acc_f = _grad_q_tile(
-                q, fq, grad_out, lse, delta, grad_entropy, k_head_ptr, v_head_ptr, key_factor, key_mask, key,
-                value, b, h, last_key, first_key, stop, acc, acc_f, log2_scale, HEAD_DIM, VALUE_DIM, BLOCK_D,
-                BLOCK_DV, BLOCK_N, RANK, CAUSAL, True, ENTROPY_GRAD, PRECISION,
+                q, fq, grad_out, daL, lse, delta, grad_entropy, key, value, key_factor, log2_number_ptr, key_mask, b, h,
+                first_key, stop, last_key, acc, acc_f, log2_scale, HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_DV, BLOCK_N,
+                RANK, CAUSAL, True, ENTROPY_GRAD, SUM_KEYS, PRECISION,
             )  # fmt: skip
         for first_key in range(whole, stop, BLOCK_N):
             acc, acc_f = _grad_q_tile(
-                q, fq, grad_out, lse, delta, grad_entropy, k_head_ptr, v_head_ptr, key_factor, key_mask, key,
-                value, b, h, last_key, first_key, stop, acc, acc_f, log2_scale, HEAD_DIM, VALUE_DIM,
-                BLOCK_D, BLOCK_DV, BLOCK_N, RANK, CAUSAL, False, ENTROPY_GRAD, PRECISION,
+                q, fq, grad_out, daL, lse, delta, grad_entropy, key, value, key_factor, log2_number_ptr, key_mask, b, h,
+                first_key, stop, last_key, acc, acc_f, log2_scale, HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_DV, BLOCK_N,
+                RANK, CAUSAL, False, ENTROPY_GRAD, SUM_KEYS, PRECISION,
             )  # fmt: skip
-    else:
-        for r in range(first_range, last_range):
-            start = tl.load(ranges_ptr + 2 * r)
-            num_keys = tl.load(ranges_ptr + 2 * r + 1) - start
-            k_tile_ptr = k_head_ptr + start.to(tl.int64) * key.stride_s
-            v_tile_ptr = v_head_ptr + start.to(tl.int64) * value.stride_s
-            for _ in range(num_keys // BLOCK_N):
-                acc, acc_f = _grad_q_tile(
-                    q, fq, grad_out, lse, delta, grad_entropy, k_tile_ptr, v_tile_ptr, key_factor, key_mask, key,
-                    value, b, h, 0, 0, BLOCK_N, acc, acc_f, log2_scale, HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_DV,
-                    BLOCK_N, 0, False, True, ENTROPY_GRAD, PRECISION,
-                )  # fmt: skip
-                k_tile_ptr += k_step
-                v_tile_ptr += v_step
-            keys_left = num_keys % BLOCK_N
-            if keys_left > 0:
-                acc, acc_f = _grad_q_tile(
-                    q, fq, grad_out, lse, delta, grad_entropy, k_tile_ptr, v_tile_ptr, key_factor, key_mask, key,
-                    value, b, h, 0, 0, keys_left, acc, acc_f, log2_scale, HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_DV,
-                    BLOCK_N, 0, False, False, ENTROPY_GRAD, PRECISION,
-                )  # fmt: skip
 
     if part_ptr is not None:
         if slot >= 0:
@@ -293,7 +281,14 @@ def _backward_q_kernel(
             rows_left = 0
     grad_q_rows_ptr = head_of(grad_query, b, h) + first_row * grad_query.stride_s
     present = rows < rows_left
-    store_rows(grad_q_rows_ptr, grad_query.stride_s, rows, present, acc * scale, HEAD_DIM, BLOCK_D, ACCUMULATE)
+    acc *= scale
+    if cR_ptr is not None:
+        cR = tl.load(cR_ptr + stat_rows, mask=present, other=1.0)
+        dcR = tl.where(cR >= min_mass, -tl.sum(acc * q.to(tl.float32), 1), 0.0)
+        tl.store(dcR_ptr + stat_rows, dcR, mask=present)
+        # dαR may take the memory of dO: all warps must have read their rows before any writes.
+        tl.debug_barrier()
+    store_rows(grad_q_rows_ptr, grad_query.stride_s, rows, present, acc, HEAD_DIM, BLOCK_D, ACCUMULATE)
     if RANK > 0:
         grad_fq_rows_ptr = grad_fq_ptr + ((b * Sq + first_row) * H + h) * RANK
         store_rows(grad_fq_rows_ptr, H * RANK, rows, present, acc_f, RANK, RANK)
@@ -339,76 +334,78 @@ def _grad_kv_tile(
     k,  # [N, D]
     fk,  # [N, R]
     v,  # [N, Dv]
-    q_ptr,
+    log2_number,  # [N]
+    query,
     query_factor,
-    grad_out_ptr,
-    lse_ptr,
+    grad_output,
+    grad_aL,
+    lse_ptr,  # of the head, as the next two
     delta_ptr,
     grad_entropy_ptr,
-    stat_row,
-    query,
-    grad_output,
     b,
     h,
     first_row,
+    stop,
     last_key,  # of query 0
     first_key,
-    stop,
     grad_k,  # [N, D]
     grad_fk,  # [N, R]
     grad_v,  # [N, Dv]
+    scale,
     log2_scale,
     HEAD_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
     RANK: tl.constexpr,
     CAUSAL: tl.constexpr,
     ALL_ROWS: tl.constexpr,
     ENTROPY_GRAD: tl.constexpr,
+    NUMBERS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Add what one tile of queries contributes to dK / scale, dφk and dV."""
+    """Add what one tile of queries contributes to dK / scale, dφk and dV; with aL to dK, which is a value, too."""
+    q = load_tile(query, b, h, first_row, stop, BLOCK_M, HEAD_DIM, BLOCK_D, ALL_ROWS)
+    fq = load_factor(query_factor, b, h, first_row, stop, q, RANK, ALL_ROWS)
     rows = first_row + tl.arange(0, BLOCK_M)
-    value_dims = tl.arange(0, BLOCK_DV)
-    q_t, fq_t = load_transposed(
-        q_ptr, query.stride_s, query_factor, b, h, rows, stop, HEAD_DIM, BLOCK_D, RANK, ALL_ROWS
-    )
-    grad_out = load_tile(
-        grad_out_ptr, grad_output.stride_s, rows[:, None], stop, value_dims[None, :], VALUE_DIM, BLOCK_DV, ALL_ROWS
-    )
-    stat_rows = stat_row + rows
     if ALL_ROWS:
-        lse = tl.load(lse_ptr + stat_rows)[None, :]
-        delta = tl.load(delta_ptr + stat_rows)[None, :]
+        lse = tl.load(lse_ptr + rows)[None, :]
+        delta = tl.load(delta_ptr + rows)[None, :]
     else:
         # Where there is no row, lse = inf makes p = 0.
-        lse = tl.load(lse_ptr + stat_rows, mask=rows < stop, other=float("inf"))[None, :]
-        delta = tl.load(delta_ptr + stat_rows, mask=rows < stop, other=0.0)[None, :]
+        lse = tl.load(lse_ptr + rows, mask=rows < stop, other=float("inf"))[None, :]
+        delta = tl.load(delta_ptr + rows, mask=rows < stop, other=0.0)[None, :]
     grad_entropy = delta
     if ENTROPY_GRAD:
-        grad_entropy = tl.load(grad_entropy_ptr + stat_rows, mask=rows < stop, other=0.0)[None, :]
-    scores_t = biased(k, q_t, fk, fq_t, log2_scale, RANK, PRECISION)  # [N, M]
+        grad_entropy = tl.load(grad_entropy_ptr + rows, mask=rows < stop, other=0.0)[None, :]
+    scores_t = biased(k, q, fk, fq, log2_scale, RANK, PRECISION)  # [N, M]
     if CAUSAL:
-        attended = (first_key + tl.arange(0, BLOCK_N))[:, None] <= (last_key + rows)[None, :]
+        attended = (first_key + tl.arange(0, k.shape[0]))[:, None] <= (last_key + rows)[None, :]
         scores_t = tl.where(attended, scores_t, -float("inf"))
-    if RANK == 0:
-        grad_p_t = tl.dot(v, tl.trans(grad_out), input_precision=PRECISION)  # [N, M]
-        p_t = probabilities(scores_t, lse, log2_scale)
-    else:
-        # Registers are short: what p is for comes first.
-        p_t = probabilities(scores_t, lse, log2_scale)
-        grad_v = tl.dot(p_t.to(grad_out.dtype), grad_out, grad_v, input_precision=PRECISION)
-        grad_p_t = tl.dot(v, tl.trans(grad_out), input_precision=PRECISION)  # [N, M]
+    if NUMBERS:
+        scores_t += (log2_number / log2_scale)[:, None]
+    p_t = probabilities(scores_t, lse, log2_scale)
+    grad_p_t = tl.zeros(scores_t.shape, tl.float32)
+    if grad_aL is not None:
+        daL = load_tile(grad_aL, b, h, first_row, stop, BLOCK_M, HEAD_DIM, BLOCK_D, ALL_ROWS)
+        grad_p_t = tl.dot(k, tl.trans(daL), grad_p_t, input_precision=PRECISION)  # [N, M]
+        grad_k = tl.dot(p_t.to(q.dtype), daL, grad_k, input_precision=PRECISION)
+    if grad_output is not None:
+        grad_out = load_tile(grad_output, b, h, first_row, stop, BLOCK_M, VALUE_DIM, BLOCK_DV, ALL_ROWS)
+        if RANK == 0:
+            grad_p_t = tl.dot(v, tl.trans(grad_out), grad_p_t, input_precision=PRECISION)
+        # With factors registers are short: what p is for comes first.
+        grad_v = tl.dot(p_t.to(q.dtype), grad_out, grad_v, input_precision=PRECISION)
+        if RANK > 0:
+            grad_p_t = tl.dot(v, tl.trans(grad_out), grad_p_t, input_precision=PRECISION)
     grad_s_t = _grad_scores(p_t, scores_t, grad_p_t, lse, delta, grad_entropy, log2_scale, ENTROPY_GRAD)
-    if RANK == 0:
-        grad_v = tl.dot(p_t.to(grad_out.dtype), grad_out, grad_v, input_precision=PRECISION)
-    grad_s_t = grad_s_t.to(q_t.dtype)
-    grad_k = tl.dot(grad_s_t, tl.trans(q_t), grad_k, input_precision=PRECISION)
+    if grad_aL is not None:
+        grad_s_t *= scale
+    grad_s_t = grad_s_t.to(q.dtype)
+    grad_k = tl.dot(grad_s_t, q, grad_k, input_precision=PRECISION)
     if RANK > 0:
-        grad_fk = tl.dot(grad_s_t, tl.trans(fq_t), grad_fk, input_precision=PRECISION)
+        grad_fk = tl.dot(grad_s_t, fq, grad_fk, input_precision=PRECISION)
     return grad_k, grad_fk, grad_v
 
 
@@ -419,8 +416,10 @@ def _backward_kv_kernel(
     value,
     query_factor,
     key_factor,
+    log2_number_ptr,  # [Sk]
     key_mask,
     grad_output,
+    grad_aL,
     lse_ptr,  # [B, H, Sq]
     delta_ptr,  # [B, H, Sq]
     grad_entropy_ptr,  # [B, H, Sq]
@@ -443,6 +442,7 @@ def _backward_kv_kernel(
     BLOCK_N: tl.constexpr,
     RANK: tl.constexpr,
     CAUSAL: tl.constexpr,
+    ONE_RANGE: tl.constexpr,
     ENTROPY_GRAD: tl.constexpr,
     ACCUMULATE_K: tl.constexpr,
     ACCUMULATE_V: tl.constexpr,
@@ -454,84 +454,57 @@ def _backward_kv_kernel(
     key_stop = tl.load(item_ptr + 1)
     keys_left = key_stop - key_start
     first_range = tl.load(item_ptr + 2)
-    last_range = tl.load(item_ptr + 3)
+    ranges = 1 if ONE_RANGE else tl.load(item_ptr + 3) - first_range
+    ranges_ptr += 2 * first_range
 
     keys = tl.arange(0, BLOCK_N)
-    dims = tl.arange(0, BLOCK_D)
-    value_dims = tl.arange(0, BLOCK_DV)
     first_key = key_start.to(tl.int64)
-    k_rows_ptr = head_of(key, b, h) + first_key * key.stride_s
-    v_rows_ptr = head_of(value, b, h) + first_key * value.stride_s
     # Keys that are not there are zeros; their rows of dK and dV are not stored, so p needs no mask.
-    k = load_tile(k_rows_ptr, key.stride_s, keys[:, None], keys_left, dims[None, :], HEAD_DIM, BLOCK_D, False)
-    v = load_tile(v_rows_ptr, value.stride_s, keys[:, None], keys_left, value_dims[None, :], VALUE_DIM, BLOCK_DV, False)
-
-    fk = k
-    if RANK > 0:
-        ranks = tl.arange(0, RANK)
-        fk = load_factor(key_factor, b, h, key_start + keys[:, None], key_stop, ranks[None, :], RANK, False)
-
-    q_head_ptr = head_of(query, b, h)
-    grad_out_head_ptr = head_of(grad_output, b, h)
-    q_step = tl.full([], BLOCK_M, tl.int64) * query.stride_s
-    grad_out_step = tl.full([], BLOCK_M, tl.int64) * grad_output.stride_s
+    k = load_tile(key, b, h, key_start, key_stop, BLOCK_N, HEAD_DIM, BLOCK_D, False)
+    fk = load_factor(key_factor, b, h, key_start, key_stop, k, RANK, False)
+    v = k
+    if value is not None:
+        v = load_tile(value, b, h, key_start, key_stop, BLOCK_N, VALUE_DIM, BLOCK_DV, False)
+    NUMBERS: tl.constexpr = log2_number_ptr is not None
+    log2_number = lse_ptr
+    if NUMBERS:
+        log2_number = tl.load(log2_number_ptr + key_start + keys, mask=keys < keys_left, other=0.0)
+    lse_ptr += bh * Sq
+    delta_ptr += bh * Sq
+    if ENTROPY_GRAD:
+        grad_entropy_ptr += bh * Sq
     grad_k = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     grad_fk = grad_k
     if RANK > 0:
         grad_fk = tl.zeros([BLOCK_N, RANK], tl.float32)
-    grad_v = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
-    if RANK > 0 or CAUSAL or key_mask is not None:
-        start = 0
-        whole = 0
+    grad_v = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32) if value is not None else grad_k
+    for r in range(ranges):
+        start = tl.load(ranges_ptr + 2 * r)
+        stop = tl.load(ranges_ptr + 2 * r + 1)
         if CAUSAL:
-            # Queries from `start` on attend to some of these keys, and from `whole` on to all.
-            start = tl.maximum(0, key_start + Sq - Sk) // BLOCK_M * BLOCK_M
-            whole = tl.cdiv(tl.maximum(0, key_start + BLOCK_N - 1 + Sq - Sk), BLOCK_M) * BLOCK_M
-        stop = tl.maximum(whole, Sq // BLOCK_M * BLOCK_M)
-        for first_row in range(start, tl.minimum(whole, Sq), BLOCK_M):
+            # Queries from `first` on attend to some of these keys, and from `start` on to all.
+            first = tl.maximum(0, key_start + Sq - Sk) // BLOCK_M * BLOCK_M
+            start = tl.cdiv(tl.maximum(0, key_start + BLOCK_N - 1 + Sq - Sk), BLOCK_M) * BLOCK_M
+            for first_row in range(first, tl.minimum(start, stop), BLOCK_M):
+                grad_k, grad_fk, grad_v = _grad_kv_tile(
+                    k, fk, v, log2_number, query, query_factor, grad_output, grad_aL, lse_ptr, delta_ptr,
+                    grad_entropy_ptr, b, h, first_row, stop, Sk - Sq, key_start, grad_k, grad_fk, grad_v, scale,
+                    log2_scale, HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_DV, BLOCK_M, RANK, True, False, ENTROPY_GRAD,
+                    NUMBERS, PRECISION,
+                )  # fmt: skip
+        whole = start + tl.maximum(0, stop - start) // BLOCK_M * BLOCK_M
+        for first_row in range(start, whole, BLOCK_M):
             grad_k, grad_fk, grad_v = _grad_kv_tile(
-                k, fk, v, q_head_ptr, query_factor, grad_out_head_ptr, lse_ptr, delta_ptr, grad_entropy_ptr, bh * Sq,
-                query, grad_output, b, h, first_row, Sk - Sq, key_start, Sq, grad_k, grad_fk, grad_v,
-                log2_scale, HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, RANK, CAUSAL, False,
-                ENTROPY_GRAD, PRECISION,
+                k, fk, v, log2_number, query, query_factor, grad_output, grad_aL, lse_ptr, delta_ptr,
+                grad_entropy_ptr, b, h, first_row, stop, Sk - Sq, key_start, grad_k, grad_fk, grad_v, scale, log2_scale,
+                HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_DV, BLOCK_M, RANK, False, True, ENTROPY_GRAD, NUMBERS, PRECISION,
             )  # fmt: skip
         for first_row in range(whole, stop, BLOCK_M):
             grad_k, grad_fk, grad_v = _grad_kv_tile(
-                k, fk, v, q_head_ptr, query_factor, grad_out_head_ptr, lse_ptr, delta_ptr, grad_entropy_ptr, bh * Sq,
-                query, grad_output, b, h, first_row, Sk - Sq, key_start, stop, grad_k, grad_fk, grad_v,
-                log2_scale, HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, RANK, False, True,
-                ENTROPY_GRAD, PRECISION,
+                k, fk, v, log2_number, query, query_factor, grad_output, grad_aL, lse_ptr, delta_ptr,
+                grad_entropy_ptr, b, h, first_row, stop, Sk - Sq, key_start, grad_k, grad_fk, grad_v, scale, log2_scale,
+                HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_DV, BLOCK_M, RANK, False, False, ENTROPY_GRAD, NUMBERS, PRECISION,
             )  # fmt: skip
-        for first_row in range(stop, Sq, BLOCK_M):
-            grad_k, grad_fk, grad_v = _grad_kv_tile(
-                k, fk, v, q_head_ptr, query_factor, grad_out_head_ptr, lse_ptr, delta_ptr, grad_entropy_ptr, bh * Sq,
-                query, grad_output, b, h, first_row, Sk - Sq, key_start, Sq, grad_k, grad_fk, grad_v,
-                log2_scale, HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, RANK, False, False,
-                ENTROPY_GRAD, PRECISION,
-            )  # fmt: skip
-    else:
-        for r in range(first_range, last_range):
-            start = tl.load(ranges_ptr + 2 * r)
-            num_rows = tl.load(ranges_ptr + 2 * r + 1) - start
-            q_tile_ptr = q_head_ptr + start.to(tl.int64) * query.stride_s
-            grad_out_tile_ptr = grad_out_head_ptr + start.to(tl.int64) * grad_output.stride_s
-            stat_row = bh * Sq + start
-            for _ in range(num_rows // BLOCK_M):
-                grad_k, grad_fk, grad_v = _grad_kv_tile(
-                    k, fk, v, q_tile_ptr, query_factor, grad_out_tile_ptr, lse_ptr, delta_ptr, grad_entropy_ptr,
-                    stat_row, query, grad_output, b, h, 0, 0, 0, BLOCK_M, grad_k, grad_fk, grad_v, log2_scale,
-                    HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, 0, False, True, ENTROPY_GRAD, PRECISION,
-                )  # fmt: skip
-                q_tile_ptr += q_step
-                grad_out_tile_ptr += grad_out_step
-                stat_row += BLOCK_M
-            rows_left = num_rows % BLOCK_M
-            if rows_left > 0:
-                grad_k, grad_fk, grad_v = _grad_kv_tile(
-                    k, fk, v, q_tile_ptr, query_factor, grad_out_tile_ptr, lse_ptr, delta_ptr, grad_entropy_ptr,
-                    stat_row, query, grad_output, b, h, 0, 0, 0, rows_left, grad_k, grad_fk, grad_v, log2_scale,
-                    HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, 0, False, False, ENTROPY_GRAD, PRECISION,
-                )  # fmt: skip
 
     if key_mask is not None:
         key_mask_ptr = key_mask.ptr + b * key_mask.stride_b + (first_key + keys) * key_mask.stride_s
@@ -539,14 +512,94 @@ def _backward_kv_kernel(
         grad_k = tl.where(counts, grad_k, 0.0)
         grad_fk = tl.where(counts, grad_fk, 0.0)
         grad_v = tl.where(counts, grad_v, 0.0)
+    if grad_aL is None:
+        grad_k *= scale
     grad_k_rows_ptr = head_of(grad_key, b, h) + first_key * grad_key.stride_s
-    grad_v_rows_ptr = head_of(grad_value, b, h) + first_key * grad_value.stride_s
     present = keys < keys_left
-    store_rows(grad_k_rows_ptr, grad_key.stride_s, keys, present, grad_k * scale, HEAD_DIM, BLOCK_D, ACCUMULATE_K)
-    store_rows(grad_v_rows_ptr, grad_value.stride_s, keys, present, grad_v, VALUE_DIM, BLOCK_DV, ACCUMULATE_V)
+    store_rows(grad_k_rows_ptr, grad_key.stride_s, keys, present, grad_k, HEAD_DIM, BLOCK_D, ACCUMULATE_K)
+    if value is not None:
+        grad_v_rows_ptr = head_of(grad_value, b, h) + first_key * grad_value.stride_s
+        store_rows(grad_v_rows_ptr, grad_value.stride_s, keys, present, grad_v, VALUE_DIM, BLOCK_DV, ACCUMULATE_V)
     if RANK > 0:
         grad_fk_rows_ptr = grad_fk_ptr + ((b * Sk + first_key) * H + h) * RANK
         store_rows(grad_fk_rows_ptr, H * RANK, keys, present, grad_fk, RANK, RANK)
+
+
+@dataclass(frozen=True)
+class Portable:
+    """What both portable kernels of a backward pass take.
+
+    Args:
+        query: [B, Sq, H, D]. key: [B, Sk, H, D]. value: [B, Sk, H, Dv] and grad_out: [B, Sq, H, Dv], or both None.
+        lse, delta, grad_entropy: [B, H, Sq], contiguous.
+        daL: [B, Sq, H, D], of an R-step, whose keys are values, too; or None.
+    """
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor | None
+    grad_out: torch.Tensor | None
+    lse: torch.Tensor
+    delta: torch.Tensor
+    scale: float
+    grad_entropy: torch.Tensor | None = None
+    bias: Bias = NO_BIAS
+    daL: torch.Tensor | None = None
+
+    def _arguments(self) -> tuple[Any, ...]:
+        tensors = (strided(x) for x in (self.query, self.key, self.value))
+        gradients = strided(self.grad_out), strided(self.daL)
+        return *tensors, *self.bias.arguments(), *gradients, self.lse, self.delta, self.grad_entropy
+
+    def _constants(self) -> dict[str, Any]:
+        D, Dv = self.query.shape[3], 1 if self.value is None else self.value.shape[3]
+        return {
+            "HEAD_DIM": D, "BLOCK_D": block_dim(D), "VALUE_DIM": Dv, "BLOCK_DV": block_dim(Dv),
+            "ENTROPY_GRAD": self.grad_entropy is not None, "PRECISION": dot_precision(self.query.dtype),
+            **self.bias.constants(),
+        }  # fmt: skip
+
+    def rows(
+        self,
+        work: Work,
+        options: dict[str, int],
+        dq: torch.Tensor,
+        *,
+        add: bool,
+        parts: torch.Tensor | None = None,
+        dfq: torch.Tensor | None = None,
+        cR: torch.Tensor | None = None,
+        dcR: torch.Tensor | None = None,
+        min_mass: float = 0.0,
+    ) -> None:
+        """Write dq [B, Sq, H, D], or add to it, and dfq; with cR and dcR [B, H, Sq] see `_backward_q_kernel`."""
+        B, Sq, H, _ = self.query.shape
+        items = work.items.shape[0]
+        launcher(_backward_q_kernel, (items * B * H,))(
+            *self._arguments(), strided(dq), dfq, cR, dcR, parts, work.items, work.ranges, items, work.slots, H, Sq,
+            self.key.shape[1], self.scale, log2_scale_of(self.scale), min_mass, ACCUMULATE=add,
+            ONE_RANGE=work.one_range, **self._constants(), **options,
+        )  # fmt: skip
+
+    def columns(
+        self,
+        work: Work,
+        options: dict[str, int],
+        dk: torch.Tensor,
+        dv: torch.Tensor | None,
+        *,
+        add: tuple[bool, bool],
+        dfk: torch.Tensor | None = None,
+    ) -> None:
+        """Write dk [B, Sk, H, D] and dv [B, Sk, H, Dv], or add to them, and dfk."""
+        B, Sq, H, _ = self.query.shape
+        items = work.items.shape[0]
+        launcher(_backward_kv_kernel, (items * B * H,))(
+            *self._arguments(), strided(dk), dfk, strided(dv), work.items, work.ranges, items, H, Sq,
+            self.key.shape[1], self.scale, log2_scale_of(self.scale), ACCUMULATE_K=add[0], ACCUMULATE_V=add[1],
+            ONE_RANGE=work.one_range,
+            **self._constants(), **options,
+        )  # fmt: skip
 
 
 def flash_backward(
@@ -624,11 +677,7 @@ def flash_backward(
     dq = _new_gradient(query, rows.covered) if dq is None else dq
     dk = _new_gradient(key, columns.covered) if dk is None else dk
     dv = _new_gradient(value, columns.covered) if dv is None else dv
-    tensors = strided(query), strided(key), strided(value), *bias.arguments(), strided(grad_out)
-    constants = {
-        "HEAD_DIM": D, "BLOCK_D": block_dim(D), "VALUE_DIM": Dv, "BLOCK_DV": block_dim(Dv),
-        "ENTROPY_GRAD": grad_entropy is not None, "PRECISION": dot_precision(query.dtype), **bias.constants(),
-    }  # fmt: skip
+    portable = Portable(query, key, value, grad_out, lse, delta, scale, grad_entropy=grad_entropy, bias=bias)
     parts = None
     if rows.merges is not None:
         parts = query.new_empty(B * H, rows.slots, BLOCK_M, D, dtype=torch.float32)
@@ -642,10 +691,7 @@ def flash_backward(
             dfq=dfq,
         )  # fmt: skip
     elif num_items > 0:
-        launcher(_backward_q_kernel, (num_items * B * H,))(
-            *tensors, lse, delta, grad_entropy, strided(dq), dfq, parts, rows.items, rows.ranges, num_items, rows.slots,
-            H, Sq, key.shape[1], scale, log2_scale_of(scale), ACCUMULATE=add_to_q, **constants, **row_options,
-        )  # fmt: skip
+        portable.rows(rows, row_options, dq, add=add_to_q, parts=parts, dfq=dfq)
     if rows.merges is not None:
         # The kernel for Hopper has the scale in already.
         launcher(_sum_parts_kernel, (rows.merges.shape[0] * (BLOCK_M // COMBINE_ROWS),))(
@@ -660,11 +706,7 @@ def flash_backward(
             dfk=dfk,
         )  # fmt: skip
     elif num_items > 0:
-        launcher(_backward_kv_kernel, (num_items * B * H,))(
-            *tensors, lse, delta, grad_entropy, strided(dk), dfk, strided(dv), columns.items, columns.ranges, num_items,
-            H, Sq, key.shape[1], scale, log2_scale_of(scale), ACCUMULATE_K=add_to_k, ACCUMULATE_V=add_to_v, **constants,
-            **column_options,
-        )  # fmt: skip
+        portable.columns(columns, column_options, dk, dv, add=(add_to_k, add_to_v), dfk=dfk)
     return dq, dk, dv
 
 

@@ -4,6 +4,9 @@ A bias may be added to the logits (FlashBias, Eq. 3): two small products make it
 beyond that. Scores are kept without the softmax scale, so φq·φk is divided by it in float32; folded into a 16-bit φq,
 the quotient would be rounded.
 
+An R-step (`kernels/monarch/r_step.py`) is attention in blocks with the key as its own value, which gives aL; it may
+have no other value.
+
 Queries and keys may be bytes with scales (`kernels/int8`); then these take the place of factors, and scores are whole.
 
 Shapes: B batch, Sq queries, Sk keys, H heads, D head dim, Dv value dim, R bias rank; M queries and N keys of one tile.
@@ -22,9 +25,9 @@ import triton.language as tl
 from vmonarch.kernels.common.launch import block_dim, dot_precision, hopper_fits, launch_options
 from vmonarch.kernels.common.replay import launcher
 from vmonarch.kernels.common.softmax import entropy_of, log2_partition, log2_scale_of, online_softmax
-from vmonarch.kernels.common.tiles import Strided, broadcast, head_of, item_of_a_head, store_rows, strided
+from vmonarch.kernels.common.tiles import broadcast, head_of, item_of_a_head, load_rows, store_rows, strided
 from vmonarch.kernels.flash_entropy.reference import SCALE_BLOCK
-from vmonarch.kernels.flash_entropy.segments import Segment, processors, row_work
+from vmonarch.kernels.flash_entropy.segments import Segment, Work, processors, row_work
 
 # Rows that one program of the combine kernel merges; divides every BLOCK_M.
 COMBINE_ROWS = 16
@@ -42,6 +45,7 @@ class Bias(NamedTuple):
         key_mask: bool [B, Sk], True where a key counts; or None.
         causal: whether query i attends to the keys up to i + Sk - Sq only, of one segment of all pairs.
         programs: of the kernel for Hopper that share a processor; 0 for the portable kernels.
+        log2_number: Sk adjacent numbers in float32, log2 of how many keys each stands for; or None.
         scales: of int8 queries [B, Sq, H] and of blocks of int8 keys [B, Sk / SCALE_BLOCK, H], whose product makes
             scores logits in units of log 2; or None.
     """
@@ -50,17 +54,18 @@ class Bias(NamedTuple):
     key_mask: torch.Tensor | None = None
     causal: bool = False
     programs: int = 1
+    log2_number: torch.Tensor | None = None
     scales: tuple[torch.Tensor, torch.Tensor] | None = None
 
     @property
     def rank(self) -> int:
         return self.factors[0].shape[3] if self.factors else 0
 
-    def arguments(self) -> tuple[Strided | None, ...]:
-        """φq, φk or the scales, and the key mask of the portable kernels."""
+    def arguments(self) -> tuple[Any, ...]:
+        """φq, φk or the scales, the numbers of keys, and the key mask of the portable kernels."""
         query_factor, key_factor = self.factors or self.scales or (None, None)
         key_mask = None if self.key_mask is None else self.key_mask[:, :, None]
-        return broadcast(query_factor), broadcast(key_factor), broadcast(key_mask)
+        return broadcast(query_factor), broadcast(key_factor), self.log2_number, broadcast(key_mask)
 
     def constants(self) -> dict[str, Any]:
         return {"RANK": self.rank, "CAUSAL": self.causal}
@@ -70,81 +75,56 @@ NO_BIAS = Bias()
 
 
 @triton.jit
-def load_tile(ptr, stride, rows, rows_left, dims, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, ALL_ROWS: tl.constexpr):
-    """Load the rows of one head from `ptr` on, zero where there is no element.
+def load_tile(
+    x, b, h, first, stop, ROWS: tl.constexpr, WIDTH: tl.constexpr, BLOCK_WIDTH: tl.constexpr, ALL: tl.constexpr
+):
+    """Rows [ROWS, BLOCK_WIDTH] of a head from `first` on; unless ALL are there, zeros from `stop` on."""
+    rows = tl.arange(0, ROWS)
+    # The same for all threads: pointers of rows found from their numbers would cost each thread products.
+    ptr = head_of(x, b, h) + tl.cast(first, tl.int64) * x.stride_s
+    return load_rows(ptr, x.stride_s, rows, rows < stop - first, WIDTH, BLOCK_WIDTH, not ALL)
 
-    Args:
-        rows, dims: indices shaped [:, None] and [None, :] for a tile [rows, dims], or the other way round for its
-            transpose.
-        ALL_ROWS: whether the first `rows` rows all exist, else only `rows_left` of them.
-    """
-    # int64: a row stride times a block of rows may pass 2^31 where the sequence is the outermost dimension.
-    pointers = ptr + rows.to(tl.int64) * stride + dims
-    if ALL_ROWS and DIM == BLOCK_DIM:
-        tile = tl.load(pointers)
-    elif ALL_ROWS:
-        tile = tl.load(pointers, mask=dims < DIM, other=0.0)
-    elif DIM == BLOCK_DIM:
-        tile = tl.load(pointers, mask=rows < rows_left, other=0.0)
+
+@triton.jit
+def load_factor(factor, b, h, first, stop, x, RANK: tl.constexpr, ALL: tl.constexpr):
+    """φ [rows, R] of a tile x [rows, D]; arguments as in `load_tile`. Without a bias it is x, and not looked at."""
+    if RANK == 0:
+        return x
     else:
-        tile = tl.load(pointers, mask=(rows < rows_left) & (dims < DIM), other=0.0)
-    return tile
+        return load_tile(factor, b, h, first, stop, x.shape[0], RANK, RANK, ALL)
 
 
 @triton.jit
-def load_factor(factor, b, h, rows, stop, columns, RANK: tl.constexpr, ALL_ROWS: tl.constexpr):
-    """φ of the rows of one head; arguments as in `load_tile`."""
-    return load_tile(head_of(factor, b, h), factor.stride_s, rows, stop, columns, RANK, RANK, ALL_ROWS)
-
-
-@triton.jit
-def biased(x, y_t, fx, fy_t, log2_scale, RANK: tl.constexpr, PRECISION: tl.constexpr):
+def biased(x, y, fx, fy, log2_scale, RANK: tl.constexpr, PRECISION: tl.constexpr):
     """x·yᵀ + φx·φyᵀ / scale; without a bias (RANK = 0) the factors are not looked at, but for bytes are scales."""
+    y_t = tl.trans(y)
     if x.dtype == tl.int8:
-        scores = tl.dot(x, y_t).to(tl.float32) * (fx * fy_t)[:, None]
+        scores = tl.dot(x, y_t).to(tl.float32) * (fx * fy)[:, None]
     elif RANK == 0:
         scores = tl.dot(x, y_t, input_precision=PRECISION)
     else:
-        bias = tl.dot(fx, fy_t, input_precision=PRECISION) * (1.4426950408889634 / log2_scale)
+        bias = tl.dot(fx, tl.trans(fy), input_precision=PRECISION) * (1.4426950408889634 / log2_scale)
         scores = tl.dot(x, y_t, bias, input_precision=PRECISION)
     return scores
 
 
 @triton.jit
-def load_transposed(
-    ptr, stride, factor, b, h, rows, stop,
-    DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, RANK: tl.constexpr, ALL_ROWS: tl.constexpr,
-):  # fmt: skip
-    """Tiles [D, rows] of queries or keys and [R, rows] of their factor; without a bias the first one stands for both.
-
-    Args:
-        rows, stop: as in `load_tile`. b, h: of the factor.
-    """
-    dims = tl.arange(0, BLOCK_DIM)
-    if RANK == 0:
-        x_t = load_tile(ptr, stride, rows[None, :], stop, dims[:, None], DIM, BLOCK_DIM, ALL_ROWS)
-        fx_t = x_t
-    else:
-        # Tiles that are loaded as they lie take fewer registers on GPUs before Hopper.
-        ranks = tl.arange(0, RANK)
-        x_t = tl.trans(load_tile(ptr, stride, rows[:, None], stop, dims[None, :], DIM, BLOCK_DIM, ALL_ROWS))
-        fx_t = tl.trans(load_factor(factor, b, h, rows[:, None], stop, ranks[None, :], RANK, ALL_ROWS))
-    return x_t, fx_t
-
-
-@triton.jit
 def scores_of_keys(
-    q, k_t, fq, fk_t, keys, stop, last_key, key_mask, b, log2_scale,
+    q, k, fq, fk, first_key, stop, last_key, log2_number_ptr, key_mask, b, log2_scale,
     RANK: tl.constexpr, CAUSAL: tl.constexpr, ALL_KEYS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Raw scores [M, N] of one tile of keys, -inf where a query does not attend.
 
     Args:
-        q: [M, D]. k_t: [D, N]. fq: [M, R]. fk_t: [R, N].
-        keys: [N], up to `stop`. last_key: that the first query attends to, if CAUSAL.
+        q: [M, D]. k: [N, D], from `first_key` up to `stop`. fq: [M, R]. fk: [N, R].
+        last_key: that the first query attends to, if CAUSAL.
         ALL_KEYS: whether every query attends to the whole tile.
     """
-    scores = biased(q, k_t, fq, fk_t, log2_scale, RANK, PRECISION)
+    scores = biased(q, k, fq, fk, log2_scale, RANK, PRECISION)
+    keys = first_key + tl.arange(0, k.shape[0])
+    if log2_number_ptr is not None:
+        # A key that stands for n keys: log n is added to its logit (docs/attention.md, "Pooled keys").
+        scores += (tl.load(log2_number_ptr + keys, mask=keys < stop, other=0.0) / log2_scale)[None, :]
     if not ALL_KEYS:
         scores = tl.where((keys < stop)[None, :], scores, -float("inf"))
         if CAUSAL:
@@ -158,34 +138,35 @@ def scores_of_keys(
 
 
 @triton.jit
-def key_bounds(last_key, Sk, key_mask, CAUSAL: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Keys that all queries of a tile attend to, a whole number of tiles, and keys that any of them attends to."""
-    whole = Sk
-    stop = Sk
+def keys_of_range(range_ptr, last_key, key_mask, CAUSAL: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """The first key of a range, the end of the whole tiles that all queries of a tile attend to, and of all keys."""
+    start = tl.load(range_ptr)
+    stop = tl.load(range_ptr + 1)
+    whole = stop
     if CAUSAL:
-        whole = tl.minimum(Sk, last_key + 1)
-        stop = tl.minimum(Sk, last_key + BLOCK_M)
+        whole = tl.minimum(stop, last_key + 1)
+        stop = tl.minimum(stop, last_key + BLOCK_M)
     if key_mask is not None:
-        whole = 0
-    return whole // BLOCK_N * BLOCK_N, stop
+        whole = start
+    return start, start + (whole - start) // BLOCK_N * BLOCK_N, stop
 
 
 @triton.jit
 def _attend_tile(
     q,  # [M, D]
     fq,  # [M, R]
-    k_ptr,
-    v_ptr,
-    key_factor,
-    key_mask,
     key,
     value,
+    key_factor,
+    log2_number_ptr,
+    key_mask,
     b,
     h,
-    last_key,
     first_key,
     stop,
+    last_key,
     acc,  # [M, Dv]
+    acc_k,  # [M, D]
     row_max,
     row_sum,
     row_entropy,
@@ -199,24 +180,28 @@ def _attend_tile(
     CAUSAL: tl.constexpr,
     ALL_KEYS: tl.constexpr,
     ENTROPY: tl.constexpr,
+    SUM_KEYS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """Take one tile of keys into the running sums of a row block."""
-    keys = first_key + tl.arange(0, BLOCK_N)
-    value_dims = tl.arange(0, BLOCK_DV)
-    k_t, fk_t = load_transposed(k_ptr, key.stride_s, key_factor, b, h, keys, stop, HEAD_DIM, BLOCK_D, RANK, ALL_KEYS)
+    k = load_tile(key, b, h, first_key, stop, BLOCK_N, HEAD_DIM, BLOCK_D, ALL_KEYS)
+    fk = load_factor(key_factor, b, h, first_key, stop, k, RANK, ALL_KEYS)
     if q.dtype == tl.int8:
         tl.static_assert(_SCALE_BLOCK % BLOCK_N == 0)
-        fk_t = tl.load(head_of(key_factor, b, h) + first_key // _SCALE_BLOCK * key_factor.stride_s)
+        fk = tl.load(head_of(key_factor, b, h) + first_key // _SCALE_BLOCK * key_factor.stride_s)
     scores = scores_of_keys(
-        q, k_t, fq, fk_t, keys, stop, last_key, key_mask, b, log2_scale, RANK, CAUSAL, ALL_KEYS, PRECISION
-    )
+        q, k, fq, fk, first_key, stop, last_key, log2_number_ptr, key_mask, b, log2_scale,
+        RANK, CAUSAL, ALL_KEYS, PRECISION,
+    )  # fmt: skip
     p, alpha, row_max, row_sum, row_entropy = online_softmax(
         scores, row_max, row_sum, row_entropy, log2_scale, ENTROPY=ENTROPY, MAY_BE_EMPTY=key_mask is not None
     )
-    v = load_tile(v_ptr, value.stride_s, keys[:, None], stop, value_dims[None, :], VALUE_DIM, BLOCK_DV, ALL_KEYS)
-    acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision=PRECISION)
-    return acc, row_max, row_sum, row_entropy
+    if SUM_KEYS:
+        acc_k = tl.dot(p.to(k.dtype), k, acc_k * alpha[:, None], input_precision=PRECISION)
+    if value is not None:
+        v = load_tile(value, b, h, first_key, stop, BLOCK_N, VALUE_DIM, BLOCK_DV, ALL_KEYS)
+        acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision=PRECISION)
+    return acc, acc_k, row_max, row_sum, row_entropy
 
 
 @triton.jit(do_not_specialize=["num_items", "num_slots", "H", "Sq", "Sk"])
@@ -226,10 +211,13 @@ def _forward_kernel(
     value,
     query_factor,
     key_factor,
+    log2_number_ptr,  # [Sk]
     key_mask,
     output,
     lse_ptr,  # [B, H, Sq]
     entropy_ptr,  # [B, H, Sq]
+    key_output,
+    cL_ptr,  # [B, H, Sq]
     part_out_ptr,  # [B·H, slots, M, Dv]
     part_lse_ptr,  # [B·H, slots, M], in units of log 2
     part_entropy_ptr,  # [B·H, slots, M]
@@ -247,11 +235,17 @@ def _forward_kernel(
     BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    BLOCK_TAIL: tl.constexpr,
     RANK: tl.constexpr,
     CAUSAL: tl.constexpr,
+    ONE_RANGE: tl.constexpr,
     ENTROPY: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
+    """out and its statistics; of an R-step aL and cL, and unless there is no value, y for out.
+
+    The keys of a range after the last whole BLOCK_N go through in tiles of BLOCK_TAIL.
+    """
     # Row blocks run fastest, so that programs at work at the same time read the same keys.
     item, bh, b, h = item_of_a_head(num_items, H)
     if CAUSAL:
@@ -261,70 +255,42 @@ def _forward_kernel(
     row_start = tl.load(item_ptr)
     row_stop = tl.load(item_ptr + 1)
     first_range = tl.load(item_ptr + 2)
-    last_range = tl.load(item_ptr + 3)
+    ranges = 1 if ONE_RANGE else tl.load(item_ptr + 3) - first_range
+    ranges_ptr += 2 * first_range
     slot = tl.load(item_ptr + 4)
 
     rows = tl.arange(0, BLOCK_M)
-    dims = tl.arange(0, BLOCK_D)
     value_dims = tl.arange(0, BLOCK_DV)
     rows_left = row_stop - row_start
-    k_head_ptr = head_of(key, b, h)
-    v_head_ptr = head_of(value, b, h)
-    q_rows_ptr = head_of(query, b, h) + row_start.to(tl.int64) * query.stride_s
-    q = load_tile(q_rows_ptr, query.stride_s, rows[:, None], rows_left, dims[None, :], HEAD_DIM, BLOCK_D, False)
-    fq = q
-    if RANK > 0:
-        ranks = tl.arange(0, RANK)
-        fq = load_factor(query_factor, b, h, row_start + rows[:, None], row_stop, ranks[None, :], RANK, False)
-    elif q.dtype == tl.int8:
+    q = load_tile(query, b, h, row_start, row_stop, BLOCK_M, HEAD_DIM, BLOCK_D, False)
+    fq = load_factor(query_factor, b, h, row_start, row_stop, q, RANK, False)
+    if q.dtype == tl.int8:
         scale_ptr = head_of(query_factor, b, h)
         fq = tl.load(scale_ptr + (row_start + rows) * query_factor.stride_s, mask=rows < rows_left, other=0.0)
     last_key = row_start + Sk - Sq
-    k_step = tl.full([], BLOCK_N, tl.int64) * key.stride_s
-    v_step = tl.full([], BLOCK_N, tl.int64) * value.stride_s
+    SUM_KEYS: tl.constexpr = key_output is not None
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+    acc_k = tl.zeros([BLOCK_M, BLOCK_D], tl.float32) if SUM_KEYS else acc
     row_max = tl.full([BLOCK_M], -float("inf"), tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
     row_entropy = tl.zeros([BLOCK_M], tl.float32)
-    if RANK > 0 or CAUSAL or key_mask is not None or q.dtype == tl.int8:
-        # There is one range, of all keys, and tiles are found by their first key: pointers that move along, and loops
-        # in a loop, would cost registers.
-        whole, stop = key_bounds(last_key, Sk, key_mask, CAUSAL, BLOCK_M, BLOCK_N)
-        for first_key in range(0, whole, BLOCK_N):
-            acc, row_max, row_sum, row_entropy = _attend_tile(
-                q, fq, k_head_ptr, v_head_ptr, key_factor, key_mask, key, value, b, h, last_key, first_key,
-                stop, acc, row_max, row_sum, row_entropy, log2_scale, HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_DV,
-                BLOCK_N, RANK, CAUSAL, True, ENTROPY, PRECISION,
+    for r in range(ranges):
+        start, whole, stop = keys_of_range(ranges_ptr + 2 * r, last_key, key_mask, CAUSAL, BLOCK_M, BLOCK_N)
+        for first_key in range(start, whole, BLOCK_N):
+            acc, acc_k, row_max, row_sum, row_entropy = _attend_tile(
+                q, fq, key, value, key_factor, log2_number_ptr, key_mask, b, h, first_key, stop, last_key, acc, acc_k,
+                row_max, row_sum, row_entropy, log2_scale, HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_DV, BLOCK_N, RANK,
+                CAUSAL, True, ENTROPY, SUM_KEYS, PRECISION,
             )  # fmt: skip
-        for first_key in range(whole, stop, BLOCK_N):
-            acc, row_max, row_sum, row_entropy = _attend_tile(
-                q, fq, k_head_ptr, v_head_ptr, key_factor, key_mask, key, value, b, h, last_key, first_key,
-                stop, acc, row_max, row_sum, row_entropy, log2_scale, HEAD_DIM, VALUE_DIM, BLOCK_D,
-                BLOCK_DV, BLOCK_N, RANK, CAUSAL, False, ENTROPY, PRECISION,
+        for first_key in range(whole, stop, BLOCK_TAIL):
+            acc, acc_k, row_max, row_sum, row_entropy = _attend_tile(
+                q, fq, key, value, key_factor, log2_number_ptr, key_mask, b, h, first_key, stop, last_key, acc, acc_k,
+                row_max, row_sum, row_entropy, log2_scale, HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_DV, BLOCK_TAIL, RANK,
+                CAUSAL, False, ENTROPY, SUM_KEYS, PRECISION,
             )  # fmt: skip
-    else:
-        for r in range(first_range, last_range):
-            start = tl.load(ranges_ptr + 2 * r)
-            num_keys = tl.load(ranges_ptr + 2 * r + 1) - start
-            k_tile_ptr = k_head_ptr + start.to(tl.int64) * key.stride_s
-            v_tile_ptr = v_head_ptr + start.to(tl.int64) * value.stride_s
-            for _ in range(num_keys // BLOCK_N):
-                acc, row_max, row_sum, row_entropy = _attend_tile(
-                    q, fq, k_tile_ptr, v_tile_ptr, key_factor, key_mask, key, value, b, h, 0, 0, BLOCK_N, acc,
-                    row_max, row_sum, row_entropy, log2_scale, HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_DV, BLOCK_N, 0,
-                    False, True, ENTROPY, PRECISION,
-                )  # fmt: skip
-                k_tile_ptr += k_step
-                v_tile_ptr += v_step
-            keys_left = num_keys % BLOCK_N
-            if keys_left > 0:
-                acc, row_max, row_sum, row_entropy = _attend_tile(
-                    q, fq, k_tile_ptr, v_tile_ptr, key_factor, key_mask, key, value, b, h, 0, 0, keys_left,
-                    acc, row_max, row_sum, row_entropy, log2_scale, HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_DV, BLOCK_N, 0,
-                    False, False, ENTROPY, PRECISION,
-                )  # fmt: skip
 
-    out = acc / tl.where(row_sum == 0, 1.0, row_sum)[:, None]
+    inverse = (1.0 / tl.where(row_sum == 0, 1.0, row_sum))[:, None]
+    out = acc * inverse
     log2_lse = log2_partition(row_max, row_sum)
     if part_out_ptr is not None:
         if slot >= 0:
@@ -337,9 +303,21 @@ def _forward_kernel(
             # The combine kernel writes these rows.
             rows_left = 0
     present = rows < rows_left
-    store_rows(head_of(output, b, h), output.stride_s, row_start + rows, present, out, VALUE_DIM, BLOCK_DV)
+    lse = log2_lse * 0.6931471805599453
     stat_rows = bh * Sq + row_start + rows
-    tl.store(lse_ptr + stat_rows, log2_lse * 0.6931471805599453, mask=present)
+    if SUM_KEYS:
+        aL = (acc_k * inverse).to(q.dtype)
+        # The entropy is free when the value is the key (docs/attention.md, "The entropy"). Taken with the rounded aL
+        # that the L-step reads, it cancels the rounding for queries near z.
+        cL = log2_scale * 0.6931471805599453 * tl.sum(q.to(tl.float32) * aL.to(tl.float32), 1) - lse
+        store_rows(head_of(key_output, b, h), key_output.stride_s, row_start + rows, present, aL, HEAD_DIM, BLOCK_D)
+        tl.store(cL_ptr + stat_rows, cL, mask=present)
+        # y may take the memory of z, the query: all warps must have read their rows before any writes.
+        tl.debug_barrier()
+    if output is not None:
+        store_rows(head_of(output, b, h), output.stride_s, row_start + rows, present, out, VALUE_DIM, BLOCK_DV)
+    if lse_ptr is not None:
+        tl.store(lse_ptr + stat_rows, lse, mask=present)
     if ENTROPY:
         tl.store(entropy_ptr + stat_rows, entropy_of(row_sum, row_entropy), mask=present)
 
@@ -435,6 +413,42 @@ def combine_parts(
     )  # fmt: skip
 
 
+def launch_forward(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor | None,
+    work: Work,
+    options: dict[str, int],
+    scale: float,
+    out: torch.Tensor | None,
+    lse: torch.Tensor | None,
+    entropy: torch.Tensor | None = None,
+    *,
+    parts: tuple[torch.Tensor | None, ...] = (None, None, None),
+    bias: Bias = NO_BIAS,
+    aL: torch.Tensor | None = None,
+    cL: torch.Tensor | None = None,
+) -> None:
+    """Launch the portable kernel, which writes what is given of its results.
+
+    Args:
+        query: [B, Sq, H, D]. key: [B, Sk, H, D]. value: [B, Sk, H, Dv], or None with aL alone.
+        work: at least one item. options: of the launch.
+        out: [B, Sq, H, Dv]. lse, entropy, cL: [B, H, Sq]. aL: [B, Sq, H, D].
+        parts: of `new_parts`.
+    """
+    B, Sq, H, D = query.shape
+    Dv, values = (1, key) if value is None else (value.shape[3], value)
+    items = work.items.shape[0]
+    launcher(_forward_kernel, (items * B * H,))(
+        strided(query), strided(key), strided(value), *bias.arguments(), strided(out), lse, entropy, strided(aL), cL,
+        *parts, work.items, work.ranges, items, work.slots, H, Sq, key.shape[1], log2_scale_of(scale), HEAD_DIM=D,
+        VALUE_DIM=Dv, BLOCK_D=block_dim(D), BLOCK_DV=block_dim(Dv), ENTROPY=entropy is not None,
+        PRECISION=dot_precision(values.dtype), ONE_RANGE=work.one_range, **bias.constants(),
+        **{"BLOCK_TAIL": options["BLOCK_N"], **options},
+    )  # fmt: skip
+
+
 def flash_forward(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -501,11 +515,6 @@ def flash_forward(
             parts=parts, options=options, factors=bias.factors, causal=bias.causal, programs=bias.programs,
         )  # fmt: skip
     elif num_items > 0:
-        launcher(_forward_kernel, (num_items * B * H,))(
-            strided(query), strided(key), strided(value), *bias.arguments(), strided(out), lse, row_entropy, *parts,
-            work.items, work.ranges, num_items, work.slots, H, Sq, key.shape[1], log2_scale_of(scale), HEAD_DIM=D,
-            VALUE_DIM=Dv, BLOCK_D=block_dim(D), BLOCK_DV=block_dim(Dv), ENTROPY=entropy,
-            PRECISION=dot_precision(value.dtype), **bias.constants(), **options,
-        )  # fmt: skip
+        launch_forward(query, key, value, work, options, scale, out, lse, row_entropy, parts=parts, bias=bias)
     combine_parts(parts, work.merges, BLOCK_M, out, lse, row_entropy)
     return out, lse, row_entropy

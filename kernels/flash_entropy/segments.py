@@ -114,6 +114,7 @@ class Work:
         slots: the number of partial results of one head; with `firsts`, of all heads.
         covered: the number of rows of one head that are in any segment.
         firsts: [P + 1], the first item of every persistent program; None without.
+        one_range: whether every item has exactly one range, so that kernels need no loop over them.
     """
 
     items: torch.Tensor
@@ -122,6 +123,7 @@ class Work:
     slots: int
     covered: int
     firsts: torch.Tensor | None = None
+    one_range: bool = False
 
 
 def tiles_of(ranges: Iterable[Range], block: int) -> list[Range]:
@@ -210,6 +212,7 @@ def row_work(
         device_table(of_heads, 5, device) if merges else None,
         slots,
         covered,
+        one_range=all(item[3] - item[2] == 1 for item in items),
     )
 
 

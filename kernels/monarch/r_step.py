@@ -1,177 +1,36 @@
 """R-steps in Triton: plain attention inside every key block, with the key as its own value (`reference.r_step`).
 
+They are flash attention (`flash_entropy`) in which a block's positions attend to its keys alone; here are what finds
+the blocks, and the pooled keys.
+
 Legend: B batch, S tokens, H heads, D head dim, E value dim, m blocks, b positions per block, c pooled cells per block.
 Tokens are [B, S, H, D] with any strides but the last; block tensors are [B·H·m, b, D], contiguous; row statistics are
-[B·H·m, b], float32. With `Places` the kernels find tokens by arithmetic: nothing is copied, padded or transposed.
+[B·H·m, b], float32.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, overload
 
 import torch
 import triton
 import triton.language as tl
 
-from vmonarch.kernels.common.launch import block_dim, dot_precision, hopper_fits, launch_options, unspecialised
+from vmonarch.kernels.common.launch import block_dim, hopper_fits, launch_options, unspecialised
 from vmonarch.kernels.common.replay import launcher
-from vmonarch.kernels.common.softmax import log2_partition, log2_scale_of, online_softmax, probabilities
-from vmonarch.kernels.common.tiles import Strided, broadcast, head_of, load_rows, store_rows, strided
-from vmonarch.kernels.flash_entropy.backward import row_deltas
+from vmonarch.kernels.common.tiles import head_of, load_rows, store_rows, strided
+from vmonarch.kernels.flash_entropy.backward import Portable, row_deltas
+from vmonarch.kernels.flash_entropy.forward import Bias, launch_forward
+from vmonarch.kernels.flash_entropy.segments import Segment, row_work
 from vmonarch.kernels.monarch.call import MonarchCall
-from vmonarch.kernels.monarch.places import plain_places, token_at, token_in_cell
+from vmonarch.kernels.monarch.places import plain_places, token_in_cell
 
 
 @triton.jit
 def _parts_of(group, places, heads):
     """Block, head and batch entry of a group."""
     return group % places.blocks, group // places.blocks % heads, group // places.blocks // heads
-
-
-@triton.jit
-def _key_rows(places, block, i, stop, POOLED: tl.constexpr):
-    """Row of key `i` of a block in its tensor, and whether there is one."""
-    if POOLED:
-        return i, i < stop
-    else:
-        return block * places.positions - places.offset + i, i < stop
-
-
-@triton.jit
-def _key_range(places, block, POOLED: tl.constexpr):
-    """First and last + 1 of the keys `i` of a block; places outside hold none."""
-    if POOLED:
-        return 0, places.cells
-    else:
-        start = block * places.positions - places.offset
-        return tl.maximum(0, -start), tl.minimum(places.positions, places.tokens - start)
-
-
-@triton.jit
-def _attended(mask, batch, rows, valid):
-    """Which keys of these rows the mask names."""
-    at = batch.to(tl.int64) * mask.stride_b + rows.to(tl.int64) * mask.stride_s
-    return tl.load(mask.ptr + at, mask=valid, other=0) != 0
-
-
-@triton.jit
-def _masked_scores(
-    scores, rows, valid, i, bias_ptr, mask, batch, log2_scale, POOLED: tl.constexpr, MASKED: tl.constexpr
-):  # fmt: skip
-    """Scores [M, N] whose keys lie along the last axis: masked, and for pooled keys scaled, log2 n added."""
-    if mask is not None:
-        valid = valid & _attended(mask, batch, rows, valid)
-    if POOLED:
-        # A pooled key stands for n keys: log n is added to its logit (docs/attention.md, "Pooled keys").
-        scores = scores * log2_scale + tl.load(bias_ptr + i, mask=valid, other=-float("inf"))[None, :]
-    elif MASKED:
-        scores = tl.where(valid[None, :], scores, -float("inf"))
-    return scores
-
-
-@triton.jit
-def _r_step_keys(
-    acc_k, acc_v, row_max, row_sum, z, start, stop,
-    k_ptr, v_ptr, stride_ks, stride_vs, bias_ptr, mask, batch, places, block, range_stop, log2_scale,
-    D: tl.constexpr, E: tl.constexpr, SUM_K: tl.constexpr, LAST: tl.constexpr, POOLED: tl.constexpr,
-    MASKED: tl.constexpr, PRECISION: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
-):  # fmt: skip
-    """Take the keys [start, stop) of a block into the running sums, BLOCK_N at a time."""
-    for first in range(start, stop, BLOCK_N):
-        i = first + tl.arange(0, BLOCK_N)
-        rows, valid = _key_rows(places, block, i, range_stop, POOLED)
-        k = load_rows(k_ptr, stride_ks, rows, valid, D, BLOCK_D, MASKED)  # [N, D]
-        scores = tl.dot(z, tl.trans(k), input_precision=PRECISION)  # [M, N]
-        scores = _masked_scores(scores, rows, valid, i, bias_ptr, mask, batch, log2_scale, POOLED, MASKED)
-        p, alpha, row_max, row_sum, _ = online_softmax(
-            scores, row_max, row_sum, row_sum, 1.0 if POOLED else log2_scale, False, mask is not None
-        )
-        p = p.to(k.dtype)
-        if SUM_K:
-            acc_k = tl.dot(p, k, acc_k * alpha[:, None], input_precision=PRECISION)
-        if LAST:
-            v = load_rows(v_ptr, stride_vs, rows, valid, E, BLOCK_E, MASKED)
-            acc_v = tl.dot(p, v, acc_v * alpha[:, None], input_precision=PRECISION)
-    return acc_k, acc_v, row_max, row_sum
-
-
-@triton.jit
-def _load_z(
-    centroids, places, heads, group, j,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, Z_IS_QUERY: tl.constexpr, MASKED: tl.constexpr = True,
-):  # fmt: skip
-    """Centroid queries [M, D] of positions j: the query itself in the first iteration, a block tensor later."""
-    block, head, batch = _parts_of(group, places, heads)
-    if Z_IS_QUERY:
-        token, valid = token_at(places, block, j)
-        return load_rows(head_of(centroids, batch, head), centroids.stride_s, token, valid, D, BLOCK_D, MASKED)
-    else:
-        base = centroids.ptr + group.to(tl.int64) * places.positions * D
-        return load_rows(base, D, j, j < places.positions, D, BLOCK_D, MASKED)
-
-
-@triton.jit(do_not_specialize=["heads", "row_tiles"])
-def _r_step_kernel(
-    centroids, key, value, mask, bias_ptr, aL_ptr, y_ptr, cL_ptr, lse_ptr,
-    heads, places, row_tiles, scale, log2_scale,
-    D: tl.constexpr, E: tl.constexpr, LAST: tl.constexpr, Z_IS_QUERY: tl.constexpr, POOLED: tl.constexpr,
-    PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_TAIL: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
-):  # fmt: skip
-    """One tile of positions of one key block: aL and cL, unless there is no aL_ptr, and in the last iteration y.
-
-    The keys after the last whole BLOCK_N go through in tiles of BLOCK_TAIL.
-    """
-    places = plain_places(places)
-    pid = tl.program_id(0)
-    group = pid // row_tiles
-    j = pid % row_tiles * BLOCK_M + tl.arange(0, BLOCK_M)
-    block, head, batch = _parts_of(group, places, heads)
-    z = _load_z(centroids, places, heads, group, j, D, BLOCK_D, Z_IS_QUERY)
-    k_ptr = head_of(key, batch, head)
-    v_ptr = head_of(value, batch, head)
-    if POOLED:
-        k_ptr = key.ptr + group.to(tl.int64) * places.cells * D
-        bias_ptr += block * places.cells
-
-    acc_k = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    acc_v = tl.zeros([BLOCK_M, BLOCK_E], tl.float32) if LAST else acc_k
-    row_max = tl.full([BLOCK_M], -float("inf"), tl.float32)
-    row_sum = tl.zeros([BLOCK_M], tl.float32)
-    start, stop = _key_range(places, block, POOLED)
-    full_stop = start
-    if mask is None:
-        full_stop = start + (stop - start) // BLOCK_N * BLOCK_N
-        acc_k, acc_v, row_max, row_sum = _r_step_keys(
-            acc_k, acc_v, row_max, row_sum, z, start, full_stop,
-            k_ptr, v_ptr, key.stride_s, value.stride_s, bias_ptr, mask, batch, places, block, stop, log2_scale,
-            D, E, aL_ptr is not None, LAST, POOLED, False, PRECISION, BLOCK_N, BLOCK_D, BLOCK_E,
-        )  # fmt: skip
-    acc_k, acc_v, row_max, row_sum = _r_step_keys(
-        acc_k, acc_v, row_max, row_sum, z, full_stop, stop,
-        k_ptr, v_ptr, key.stride_s, value.stride_s, bias_ptr, mask, batch, places, block, stop, log2_scale,
-        D, E, aL_ptr is not None, LAST, POOLED, True, PRECISION, BLOCK_TAIL, BLOCK_D, BLOCK_E,
-    )  # fmt: skip
-
-    inverse = 1.0 / tl.where(row_sum == 0, 1.0, row_sum)
-    lse = log2_partition(row_max, row_sum) * 0.6931471805599453
-    row = group.to(tl.int64) * places.positions + j
-    inside = j < places.positions
-    if aL_ptr is not None:
-        aL = (acc_k * inverse[:, None]).to(z.dtype)
-        # The entropy is free when the value is the key (docs/attention.md, "The entropy"). Taken with the rounded aL
-        # that the L-step reads, it cancels the rounding for queries near z.
-        cL = scale * tl.sum(z.to(tl.float32) * aL.to(tl.float32), 1) - lse
-        store_rows(aL_ptr, D, row, inside, aL, D, BLOCK_D)
-        tl.store(cL_ptr + row, cL, mask=inside)
-    if lse_ptr is not None:
-        tl.store(lse_ptr + row, lse, mask=inside)
-    if LAST:
-        # y may take the memory of z: all warps must have read their rows of z before any writes y.
-        tl.debug_barrier()
-        store_rows(y_ptr, E, row, inside, acc_v * inverse[:, None], E, BLOCK_E)
 
 
 @triton.jit(do_not_specialize=["heads", "cell_tiles"])
@@ -224,216 +83,6 @@ def _unpool_kernel(
         store_rows(dk_ptr, grad_key.stride_s, token, valid & inside, share, D, BLOCK_D, ADD=True)
 
 
-@triton.jit
-def _r_backward_z_keys(
-    dz, z, daL, dy, delta, lse, start, stop,
-    k_ptr, v_ptr, stride_ks, stride_vs, bias_ptr, mask, batch, places, block, range_stop, scale, log2_scale,
-    D: tl.constexpr, E: tl.constexpr, SUM_K: tl.constexpr, LAST: tl.constexpr, POOLED: tl.constexpr,
-    MASKED: tl.constexpr, PRECISION: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
-):  # fmt: skip
-    """Add to dz / scale what the keys [start, stop) of a block contribute, BLOCK_N at a time."""
-    for first in tl.range(start, stop, BLOCK_N):
-        i = first + tl.arange(0, BLOCK_N)
-        rows, valid = _key_rows(places, block, i, range_stop, POOLED)
-        k = load_rows(k_ptr, stride_ks, rows, valid, D, BLOCK_D, MASKED)
-        scores = tl.dot(z, tl.trans(k), input_precision=PRECISION)
-        masked = _masked_scores(scores, rows, valid, i, bias_ptr, mask, batch, log2_scale, POOLED, MASKED)
-        p = probabilities(masked, lse, 1.0 if POOLED else log2_scale)
-        if SUM_K:
-            dp = tl.dot(daL, tl.trans(k), input_precision=PRECISION)
-        else:
-            dp = tl.zeros(scores.shape, tl.float32)
-        if LAST:
-            v = load_rows(v_ptr, stride_vs, rows, valid, E, BLOCK_E, MASKED)
-            dp = tl.dot(dy, tl.trans(v), dp, input_precision=PRECISION)
-        ds = p * (dp - delta)
-        dz = tl.dot(ds.to(k.dtype), k, dz, input_precision=PRECISION)
-    return dz
-
-
-@triton.jit(do_not_specialize=["heads", "row_tiles"])
-def _r_backward_z_kernel(
-    centroids, key, value, mask, bias_ptr, daL_ptr, dy_ptr, delta_ptr, lse_ptr,
-    grad_query, cR_ptr, daR_ptr, dcR_ptr, heads, places, row_tiles, scale, log2_scale, min_mass,
-    D: tl.constexpr, E: tl.constexpr, LAST: tl.constexpr, Z_IS_QUERY: tl.constexpr, POOLED: tl.constexpr,
-    PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_E: tl.constexpr,
-):  # fmt: skip
-    """Gradient of one tile of z. For z = q it is added to dq; else αR and cR, of which z was made, get theirs.
-
-    Those are times max(cR, min_mass): divided by it, they might leave the range of float16.
-    """
-    places = plain_places(places)
-    pid = tl.program_id(0)
-    group = pid // row_tiles
-    j = pid % row_tiles * BLOCK_M + tl.arange(0, BLOCK_M)
-    block, head, batch = _parts_of(group, places, heads)
-    inside = j < places.positions
-    row = group.to(tl.int64) * places.positions + j
-    z = _load_z(centroids, places, heads, group, j, D, BLOCK_D, Z_IS_QUERY)
-    daL = z
-    if daL_ptr is not None:
-        daL = load_rows(daL_ptr, D, row, inside, D, BLOCK_D, True)
-    delta = tl.load(delta_ptr + row, mask=inside, other=0.0)[:, None]
-    lse = tl.load(lse_ptr + row, mask=inside, other=0.0)[:, None]
-    dy = z
-    if LAST:
-        dy = load_rows(dy_ptr, E, row, inside, E, BLOCK_E, True)
-    k_ptr = head_of(key, batch, head)
-    v_ptr = head_of(value, batch, head)
-    if POOLED:
-        k_ptr = key.ptr + group.to(tl.int64) * places.cells * D
-        bias_ptr += block * places.cells
-
-    dz = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    start, stop = _key_range(places, block, POOLED)
-    full_stop = start
-    if mask is None:
-        full_stop = start + (stop - start) // BLOCK_N * BLOCK_N
-        dz = _r_backward_z_keys(
-            dz, z, daL, dy, delta, lse, start, full_stop,
-            k_ptr, v_ptr, key.stride_s, value.stride_s, bias_ptr, mask, batch, places, block, stop, scale, log2_scale,
-            D, E, daL_ptr is not None, LAST, POOLED, False, PRECISION, BLOCK_N, BLOCK_D, BLOCK_E,
-        )  # fmt: skip
-    dz = _r_backward_z_keys(
-        dz, z, daL, dy, delta, lse, full_stop, stop,
-        k_ptr, v_ptr, key.stride_s, value.stride_s, bias_ptr, mask, batch, places, block, stop, scale, log2_scale,
-        D, E, daL_ptr is not None, LAST, POOLED, True, PRECISION, BLOCK_N, BLOCK_D, BLOCK_E,
-    )  # fmt: skip
-    dz *= scale
-
-    if Z_IS_QUERY:
-        token, valid = token_at(places, block, j)
-        store_rows(head_of(grad_query, batch, head), grad_query.stride_s, token, valid, dz, D, BLOCK_D, ADD=True)
-    else:
-        # z = αR / max(cR, min_mass)
-        cR = tl.load(cR_ptr + row, mask=inside, other=1.0)
-        dcR = tl.where(cR >= min_mass, -tl.sum(dz * z.to(tl.float32), 1), 0.0)
-        # daR may take the memory of dy: all warps must have read their rows of dy before any writes daR.
-        tl.debug_barrier()
-        store_rows(daR_ptr, D, row, inside, dz, D, BLOCK_D)
-        tl.store(dcR_ptr + row, dcR, mask=inside)
-
-
-@triton.jit
-def _r_backward_keys_rows(
-    dk, dv, k, v, attended, bias, start, stop, centroids, daL_ptr, dy_ptr, delta_ptr, lse_ptr,
-    heads, places, group, scale, log2_scale,
-    D: tl.constexpr, E: tl.constexpr, LAST: tl.constexpr, Z_IS_QUERY: tl.constexpr, POOLED: tl.constexpr,
-    HAS_MASK: tl.constexpr, MASKED: tl.constexpr,
-    PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
-):  # fmt: skip
-    """Add to dk and dv what the rows [start, stop) of a block contribute, BLOCK_M at a time."""
-    for first in tl.range(start, stop, BLOCK_M):
-        j = first + tl.arange(0, BLOCK_M)
-        inside = j < places.positions
-        row = group.to(tl.int64) * places.positions + j
-        z = _load_z(centroids, places, heads, group, j, D, BLOCK_D, Z_IS_QUERY, MASKED)
-        daL = z
-        if daL_ptr is not None:
-            daL = load_rows(daL_ptr, D, row, inside, D, BLOCK_D, MASKED)
-        # A position beyond the block gets lse = inf, hence p = 0.
-        lse = _load_statistics(lse_ptr, row, inside, float("inf"), MASKED)
-        delta = _load_statistics(delta_ptr, row, inside, 0.0, MASKED)
-        scores = tl.dot(k, tl.trans(z), input_precision=PRECISION)  # [N, M]
-        masked = scores
-        if POOLED:
-            masked = scores * log2_scale + bias[:, None]
-        elif HAS_MASK:
-            masked = tl.where(attended[:, None], scores, -float("inf"))
-        p = probabilities(masked, lse, 1.0 if POOLED else log2_scale)
-        if daL_ptr is not None:
-            dp = tl.dot(k, tl.trans(daL), input_precision=PRECISION)
-        else:
-            dp = tl.zeros(scores.shape, tl.float32)
-        p_rounded = p.to(k.dtype)
-        if daL_ptr is not None:
-            dk = tl.dot(p_rounded, daL, dk, input_precision=PRECISION)
-        if LAST:
-            dy = load_rows(dy_ptr, E, row, inside, E, BLOCK_E, MASKED)
-            dp = tl.dot(v, tl.trans(dy), dp, input_precision=PRECISION)
-            dv = tl.dot(p_rounded, dy, dv, input_precision=PRECISION)
-        ds = p * (dp - delta) * scale
-        dk = tl.dot(ds.to(k.dtype), z, dk, input_precision=PRECISION)
-    return dk, dv
-
-
-@triton.jit
-def _load_statistics(ptr, row, inside, other, MASKED: tl.constexpr):
-    """[1, M] numbers of rows."""
-    if MASKED:
-        return tl.load(ptr + row, mask=inside, other=other)[None, :]
-    else:
-        return tl.load(ptr + row)[None, :]
-
-
-@triton.jit(do_not_specialize=["heads", "key_tiles"])
-def _r_backward_keys_kernel(
-    centroids, key, value, mask, bias_ptr, daL_ptr, dy_ptr, delta_ptr, lse_ptr,
-    grad_key, grad_value, heads, places, key_tiles, scale, log2_scale,
-    D: tl.constexpr, E: tl.constexpr, LAST: tl.constexpr, Z_IS_QUERY: tl.constexpr, POOLED: tl.constexpr,
-    PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_E: tl.constexpr,
-):  # fmt: skip
-    """Add one tile of keys' gradients, as keys and as values, and in the last iteration those of V.
-
-    Scores are computed transposed, [N, M], so that no accumulator has to be. Keys that are not there need no mask:
-    every key has its own row of the sums.
-    """
-    places = plain_places(places)
-    pid = tl.program_id(0)
-    group = pid // key_tiles
-    block, head, batch = _parts_of(group, places, heads)
-    k_ptr = head_of(key, batch, head)
-    dk_ptr = head_of(grad_key, batch, head)
-    if POOLED:
-        k_ptr = key.ptr + group.to(tl.int64) * places.cells * D
-        dk_ptr = grad_key.ptr + group.to(tl.int64) * places.cells * D
-        bias_ptr += block * places.cells
-    start, stop = _key_range(places, block, POOLED)
-    i = start + pid % key_tiles * BLOCK_N + tl.arange(0, BLOCK_N)
-    rows, valid = _key_rows(places, block, i, stop, POOLED)
-    k = load_rows(k_ptr, key.stride_s, rows, valid, D, BLOCK_D, True)
-    v = k
-    if LAST:
-        v = load_rows(head_of(value, batch, head), value.stride_s, rows, valid, E, BLOCK_E, True)
-    attended = valid
-    if mask is not None:
-        attended = valid & _attended(mask, batch, rows, valid)
-    bias = tl.zeros([BLOCK_N], tl.float32)
-    if POOLED:
-        bias = tl.load(bias_ptr + i, mask=valid, other=-float("inf"))
-
-    # As a key and as a value.
-    dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
-    dv = tl.zeros([BLOCK_N, BLOCK_E], tl.float32) if LAST else dk
-    full_stop = 0
-    first_token = block * places.positions - places.offset
-    if not Z_IS_QUERY or (first_token >= 0 and first_token + places.positions <= places.tokens):
-        full_stop = places.positions // BLOCK_M * BLOCK_M
-    dk, dv = _r_backward_keys_rows(
-        dk, dv, k, v, attended, bias, 0, full_stop, centroids, daL_ptr, dy_ptr, delta_ptr, lse_ptr,
-        heads, places, group, scale, log2_scale, D, E, LAST, Z_IS_QUERY, POOLED, mask is not None, False,
-        PRECISION, BLOCK_M, BLOCK_D, BLOCK_E,
-    )  # fmt: skip
-    dk, dv = _r_backward_keys_rows(
-        dk, dv, k, v, attended, bias, full_stop, places.positions, centroids, daL_ptr, dy_ptr, delta_ptr, lse_ptr,
-        heads, places, group, scale, log2_scale, D, E, LAST, Z_IS_QUERY, POOLED, mask is not None, True,
-        PRECISION, BLOCK_M, BLOCK_D, BLOCK_E,
-    )  # fmt: skip
-
-    # The last iteration is differentiated first.
-    store_rows(dk_ptr, grad_key.stride_s, rows, valid, dk, D, BLOCK_D, ADD=not (POOLED or LAST))
-    if LAST:
-        store_rows(head_of(grad_value, batch, head), grad_value.stride_s, rows, valid, dv, E, BLOCK_E)
-
-
-def _tokens_or_blocks(x: torch.Tensor) -> Strided | None:
-    """Tokens [B, S, H, D] with their strides, or a block tensor [B·H·m, ·, D], of which only the rows have one."""
-    return strided(x) if x.ndim == 4 else Strided(x, 0, x.shape[-1], 0)
-
-
 @dataclass(frozen=True)
 class RStep:
     """What all R-steps of one call share: keys, values and the way to find them.
@@ -475,23 +124,20 @@ class RStep:
             D=D, BLOCK_N=block, BLOCK_D=block_dim(D), num_warps=4, **options,
         )  # fmt: skip
 
-    def _shared(
-        self, z: torch.Tensor, pooled: tuple[torch.Tensor, torch.Tensor] | None, last: bool
-    ) -> tuple[tuple, dict]:
-        """z, key, value, mask and bias, and the constants that forward and backward have in common."""
-        z_is_query = z.ndim == 4
-        key, bias = (self.key, None) if pooled is None else pooled
-        mask = None if self.key_mask is None else self.key_mask[:, :, None]
-        tensors = (_tokens_or_blocks(z), _tokens_or_blocks(key), strided(self.value), broadcast(mask), bias)
-        D, E = self.key.shape[3], self.value.shape[3]
-        constants = dict(
-            D=D, E=E, LAST=last, Z_IS_QUERY=z_is_query, POOLED=pooled is not None,
-            PRECISION=dot_precision(self.key.dtype), BLOCK_D=block_dim(D), BLOCK_E=block_dim(E if last else 1),
-        )  # fmt: skip
-        return tensors, constants
-
     def _options(self, kernel: str) -> dict[str, int]:
         return launch_options(kernel, self.key.device, self.key.dtype, max(self.key.shape[3], self.value.shape[3]))
+
+    def _blocks(self, pooled: bool) -> tuple[Segment, ...]:
+        """Which keys, or pooled ones, the positions of every block attend to."""
+        places = self.call.places
+        if pooled:
+            bounds = ((l * places.cells, (l + 1) * places.cells) for l in range(places.blocks))
+        else:
+            starts = (l * places.positions - places.offset for l in range(places.blocks))
+            bounds = ((max(0, start), min(start + places.positions, places.tokens)) for start in starts)
+        return tuple(
+            Segment(l * places.positions, (l + 1) * places.positions, (keys,)) for l, keys in enumerate(bounds)
+        )
 
     def _tail_block(self, block: int, pooled: bool) -> int:
         """Keys per tile after the last whole block: as few as hold them in one tile of a power of two."""
@@ -499,6 +145,33 @@ class RStep:
             return block
         keys = self.call.places.cells if pooled else self.call.places.positions
         return min(block, max(16, triton.next_power_of_2(keys % block)))
+
+    @overload
+    def _rows(self, blocks: torch.Tensor) -> torch.Tensor: ...
+
+    @overload
+    def _rows(self, blocks: torch.Tensor | None) -> torch.Tensor | None: ...
+
+    def _rows(self, blocks: torch.Tensor | None) -> torch.Tensor | None:
+        """A block tensor [B·H·m, ·, D] as [B, m·(·), H, D]; None for none."""
+        B, _, H, _ = self.key.shape
+        return None if blocks is None else blocks.view(B, H, -1, blocks.shape[2]).transpose(1, 2)
+
+    def _positions(self, z: torch.Tensor) -> torch.Tensor:
+        """z [B, m·b, H, D] of all positions: those without a query have zeros."""
+        if z.ndim == 3:
+            return self._rows(z)
+        places = self.call.places
+        before, all_of_them = places.offset, places.blocks * places.positions
+        if all_of_them == places.tokens:
+            return z
+        return torch.nn.functional.pad(z, (0, 0, 0, 0, before, all_of_them - places.tokens - before))
+
+    def _keys(self, pooled: tuple[torch.Tensor, torch.Tensor] | None) -> tuple[torch.Tensor, Bias]:
+        """Keys [B, ·, H, D], and what the kernels have to know of them."""
+        if pooled is None:
+            return self.key, Bias(key_mask=self.key_mask, programs=0)
+        return self._rows(pooled[0]), Bias(log2_number=pooled[1], programs=0)
 
     def _cells_are_full(self) -> bool:
         """Whether every pooled key is the mean of coarse × coarse keys."""
@@ -540,13 +213,13 @@ class RStep:
                 options=self._options(f"hopper_{stage}"),
             )  # fmt: skip
             return
-        tensors, constants = self._shared(z, pooled, y is not None)
         options = self._options("r_step" if y is None else "r_step_last")
-        row_tiles = triton.cdiv(self.call.places.positions, options["BLOCK_M"])
         options["BLOCK_TAIL"] = self._tail_block(options["BLOCK_N"], pooled is not None)
-        launcher(_r_step_kernel, (row_tiles * self.groups,))(
-            *tensors, aL, y, cL, lse, self.key.shape[2], unspecialised(self.call.places), row_tiles,
-            self.call.scale, log2_scale_of(self.call.scale), **constants, **options,
+        work = row_work(self._blocks(pooled is not None), options["BLOCK_M"], options["BLOCK_N"], 1, 1, 1, z.device)
+        keys, bias_of_keys = self._keys(pooled)
+        launch_forward(
+            self._positions(z), keys, None if y is None else self.value, work, options, self.call.scale,
+            self._rows(y), lse, bias=bias_of_keys, aL=self._rows(aL), cL=cL,
         )  # fmt: skip
 
     def backward(
@@ -578,42 +251,50 @@ class RStep:
             from vmonarch.kernels.hopper import backward as hopper_kernels
 
             tile, places = hopper_kernels.TILE, self.call.places
-            positions, keys = places.positions, places.positions if pooled is None else places.cells
+            b, keys_of_a_block = places.positions, places.positions if pooled is None else places.cells
             per_key = 1 if pooled is None else self.call.options.coarse**2
-            folded = hopper_kernels.fold(lse, delta, positions, self.call.scale, keys_per_key=per_key)
+            folded = hopper_kernels.fold(lse, delta, b, self.call.scale, keys_per_key=per_key)
             shared: dict[str, Any] = dict(heads=self.key.shape[2], scale=self.call.scale, places=places)
             hopper_kernels.launch_keys(
                 z, key, self.value, daL, dy, folded, d_key, None if dy is None else dv,
-                tiles=(triton.cdiv(keys, tile), self.groups), add=(dy is None and pooled is None, False),
-                half_tiles=0 < keys % tile <= tile // 2, **shared,
+                tiles=(triton.cdiv(keys_of_a_block, tile), self.groups), add=(dy is None and pooled is None, False),
+                half_tiles=0 < keys_of_a_block % tile <= tile // 2, **shared,
             )  # fmt: skip
             hopper_kernels.launch_rows(
-                z, key, self.value, daL, dy, folded, dq, tiles=(triton.cdiv(positions, tile), self.groups),
+                z, key, self.value, daL, dy, folded, dq, tiles=(triton.cdiv(b, tile), self.groups),
                 cR=cR, daR=daR, dcR=dcR, min_mass=self.call.min_mass,
-                ragged=pooled is None and positions * places.blocks != places.tokens,
-                half_tiles=0 < positions % tile <= tile // 2, **shared,
+                ragged=pooled is None and b * places.blocks != places.tokens,
+                half_tiles=0 < b % tile <= tile // 2, **shared,
             )  # fmt: skip
             if bias is not None:
                 self.unpool(d_key, bias, dk)
             return
-        tensors, constants = self._shared(z, pooled, dy is not None)
-        numbers = (self.call.scale, log2_scale_of(self.call.scale))
-        saved = (daL, dy, delta, lse)
-        options = self._options("r_backward_keys")
-        keys = self.call.places.positions if pooled is None else self.call.places.cells
-        tiles = triton.cdiv(keys, options["BLOCK_N"])
-        launcher(_r_backward_keys_kernel, (tiles * self.groups,))(
-            *tensors, *saved, _tokens_or_blocks(d_key), strided(dv), self.key.shape[2],
-            unspecialised(self.call.places), tiles, *numbers, **constants, **options,
+        positions, (keys, bias_of_keys) = self._positions(z), self._keys(pooled)
+        kernels = Portable(
+            positions, keys, None if dy is None else self.value, self._rows(dy), lse, delta, self.call.scale,
+            bias=bias_of_keys, daL=self._rows(daL),
         )  # fmt: skip
+        segments = self._blocks(pooled is not None)
+        options = self._options("r_backward_keys")
+        columns = tuple(Segment(*of, ((s.query_start, s.query_stop),)) for s in segments for of in s.key_ranges)
+        work = row_work(columns, options["BLOCK_N"], options["BLOCK_M"], 1, 1, 1, key.device)
+        target = d_key if pooled is None else self._rows(d_key)
+        # The last iteration is differentiated first.
+        add = pooled is None and dy is None
+        kernels.columns(work, options, target, None if dy is None else dv, add=(add, False))
         if bias is not None:
             self.unpool(d_key, bias, dk)
         options = self._options("r_backward_z")
-        tiles = triton.cdiv(self.call.places.positions, options["BLOCK_M"])
-        launcher(_r_backward_z_kernel, (tiles * self.groups,))(
-            *tensors, *saved, strided(dq), cR, daR, dcR, self.key.shape[2],
-            unspecialised(self.call.places), tiles, *numbers, self.call.min_mass, **constants, **options,
-        )  # fmt: skip
+        work = row_work(segments, options["BLOCK_M"], options["BLOCK_N"], 1, 1, 1, key.device)
+        if z.ndim == 3:
+            assert daR is not None
+            kernels.rows(work, options, self._rows(daR), add=False, cR=cR, dcR=dcR, min_mass=self.call.min_mass)
+        elif positions is z:
+            kernels.rows(work, options, dq, add=True)
+        else:
+            of_positions = torch.empty_like(positions, dtype=torch.float32)
+            kernels.rows(work, options, of_positions, add=False)
+            dq += of_positions[:, self.call.places.offset :][:, : z.shape[1]]
 
     def row_dots(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         """a·b of every row of two block tensors, [B·H·m, b] in float32; every block is a frame."""
