@@ -312,9 +312,9 @@ def _forward_kernel(
         cL = log2_scale * 0.6931471805599453 * tl.sum(q.to(tl.float32) * aL.to(tl.float32), 1) - lse
         store_rows(head_of(key_output, b, h), key_output.stride_s, row_start + rows, present, aL, HEAD_DIM, BLOCK_D)
         tl.store(cL_ptr + stat_rows, cL, mask=present)
+    if output is not None:
         # y may take the memory of z, the query: all warps must have read their rows before any writes.
         tl.debug_barrier()
-    if output is not None:
         store_rows(head_of(output, b, h), output.stride_s, row_start + rows, present, out, VALUE_DIM, BLOCK_DV)
     if lse_ptr is not None:
         tl.store(lse_ptr + stat_rows, lse, mask=present)
