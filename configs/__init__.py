@@ -217,7 +217,7 @@ def build(schema: type[Config], values: Mapping[str, Any], *, prefix: str = "") 
     """
     parameters = inspect.signature(schema).parameters
     open_ended = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
-    for key in () if open_ended else values:
+    for key in () if open_ended else map(str, values):
         if key not in parameters:
             raise InputError(prefix + key, f"is no known key{suggest(key, parameters)}; known: {', '.join(parameters)}")
     return schema(**values)

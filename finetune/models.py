@@ -256,12 +256,15 @@ class BeforeLora:
 
     def __init__(self, experts: Experts) -> None:
         self._experts = experts
+        self._full: dict[str, list[tuple[Any, Any]]] = {}
 
     @torch.no_grad()
     def __call__(self, expert: str, **arguments: Any) -> Any:
         """The call of a `WanTransformer3DModel`, without gradients."""
         model = self._experts.parts[expert]
-        with _processors((attn, full) for attn, _, full in layers_of(model)):
+        # The same objects in every call, or torch.compile would compile anew.
+        full = self._full.setdefault(expert, [(attn, full) for attn, _, full in layers_of(model)])
+        with _processors(full):
             try:
                 for layer in lora_layers(model):
                     layer.set_scale("default", 0.0)

@@ -28,7 +28,7 @@ from diffusers.training_utils import EMAModel
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from tqdm import tqdm
 
-from vmonarch.configs import InputError, check_choice
+from vmonarch.configs import InputError
 from vmonarch.finetune import checkpoints
 from vmonarch.finetune.checkpoints import CheckpointError
 from vmonarch.finetune.config import FinetuneConfig, OptimizerConfig, require
@@ -78,7 +78,8 @@ class Trainer:
         # Before the model, which may have to be downloaded.
         installed = ["all", *map(str, get_available_trackers())]
         for name in config.trackers:
-            check_choice("trackers", name, installed)
+            problem = f"must be of {', '.join(installed)}, which are installed, got {name}"
+            require(name in installed, "trackers", problem)
         self.clips = _open_clips("data.path", config.data.path)
         held_out = config.data.validation
         self.held_out = _open_clips("data.validation", held_out) if held_out else None
@@ -229,13 +230,17 @@ class Trainer:
             batches = held.enter_context(contextlib.closing(iter(self.loader)))
             if self.step == 0 and validates:
                 self._log({"validation_loss": self.validate()}, bar)
+            seconds: list[float] = []
             while self.step < config.steps:
                 began = time.monotonic()
                 values = self._update(batches)
-                values["seconds"] = time.monotonic() - began
+                seconds.append(time.monotonic() - began)
                 self.step += 1
                 bar.update()
                 if at(config.log_every):
+                    mean = sum(seconds) / len(seconds)
+                    values |= {"seconds": mean, "clips_per_second": config.batch_size / mean}
+                    seconds.clear()
                     if accelerator.device.type == "cuda":
                         values["peak_memory_gb"] = torch.cuda.max_memory_allocated(accelerator.device) / 1e9
                     self._log(values, bar)

@@ -54,6 +54,8 @@ def find_lora(argument: str, word: str) -> LoraFile:
     try:
         if not math.isfinite(scale):
             raise ValueError("SCALE must be finite")
+        if not name.strip():
+            raise ValueError("PATH is missing")
         if path.is_dir():
             found = sorted(path.glob("*.safetensors"))
             if len(found) != 1:
@@ -62,7 +64,7 @@ def find_lora(argument: str, word: str) -> LoraFile:
         if path.exists():
             path = path.resolve()
             name = str(path)
-        elif file and owner not in ("", ".", "..", "~"):
+        elif file.endswith(".safetensors") and owner not in ("", ".", "..", "~"):
             path = Path(hf_hub_download(f"{owner}/{model}", file))
         else:
             raise FileNotFoundError("there is no file of this name")

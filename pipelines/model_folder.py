@@ -149,7 +149,7 @@ def find_model(name: str, revision: str | None = None) -> ModelFolder:
         InputError: `name` is none of these, or `revision` is given for one that is not the hub's.
         ModelError: the folder holds no complete, supported pipeline.
     """
-    from vmonarch.families import known_family, transformers_in
+    from vmonarch.families import diffusers_class, known_family, transformers_in
 
     path, revision = _locate(name, revision)
     index = read_json(path / "model_index.json")
@@ -163,6 +163,9 @@ def find_model(name: str, revision: str | None = None) -> ModelFolder:
         for key, entry in index.items()
         if isinstance(entry, list) and len(entry) == 2 and entry[0]
     }
+    for required in ("transformer", "vae", "text_encoder", "tokenizer", "scheduler"):
+        if required not in components and not (required == "transformer" and "transformer_2" in components):
+            raise ModelError(f"{path / 'model_index.json'} names no {required}")
     for component, (library, _) in components.items():
         if library not in _LIBRARIES:
             problem = f"it is of {library}; supported: classes of {' and '.join(_LIBRARIES)}"
@@ -174,8 +177,10 @@ def find_model(name: str, revision: str | None = None) -> ModelFolder:
             problem = "has no weights; safetensors files are supported, pickled ones are not"
             raise ModelError(f"{path / component} {problem}")
     outline = _outline(path, pipeline, components)
-    with cannot_be_loaded(path):
-        transformer, *others = transformers_in(outline).values()
+    transformer, *others = transformers_in(outline).values()
+    if diffusers_class(transformer) is None:
+        problem = f"of class {type(transformer).__name__}, no transformer of a {pipeline}"
+        raise ModelError(f"{path / 'transformer'} cannot be used: {problem}")
     config, traits, size = transformer.config, TRAITS[pipeline], transformer.config.patch_size
     spatial, temporal = (int(getattr(outline, traits.factor.format(along))) for along in ("spatial", "temporal"))
     # Image-to-video models of Wan 2.1 and 2.2 A14B take mask and image latents as extra input channels.

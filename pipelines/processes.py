@@ -24,9 +24,16 @@ class Shard(NamedTuple):
 
     @classmethod
     def of_environment(cls) -> Shard:
-        """From RANK, WORLD_SIZE and LOCAL_RANK, which launchers set; the only process without them."""
-        rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-        return cls(rank, size, int(os.environ.get("LOCAL_RANK", rank)))
+        """From RANK, WORLD_SIZE and LOCAL_RANK, which launchers set; the only process without them.
+
+        Raises:
+            InputError: they are no numbers, or contradict each other.
+        """
+        values = [os.environ.get(name, default) for name, default in (("RANK", "0"), ("WORLD_SIZE", "1"))]
+        values.append(os.environ.get("LOCAL_RANK", values[0]))
+        if not all(value.isdecimal() for value in values) or int(values[0]) >= int(values[1]):
+            raise InputError("RANK", f"must be a number below WORLD_SIZE, got RANK={values[0]}, WORLD_SIZE={values[1]}")
+        return cls(*map(int, values))
 
 
 ALONE = Shard()

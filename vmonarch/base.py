@@ -7,7 +7,7 @@ Shapes: B batch, S tokens, of which N = T·H·W are the video's, H heads, D head
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Self
 
 from vmonarch.attend import Attend, Beside, Exact, Op, Residual
 from vmonarch.bias import BiasOption
@@ -98,6 +98,10 @@ class VideoAttentionProcessor(Options):
             object.__setattr__(self, "bias", BiasOption(self.bias).bias)
         of_op = {option.name: getattr(self, option.name) for option in fields(self.OP)}
         object.__setattr__(self, "options", self.OP(**of_op))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        # It does not change; copies of a model share its bias, which may learn.
+        return self
 
     @property
     def bias_option(self) -> BiasOption | None:

@@ -11,6 +11,7 @@ from typing import Any
 
 from vmonarch.attend import Attend, ByHead, Op
 from vmonarch.base import Layer, VideoAttentionProcessor
+from vmonarch.bias import BiasOption
 from vmonarch.grid import LatentGrid
 from vmonarch.options import FirstOrderOptions, TwoResolutionOptions, VMonarchOptions
 from vmonarch.plan import AttentionPlan
@@ -124,6 +125,10 @@ class FlashBiasProcessor(VideoAttentionProcessor):
 
     bias: Any = field(kw_only=False)
     refresh: Any = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        BiasOption(self.bias)
+        super().__post_init__()
 
     def attention(self, layer: Layer) -> Attend:
         return self.exact_attention

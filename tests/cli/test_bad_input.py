@@ -42,6 +42,7 @@ GENERATE = {
     "empty prompt file": (["--prompt-file", "EMPTY"], ["--prompt-file", "at least one prompt"]),
     "image for a text model": (["--image", "FILE"], ["--image", "text-to-video"]),
     "no LoRA file": (["--lora", "nowhere.safetensors"], ["--lora", "no file"]),
+    "LoRA without a path": (["--lora", ":0.8"], ["--lora", "PATH is missing"]),
     "sigmas alone": (["--sigmas", "1,0.5"], ["--sigmas", "needs scheduler"]),
     "incomplete record": (["--from-json", "PARTIAL"], ["--from-json", "incomplete"]),
 }
@@ -200,6 +201,11 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], list[str]]] = {
     "other pipeline": (
         lambda m: edit_json(m / "model_index.json", _class_name="FluxPipeline"),
         ["FluxPipeline", "WanPipeline, WanImageToVideoPipeline, HunyuanVideoPipeline"],
+    ),
+    "index without a component": (lambda m: edit_json(m / "model_index.json", vae=None), ["names no vae"]),
+    "other transformer": (
+        lambda m: edit_json(m / "model_index.json", transformer=["diffusers", "AutoencoderKLWan"]),
+        ["transformer cannot be used", "AutoencoderKLWan, no transformer"],
     ),
     "missing component": (lambda m: shutil.rmtree(m / "vae"), ["no folder vae/"]),
     "missing weights": (lambda m: weights(m, "transformer").unlink(), ["transformer", "no weights", "safetensors"]),

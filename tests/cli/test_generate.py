@@ -262,4 +262,7 @@ def test_commands_for_one_process_say_so(tmp_path, monkeypatch, capsys):
     for name in ("compare", "calibrate"):
         assert main([name, "a red circle", "--output-dir", str(tmp_path / "out")]) == 2
         assert "WORLD_SIZE is 4, but this command is for one process" in capsys.readouterr().err
+    monkeypatch.delenv("WORLD_SIZE")
+    assert main(["generate", "a red circle", "--output-dir", str(tmp_path / "out")]) == 2
+    assert "RANK must be a number below WORLD_SIZE, got RANK=1, WORLD_SIZE=1" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()

@@ -7,7 +7,7 @@ import os
 import re
 import subprocess
 import sys
-from importlib.metadata import requires, version
+from importlib.metadata import PackageNotFoundError, requires, version
 from typing import Any
 
 import pytest
@@ -102,6 +102,13 @@ def test_info(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatc
     assert re.search(r"extra more +missing no-such-package\n", text) and "extra ui" in text
     for word in (__version__, version("torch"), "embedded model", "cpu", "vmonarch-t1", "near-lossless"):
         assert word in text
+
+    def absent(name: str) -> None:
+        raise PackageNotFoundError(name)
+
+    # A checkout that was never installed.
+    monkeypatch.setattr("importlib.metadata.requires", absent)
+    assert main(["info"]) == 0 and "extra" not in capsys.readouterr().out
 
 
 def test_info_computes_the_memory_of_residuals(capsys: pytest.CaptureFixture[str]) -> None:

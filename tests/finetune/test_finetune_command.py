@@ -107,7 +107,7 @@ def test_what_cannot_be_used_is_named_without_a_traceback(place, tmp_path, capsy
         (["steps"], "steps is no override"),
         (["data.path=nope"], "data.path must be a folder of parquet files, as `vmonarch preprocess` makes them: no"),
         (["output_dir=/dev/null"], "output_dir must be a folder; '/dev/null' is a file"),
-        (["trackers=[nope]"], "trackers must be one of all, tensorboard, got 'nope'"),
+        (["trackers=[nope]"], "trackers must be of all, tensorboard, which are installed, got nope"),
     ):
         assert main(["finetune", *words_for(place, tmp_path), *words]) == 2
         assert f"vmonarch finetune: error: {message}" in capsys.readouterr().err

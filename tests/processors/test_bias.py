@@ -61,6 +61,8 @@ def test_config_keeps_what_was_learnt(make):
     assert twin.config == processor.config
     for copied in (pickle.loads(pickle.dumps(processor)), copy.deepcopy(processor)):
         assert torch.equal(copied.bias.decay, decay.decay)
+    # Copies of a model share what may learn.
+    assert copied.bias is processor.bias
 
 
 def run(tiny, bias, **options):
@@ -70,6 +72,7 @@ def run(tiny, bias, **options):
 
 
 BAD = {
+    "none": (lambda tiny: FlashBiasProcessor(None), TypeError, "bias must be a pair of tensors .* got NoneType"),
     "number": (lambda tiny: FlashBiasProcessor(3), TypeError, "bias must be a pair of tensors .* got int"),
     "config": (lambda tiny: FlashBiasProcessor({"kind": "alibi"}), TypeError, "bias must be the arguments of .*'kind'"),
     "other-grid": (
