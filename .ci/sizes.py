@@ -20,7 +20,7 @@ MOST_LINES = {
     "configs": (587, 400),
     "examples": (138, 200),
     "tests": (19_000, 19_000),
-    "": (52_745, 51_000),
+    "": (52_743, 51_000),
 }
 MOST_CHARACTERS_A_LINE, MOST_FILES, MOST_WORDS = (47, 47), (430, 430), (35_994, 36_000)
 ROOT = Path(__file__).resolve().parents[1]
