@@ -256,19 +256,22 @@ class BeforeLora:
 
     def __init__(self, experts: Experts) -> None:
         self._experts = experts
-        self._full: dict[str, list[tuple[Any, Any]]] = {}
+        # By expert: layers with LoRA, and (module, full attention) of self-attention. They are found in the first call,
+        # when processes may share clips, and are the same in every call, or torch.compile would compile anew.
+        self._layers: dict[str, tuple[list[Any], list[tuple[Any, Any]]]] = {}
 
     @torch.no_grad()
     def __call__(self, expert: str, **arguments: Any) -> Any:
         """The call of a `WanTransformer3DModel`, without gradients."""
-        model = self._experts.parts[expert]
-        # The same objects in every call, or torch.compile would compile anew.
-        full = self._full.setdefault(expert, [(attn, full) for attn, _, full in layers_of(model)])
+        if expert not in self._layers:
+            model = self._experts.parts[expert]
+            self._layers[expert] = lora_layers(model), [(attn, full) for attn, _, full in layers_of(model)]
+        lora, full = self._layers[expert]
         with _processors(full):
             try:
-                for layer in lora_layers(model):
+                for layer in lora:
                     layer.set_scale("default", 0.0)
                 return self._experts(expert, **arguments)
             finally:
-                for layer in lora_layers(model):
+                for layer in lora:
                     layer.set_scale("default", 1.0)

@@ -76,15 +76,12 @@ def package_versions(names: Iterable[str] = PACKAGES) -> dict[str, str | None]:
 def missing_packages() -> dict[str, list[str]]:
     """What is not installed of each extra of vmonarch; "tested" is not among them, which has bounds alone."""
     found: dict[str, list[str]] = {}
-    try:
-        requirements = importlib.metadata.requires("vmonarch")
-    except importlib.metadata.PackageNotFoundError:
-        # A checkout that was never installed.
-        return {}
-    for needed in requirements or ():
-        if line := re.fullmatch(r"([\w-]+)[^;]*; extra == \"(.+)\"", needed):
-            missing = [name for name, version in package_versions([line[1]]).items() if version is None]
-            found[line[2]] = found.get(line[2], []) + missing
+    # A checkout that was never installed has no metadata.
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        for needed in importlib.metadata.requires("vmonarch") or ():
+            if line := re.fullmatch(r"([\w-]+)[^;]*; extra == \"(.+)\"", needed):
+                missing = [name for name, version in package_versions([line[1]]).items() if version is None]
+                found[line[2]] = found.get(line[2], []) + missing
     return {extra: missing for extra, missing in found.items() if extra != "tested"}
 
 

@@ -92,7 +92,8 @@ def load_model(config: SamplingConfig, folder: ModelFolder, shard: Shard = ALONE
         raise InputError("offload", f"{config.offload} needs a CUDA device; supported on the CPU: none")
     check_prompt_lengths(config, folder.traits, folder.outline)
     cls = getattr(diffusers, IMAGE_TO_VIDEO if config.image is not None else folder.pipeline)
-    pipe = read_pipeline(cls, folder, dtype, scheduler=_scheduler(folder.outline.scheduler, config))
+    parts = {name: part for name, part in folder.outline.components.items() if name.startswith("tokenizer")}
+    pipe = read_pipeline(cls, folder, dtype, scheduler=_scheduler(folder.outline.scheduler, config), **parts)
     fuse_loras(pipe, config)
     # A video at a time: its bits do not depend on those that are made with it. Some pipelines hand over latents in the
     # transformer's type.

@@ -127,7 +127,7 @@ class FlashBiasProcessor(VideoAttentionProcessor):
     refresh: Any = field(default=None, init=False)
 
     def __post_init__(self) -> None:
-        BiasOption(self.bias)
+        object.__setattr__(self, "bias", BiasOption(self.bias).bias)
         super().__post_init__()
 
     def attention(self, layer: Layer) -> Attend:

@@ -329,7 +329,7 @@ def preprocess(
             bar = tqdm(total=len(names), initial=len(names) - len(todo), disable=not progress, unit="video")
             with bar, deterministic_convolutions():
                 _fill(path, config, captions, todo, bad, encoders or load_encoders(config, folder), bar)
-            made, bad = _resume(path, about)
+            made += [name for name in todo if name not in bad]
     if not made:
         file, reason = next(iter(bad.items()))
         why = f"{path / _QUARANTINE} says why, and first: {file} {reason}"

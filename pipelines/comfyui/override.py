@@ -301,6 +301,8 @@ class OverrideAttention:
         self.processor = resolve_method(name | {"refresh": None}).processor()
         self.report: Run | None = None
         self._dense = parse_blocks(self.dense_blocks)
+        # By block, number of blocks and number of heads; None where the plan leaves all heads exact.
+        self._layers: dict[tuple[int, int, int], Attend | None] = {}
         self._run: Run | None = None
 
     def install(self, patcher: Any, callbacks: Any, wrappers: Any) -> None:
@@ -497,9 +499,12 @@ class OverrideAttention:
             return call.why_exact
         if block in self._dense:
             return "in dense_blocks"
-        # Of the attention module a processor asks no more.
-        blocks, module = call.known.layers(call.model), SimpleNamespace(heads=heads)
-        attend = self.processor.attention(Layer(module, block, block, blocks, component=self.plan_part))
+        key = block, call.known.layers(call.model), heads
+        if key not in self._layers:
+            # Of the attention module a processor asks no more.
+            place = Layer(SimpleNamespace(heads=heads), block, *key[:2], component=self.plan_part)
+            self._layers[key] = self.processor.attention(place)
+        attend = self._layers[key]
         if attend is None:
             return "that the plan leaves exact"
         return layer, attend, Call(grid, call.before).placed(tokens)
