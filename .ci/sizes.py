@@ -14,13 +14,13 @@ MOST_LINES = {
     "vmonarch": (7_138, 6_500),
     "vmonarch/cli": (975, 900),
     "kernels": (13_517, 12_500),
-    "pipelines": (3_066, 2_700),
+    "pipelines": (3_071, 2_700),
     "finetune": (3_057, 2_700),
     "eval": (6_300, 6_300),
     "configs": (587, 400),
     "examples": (138, 200),
     "tests": (19_000, 19_000),
-    "": (52_749, 51_000),
+    "": (52_756, 51_000),
 }
 MOST_CHARACTERS_A_LINE, MOST_FILES, MOST_WORDS = (47, 47), (430, 430), (35_994, 36_000)
 ROOT = Path(__file__).resolve().parents[1]

@@ -225,7 +225,7 @@ def recommended_settings(model: ModelFolder) -> dict[str, Any]:
         InputError: the pipeline has a part that is not supported.
     """
     proxy = model.path / PROXY_RECORD
-    if proxy.is_file() or _vae_config(model.path) == _vae_config(embedded_model_path()):
+    if proxy.is_file() or _is_embedded(model):
         settings = read_json(proxy)["generation"] if proxy.is_file() else vars(EMBEDDED_SETTINGS)
         ours = {"num_inference_steps": "steps", "guidance_scale": "guidance"}
         found: dict[str, Any] = {ours.get(name, name): value for name, value in settings.items()}
@@ -234,8 +234,13 @@ def recommended_settings(model: ModelFolder) -> dict[str, Any]:
     return of_class | model.traits.recommended(model.outline)
 
 
-def _vae_config(path: Path) -> dict[str, Any]:
-    return read_json(path / "vae" / "config.json")
+def _is_embedded(model: ModelFolder) -> bool:
+    """Whether it has the VAE of the embedded model, which need not be installed."""
+    try:
+        config, embedded = (path / "vae" / "config.json" for path in (model.path, embedded_model_path()))
+    except FileNotFoundError:
+        return False
+    return read_json(config) == read_json(embedded)
 
 
 def complete(config: Config, model: ModelFolder) -> Config:
