@@ -320,6 +320,10 @@ LABELS = {
     "another exact kernel": "full-triton",
     "fixed steps": "vmonarch-t1:exact=null,refresh=0.28",
     "tolerance 0.06": "near-lossless:refresh={tolerance: 0.06}",
+    "`sol`, top 10 %, ¼ exact": "sol:tau=null,share=0.1,dense_steps=0.25",
+    "`sol`, tau 2, ¼ exact": "sol:tau=2,dense_steps=0.25",
+    "`block-topk`, ¼ exact": "block-topk:dense_steps=0.25",
+    "`reuse`, 32 % exact": "reuse:refresh=0.32",
     "plan embedded-0.50-refined": "vmonarch:plan=embedded-0.50-refined,refresh={tolerance: 0.07}",
     "plan embedded-1.00-refined": "vmonarch:plan=embedded-1.00-refined,refresh={tolerance: 0.07}",
     **{f"fixed steps, {share} %": f"vmonarch-t1:exact=null,refresh={share / 100:g}" for share in (33, 31, 25, 20)},
@@ -345,16 +349,17 @@ def test_the_tables_of_fidelity_are_those_of_their_videos():
     for table in record["tables"]:
         for cells in table["rows"]:
             shown = {"steps": "50"} | dict(zip(table["header"], cells, strict=True))
-            method, evaluation = shown["method"].strip("`"), f"{shown['steps']} steps"
+            method = LABELS.get(shown["method"], shown["method"].strip("`"))
+            evaluation = f"{shown['steps']} steps"
             if table["name"] in ("plans", "proxy"):
                 evaluation = table["name"]
             elif table["name"] == "length":
                 evaluation = f"{shown['frames']} frames"
             elif shown.get("LPIPS", "–") != "–" or method == "full":
                 evaluation = "peers"
-            elif evaluation == "50 steps" and method in OTHER:
+            elif evaluation == "50 steps" and shown["method"] in OTHER:
                 evaluation = "50 steps, each computed"
-            rows = fidelity_rows(record["evaluations"][evaluation], LABELS.get(method, method))
+            rows = fidelity_rows(record["evaluations"][evaluation], method)
             expected = {}
             if method != "full":
                 psnr = torch.tensor([row["psnr"] for row in rows], dtype=torch.float64)
