@@ -419,6 +419,21 @@ class OverrideAttention:
         call: _Call,
         previous: Callable[..., torch.Tensor] | None,
         func: Callable[..., torch.Tensor],
+        *given: Any,
+        **named: Any,
+    ) -> torch.Tensor:
+        """The override: what the preset computes, or what `func` and an override before this one compute."""
+        exact = functools.partial(func if previous is None else functools.partial(previous, func), *given, **named)
+        out = self._attend(call, exact, *given, **named)
+        if isinstance(out, str):
+            call.run.untouched[out] += 1
+            return exact()
+        return out
+
+    def _attend(
+        self,
+        call: _Call,
+        exact: Callable[[], torch.Tensor],
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
@@ -428,47 +443,11 @@ class OverrideAttention:
         skip_reshape: bool = False,
         skip_output_reshape: bool = False,
         **others: Any,
-    ) -> torch.Tensor:
-        """The override: [B, S, H·D], or [B, H, S, D] with `skip_reshape` -> likewise, by `skip_output_reshape`."""
-        theirs = func if previous is None else functools.partial(previous, func)
-        shaped = dict(mask=mask, skip_reshape=skip_reshape, skip_output_reshape=skip_output_reshape)
-        exact = functools.partial(theirs, q, k, v, heads, attn_precision=attn_precision, **shaped, **others)
-        run = call.run
-        found = self._place(call, q, k, v, heads, mask, skip_reshape, others)
-        if isinstance(found, str):
-            run.untouched[found] += 1
-            return exact()
-        layer, attend, place = found
-        run.attended += 1
-        query, key, value = (_by_heads(x, heads, skip_reshape) for x in (q, k, v))
-        # Rotary embeddings may leave them in another dtype.
-        query, key = query.to(value.dtype), key.to(value.dtype)
+    ) -> torch.Tensor | str:
+        """[B, S, H·D], or [B, H, S, D] with `skip_reshape` -> likewise, by `skip_output_reshape`.
 
-        def renewing(*given: Any) -> Result:
-            asked: Call = given[-1]
-            run.exact += 1
-            if asked.precision is not None:
-                return Exact()(query, key, value, asked)
-            return _by_heads(exact(), heads, skip_output_reshape), None
-
-        attend = Beside(attend, Exact())
-        if call.branch is not None:
-            attend = Residual(attend, renewing, layer)
-        out, _ = attend(query, key, value, place._replace(branch=call.branch))
-        return out.transpose(1, 2) if skip_output_reshape else out.flatten(2)
-
-    def _place(
-        self,
-        call: _Call,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        heads: int,
-        mask: torch.Tensor | None,
-        skip_reshape: bool,
-        others: Arguments,
-    ) -> tuple[Any, Attend, Call] | str:
-        """Layer, its attention of the video's tokens and where these are, or why a call is not for the preset."""
+        Or why a call is not for the preset.
+        """
         if not q.shape == k.shape == v.shape or q.ndim != (4 if skip_reshape else 3):
             return "cross-attention"
         tokens, options = q.shape[-2], others.get("transformer_options") or {}
@@ -507,7 +486,23 @@ class OverrideAttention:
         attend = self._layers[key]
         if attend is None:
             return "that the plan leaves exact"
-        return layer, attend, Call(grid, call.before).placed(tokens)
+        call.run.attended += 1
+        query, key, value = (_by_heads(x, heads, skip_reshape) for x in (q, k, v))
+        # Rotary embeddings may leave them in another dtype.
+        query, key = query.to(value.dtype), key.to(value.dtype)
+
+        def renewing(*given: Any) -> Result:
+            asked: Call = given[-1]
+            call.run.exact += 1
+            if asked.precision is not None:
+                return Exact()(query, key, value, asked)
+            return _by_heads(exact(), heads, skip_output_reshape), None
+
+        attend = Beside(attend, Exact())
+        if call.branch is not None:
+            attend = Residual(attend, renewing, layer)
+        out, _ = attend(query, key, value, Call(grid, call.before, branch=call.branch).placed(tokens))
+        return out.transpose(1, 2) if skip_output_reshape else out.flatten(2)
 
 
 def _model_of(patcher: Any) -> Any:
