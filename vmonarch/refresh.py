@@ -23,8 +23,8 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from vmonarch.configs import build
-from vmonarch.validation import DenseSet, check_flag, check_number
+from vmonarch.configs import Settings, build, choice, naming_the_option, number
+from vmonarch.validation import DenseSet
 
 # This share of the steps at the start decides the video's layout. With a tolerance it is exact throughout.
 START = 0.12
@@ -42,7 +42,7 @@ def spaced_steps(count: int, steps: int) -> tuple[int, ...]:
 
 
 @dataclasses.dataclass(frozen=True)
-class Refresh:
+class Refresh(Settings):
     """Which denoising steps are computed with exact attention and renew the residual, and how that is kept.
 
     Args:
@@ -67,15 +67,14 @@ class Refresh:
 
     steps: Any = None
     offload: bool = False
-    tolerance: float | None = None
+    tolerance: float | None = number(None, "(0, inf)")
     at_most: Any = 0.5
-    cache: float | None = None
-    precision: str | None = None
+    cache: float | None = number(None, "(0, inf)")
+    precision: str | None = choice(None, "int8")
 
     def __post_init__(self) -> None:
-        check_flag("refresh.offload", self.offload)
-        if self.precision not in (None, "int8"):
-            raise ValueError(f'refresh.precision must be "int8", or None for that of the model, got {self.precision!r}')
+        with naming_the_option("refresh."):
+            super().__post_init__()
         at_most = DenseSet("refresh.at_most", self.at_most)
         if isinstance(at_most.dense, tuple) or not at_most.some:
             raise ValueError(f"refresh.at_most must be a count or a fraction above 0, got {self.at_most!r}")
@@ -84,12 +83,6 @@ class Refresh:
             raise ValueError(
                 f"refresh needs either steps or a tolerance, got steps={self.steps!r}, tolerance={self.tolerance!r}"
             )
-        for name in ("tolerance", "cache"):
-            if (error := getattr(self, name)) is not None:
-                check_number(f"refresh.{name}", error)
-                if error <= 0:
-                    raise ValueError(f"refresh.{name} must be above 0, or None, got {error}")
-                object.__setattr__(self, name, float(error))
         if self.tolerance is not None:
             return
         if self.at_most != type(self).at_most:
@@ -98,10 +91,6 @@ class Refresh:
         if not chosen.some:
             raise ValueError(f"refresh must name at least one step, got {self.steps!r}; None leaves residuals out")
         object.__setattr__(self, "steps", chosen.dense)
-
-    def to_dict(self) -> dict[str, Any]:
-        """The arguments, as JSON has them."""
-        return dataclasses.asdict(self)
 
     def __repr__(self) -> str:
         changed = {f.name: v for f in dataclasses.fields(self) if (v := getattr(self, f.name)) != f.default}

@@ -74,7 +74,7 @@ OF_PROCESSORS = {
     "refresh-other-key": (
         {"refresh": {"steps": 2, "type": "int8"}}, ValueError, "refresh.type is no known key; known: steps, offload"),
     "refresh-neither": ({"refresh": {"offload": True}}, ValueError, "refresh needs either steps or a tolerance"),
-    "refresh-tolerance": ({"refresh": {"tolerance": 0}}, ValueError, "refresh.tolerance must be above 0"),
+    "refresh-tolerance": ({"refresh": {"tolerance": 0}}, ValueError, r"refresh.tolerance must be in \(0, inf\), got 0"),
     "refresh-at-most": (
         {"refresh": {"steps": 8, "at_most": 2}}, ValueError, "refresh.at_most is for a tolerance, got 2 with steps=8"),
     "refresh-precision-with-a-bias": (
