@@ -35,7 +35,7 @@ from vmonarch.configs import InputError, file_sha256
 from vmonarch.eval import summary
 from vmonarch.eval.render.tables import aligned
 from vmonarch.eval.settings import REFERENCE, CompareConfig, EvalConfig
-from vmonarch.files import AtomicFiles, file_name, short_hash
+from vmonarch.files import AtomicFiles, file_name, prepare_output_dir, short_hash
 from vmonarch.pipelines import recipes
 from vmonarch.pipelines.config import complete
 from vmonarch.pipelines.environment import choose_device, choose_dtype, environment
@@ -47,7 +47,6 @@ from vmonarch.pipelines.outputs import (
     frames_sha256,
     lora_sha256,
     next_number,
-    prepare_output_dir,
 )
 from vmonarch.pipelines.processes import Shard
 from vmonarch.pipelines.sampling import Batch, sample

@@ -29,6 +29,7 @@ from starlette.middleware import Middleware
 from starlette.responses import PlainTextResponse
 
 from vmonarch.configs import InputError, file_sha256
+from vmonarch.files import prepare_output_dir
 from vmonarch.installation import find_transformers
 from vmonarch.pipelines import recipes
 from vmonarch.pipelines.config import GenerateConfig, complete, recommended_settings
@@ -36,7 +37,7 @@ from vmonarch.pipelines.environment import choose_device, seconds
 from vmonarch.pipelines.generation import generate
 from vmonarch.pipelines.loading import LoadedModel, check_loaded, load_model
 from vmonarch.pipelines.model_folder import ModelError, find_model
-from vmonarch.pipelines.outputs import RECORD_FORMAT, GenerationError, prepare_output_dir
+from vmonarch.pipelines.outputs import RECORD_FORMAT, GenerationError
 
 # What to choose from: the recipe for it, and the method for where that cannot run.
 PRESETS = {

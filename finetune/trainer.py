@@ -29,6 +29,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from tqdm import tqdm
 
 from vmonarch.configs import InputError
+from vmonarch.files import prepare_output_dir
 from vmonarch.finetune import checkpoints
 from vmonarch.finetune.checkpoints import CheckpointError
 from vmonarch.finetune.config import FinetuneConfig, OptimizerConfig, require
@@ -47,7 +48,7 @@ from vmonarch.pipelines.config import SamplingConfig, complete
 from vmonarch.pipelines.environment import environment
 from vmonarch.pipelines.loading import LoadedModel, read_pipeline
 from vmonarch.pipelines.model_folder import find_wan_model
-from vmonarch.pipelines.outputs import changes, prepare_output_dir
+from vmonarch.pipelines.outputs import changes
 from vmonarch.pipelines.sampling import sample
 from vmonarch.pipelines.video_io import encode_video, to_uint8
 

@@ -7,12 +7,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from vmonarch.configs import InputError
+from vmonarch.files import prepare_output_dir
 from vmonarch.installation import find_transformers
 from vmonarch.pipelines.config import Config, SamplingConfig, complete
 from vmonarch.pipelines.environment import choose_device, choose_dtype
 from vmonarch.pipelines.lora import LORA, fuse_loras
 from vmonarch.pipelines.model_folder import MODELS, ModelFolder, cannot_be_loaded, find_model
-from vmonarch.pipelines.outputs import check_sources, prepare_output_dir
+from vmonarch.pipelines.outputs import check_sources
 from vmonarch.pipelines.processes import ALONE, Shard
 from vmonarch.pipelines.recipes import quantize_for_good
 from vmonarch.pipelines.traits import IMAGE_TO_VIDEO, Traits

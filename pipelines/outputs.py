@@ -6,7 +6,6 @@ import hashlib
 import itertools
 import json
 import re
-import tempfile
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -141,25 +140,6 @@ def changes(before: Any, now: Any, free: Collection[str] = (), place: str = "") 
         texts = [json.dumps(value, ensure_ascii=False) for value in (before, now)]
         was, is_now = (text if len(text) <= 160 else text[:159] + "…" for text in texts)
         yield f"{place} was {was}, is {is_now}"
-
-
-def prepare_output_dir(output_dir: str, argument: str = "output_dir") -> Path:
-    """The folder for outputs, created when missing.
-
-    Raises:
-        InputError: the path is a file, or files cannot be created there; it names the argument.
-    """
-    folder = Path(output_dir).expanduser()
-    if folder.exists() and not folder.is_dir():
-        raise InputError(argument, f"must be a folder; {output_dir!r} is a file")
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        # The one sure test; permission bits say nothing about read-only file systems, quotas or root.
-        with tempfile.TemporaryFile(dir=folder):
-            pass
-    except OSError as error:
-        raise InputError(argument, f"{output_dir!r} cannot be written to: {error.strerror or error}") from error
-    return folder
 
 
 def next_number(folder: Path) -> str:

@@ -7,6 +7,7 @@ import json
 import os
 import re
 import shutil
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -93,20 +94,34 @@ def file_name(label: str) -> str:
     return plain if plain == label else f"{plain}-{short_hash(label)}"
 
 
+def prepare_output_dir(output_dir: str | Path, argument: str = "output_dir") -> Path:
+    """The folder for outputs, created when missing.
+
+    Raises:
+        InputError: the path is a file, or files cannot be created there; it names the argument.
+    """
+    folder = Path(output_dir).expanduser()
+    if folder.exists() and not folder.is_dir():
+        raise InputError(argument, f"must be a folder; {str(output_dir)!r} is a file")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        # The one sure test; permission bits say nothing about read-only file systems, quotas or root.
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise InputError(argument, f"{str(output_dir)!r} cannot be written to: {error.strerror or error}") from error
+    return folder
+
+
 def check_output(path: Path) -> None:
     """Check that a file or a new folder can be written there, before anything is computed.
 
     Raises:
-        InputError: the path is a folder, or in one that is missing or not writable.
+        InputError: the path is a folder, or in one where nothing can be written.
     """
     if path.is_dir() or not path.name:
         raise InputError("output", f"must be a file, got the folder {str(path)!r}")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InputError("output", f"{str(path)!r} cannot be written: {error.strerror}") from error
-    if not os.access(path.parent, os.W_OK):
-        raise InputError("output", f"{str(path)!r} cannot be written: its folder is not writable")
+    prepare_output_dir(path.parent, "output")
 
 
 def write_json(path: Path, results: dict[str, Any]) -> None:

@@ -37,11 +37,11 @@ from vmonarch.eval.calibrate.diagnosis import (
 )
 from vmonarch.eval.calibrate.planning import InPlace
 from vmonarch.eval.calibrate.settings import CalibrateConfig
-from vmonarch.files import AtomicFiles, short_hash
+from vmonarch.files import AtomicFiles, prepare_output_dir, short_hash
 from vmonarch.grid import LatentGrid
 from vmonarch.kernels.flash_entropy.api import flash_entropy_attention
 from vmonarch.pipelines.loading import complete_and_load
-from vmonarch.pipelines.outputs import facts, next_number, prepare_output_dir
+from vmonarch.pipelines.outputs import facts, next_number
 from vmonarch.pipelines.sampling import sample
 from vmonarch.plan import AttentionPlan
 from vmonarch.processors import VMonarchProcessor

@@ -33,7 +33,7 @@ from safetensors.torch import save_file
 from tqdm import tqdm
 
 from vmonarch.configs import InputError, Settings, number
-from vmonarch.files import AtomicFiles, write_json
+from vmonarch.files import AtomicFiles, prepare_output_dir, write_json
 from vmonarch.finetune import scenes
 from vmonarch.finetune.checkpoints import hold
 from vmonarch.finetune.config import require
@@ -45,7 +45,7 @@ from vmonarch.pipelines.embedded import EMBEDDED_SETTINGS
 from vmonarch.pipelines.environment import choose_device, choose_dtype
 from vmonarch.pipelines.loading import read_pipeline
 from vmonarch.pipelines.model_folder import ModelFolder, find_wan_model
-from vmonarch.pipelines.outputs import changes, prepare_output_dir
+from vmonarch.pipelines.outputs import changes
 from vmonarch.pipelines.sampling import deterministic_convolutions
 
 FORMAT = "vmonarch-preprocess-1"

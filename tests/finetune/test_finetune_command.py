@@ -135,7 +135,7 @@ def test_a_run_that_is_done_says_what_is_left(place, tmp_path, capsys, monkeypat
     bad = {
         ("nowhere", "--output", "m"): (2, "run must be the output folder of a run; there is no folder 'nowhere/checkp"),
         (str(tmp_path), "--output", "m.safetensors"): (2, "--output must be a folder for what this run trained, got"),
-        (str(tmp_path), "--output", "/dev/null/m"): (2, "--output '/dev/null/m' cannot be written: File"),
+        (str(tmp_path), "--output", "/dev/null/m"): (2, "--output must be a folder; '/dev/null' is a file"),
         (str(tmp_path), "--output", "m", "--step", "7"): (1, f"{tmp_path} has no checkpoint of step 7; it has: 1, 2"),
     }
     monkeypatch.chdir(tmp_path)
