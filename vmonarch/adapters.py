@@ -135,19 +135,20 @@ def load_adapter(pipe_or_transformer: Any, path: str | Path, **options: Any) -> 
         if processor.config[name] != adapter.config[name]:
             raise ValueError(f"{name} is {adapter.config[name]} in {path}, got {processor.config[name]}")
     _check_models(adapter, transformers)
-    for name, transformer in transformers.items():
-        _check_names(adapter, name, _learnt(transformer, bind_all(transformer, processor, name)), lora=False)
-        if name not in adapter.lora:
-            _check_names(adapter, name, {}, lora=True)
-        elif there := getattr(transformer, "peft_config", None):
+    with_lora: dict[str, Any] = {name: each for name, each in transformers.items() if name in adapter.lora}
+    for name, transformer in with_lora.items():
+        if there := getattr(transformer, "peft_config", None):
             raise ValueError(
                 f"{name} has adapters of PEFT already ({', '.join(there)}): fuse or delete, and unload them"
             )
 
-    with_lora: dict[str, Any] = {name: each for name, each in transformers.items() if name in adapter.lora}
     try:
-        for name, transformer in with_lora.items():
-            _add_lora(adapter, name, transformer)
+        layers = {name: _add_lora(adapter.lora[name], transformer) for name, transformer in with_lora.items()}
+        wanted: dict[str, torch.Tensor] = {}
+        for name, transformer in transformers.items():
+            learnt = _learnt(transformer, bind_all(transformer, processor, name))
+            wanted |= {f"{name}.{key}": x for key, x in (learnt | layers.get(name, {})).items()}
+        _check_names(adapter, wanted)
         installation = apply(pipe_or_transformer, processor)
     except BaseException:
         for transformer in with_lora.values():
@@ -159,7 +160,7 @@ def load_adapter(pipe_or_transformer: Any, path: str | Path, **options: Any) -> 
             record = record_of(transformer)
             assert record is not None
             record.lora = _LORA_NAME if name in with_lora else None
-            for key, parameter in _learnt(transformer).items():
+            for key, parameter in (_learnt(transformer) | layers.get(name, {})).items():
                 parameter.copy_(adapter.tensors[f"{name}.{key}"])
     return installation
 
@@ -227,15 +228,9 @@ def _check_models(adapter: _Adapter, transformers: Mapping[str, torch.nn.Module]
             raise ValueError(f"{adapter.source} is for another model than {name}: {facts}")
 
 
-def _check_names(adapter: _Adapter, component: str, wanted: Mapping[str, torch.Tensor], *, lora: bool) -> None:
+def _check_names(adapter: _Adapter, wanted: Mapping[str, torch.Tensor]) -> None:
     """Raise ValueError unless the adapter has exactly the parameters with these names and shapes."""
-    expected = {f"{component}.{name}": tuple(parameter.shape) for name, parameter in wanted.items()}
-    given = {}
-    for name, tensor in adapter.tensors.items():
-        owner = name.partition(".")[0]
-        # Names that belong to no transformer are unexpected in each.
-        if owner not in adapter.transformers or (owner == component and (".lora_" in name) == lora):
-            given[name] = tuple(tensor.shape)
+    expected, given = ({name: tuple(x.shape) for name, x in of.items()} for of in (wanted, adapter.tensors))
     of_both = [name for name in expected if name in given and given[name] != expected[name]]
     problems = {
         "missing": [name for name in expected if name not in given],
@@ -244,7 +239,7 @@ def _check_names(adapter: _Adapter, component: str, wanted: Mapping[str, torch.T
     }
     found = [f"{problem}: {', '.join(sorted(names))}" for problem, names in problems.items() if names]
     if found:
-        raise ValueError(f"{adapter.source} does not fit {component}: {'; '.join(found)}")
+        raise ValueError(f"{adapter.source} does not fit: {'; '.join(found)}")
 
 
 def _lora_of(name: str, transformer: Any) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
@@ -275,15 +270,14 @@ def _lora_of(name: str, transformer: Any) -> tuple[dict[str, torch.Tensor], dict
     return {key: value for key, value in layers.items() if ".processor." not in key}, settings
 
 
-def _add_lora(adapter: _Adapter, name: str, transformer: Any) -> None:
-    """Give a transformer the adapter's LoRA layers."""
-    from peft import LoraConfig, get_peft_model_state_dict, set_peft_model_state_dict
+def _add_lora(settings: Mapping[str, Any], transformer: Any) -> dict[str, torch.Tensor]:
+    """Give a transformer LoRA layers with such settings: their tensors, by the names that files have for them."""
+    from peft import LoraConfig, get_peft_model_state_dict
 
     learning = [(parameter, parameter.requires_grad) for parameter in transformer.parameters()]
-    transformer.add_adapter(LoraConfig(**adapter.lora[name]), adapter_name=_LORA_NAME)
+    transformer.add_adapter(LoraConfig(**settings), adapter_name=_LORA_NAME)
     # PEFT freezes all that is not its own, which `restore` could not tell from what was frozen before.
     for parameter, flag in learning:
         parameter.requires_grad_(flag)
-    there = get_peft_model_state_dict(transformer, adapter_name=_LORA_NAME)
-    _check_names(adapter, name, there, lora=True)
-    set_peft_model_state_dict(transformer, {key: adapter.tensors[f"{name}.{key}"] for key in there}, _LORA_NAME)
+    found: dict[str, torch.Tensor] = get_peft_model_state_dict(transformer, adapter_name=_LORA_NAME)
+    return found

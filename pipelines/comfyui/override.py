@@ -478,12 +478,12 @@ class OverrideAttention:
             return call.why_exact
         if block in self._dense:
             return "in dense_blocks"
-        key = block, call.known.layers(call.model), heads
-        if key not in self._layers:
+        sizes = block, call.known.layers(call.model), heads
+        if sizes not in self._layers:
             # Of the attention module a processor asks no more.
-            place = Layer(SimpleNamespace(heads=heads), block, *key[:2], component=self.plan_part)
-            self._layers[key] = self.processor.attention(place)
-        attend = self._layers[key]
+            place = Layer(SimpleNamespace(heads=heads), block, *sizes[:2], component=self.plan_part)
+            self._layers[sizes] = self.processor.attention(place)
+        attend = self._layers[sizes]
         if attend is None:
             return "that the plan leaves exact"
         call.run.attended += 1
