@@ -10,7 +10,6 @@ Shapes: B batch, S tokens, H heads, D head dim, E value dim.
 
 from __future__ import annotations
 
-import copy
 import itertools
 import weakref
 from dataclasses import dataclass, field
@@ -62,9 +61,6 @@ class Opaque:
         # for every step.
         tokens, backend = [*call.grid, call.before, call.after], getattr(call.backend, "value", call.backend)
         return attend(query, key, value, self.number, call.key_mask, tokens, backend), None
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Opaque:
-        return Opaque.around(copy.deepcopy(self.inner, memo), self.inference)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Opaque.around, (self.inner, self.inference)

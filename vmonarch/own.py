@@ -8,7 +8,7 @@ Shapes: B batch, S tokens (s on this rank), H heads, D head dim, C = H·D channe
 from __future__ import annotations
 
 import copy
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -101,14 +101,6 @@ class Bound:
     original: Any
     # Declared for diffusers, which sets it on every processor that has it, as those of some models do not.
     _parallel_config: Any = None
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        twin = object.__new__(type(self))
-        memo[id(self)] = twin
-        shared = ("spec", "_parallel_config", "_attention_backend")
-        state = {name: x if name in shared else copy.deepcopy(x, memo) for name, x in vars(self).items()}
-        vars(twin).update(state)
-        return twin
 
     def __repr__(self) -> str:
         return "\n".join([type(self).__name__, *(f"  {line}" for line in stack_lines(self.attend))])
