@@ -23,7 +23,6 @@ from vmonarch.finetune import checkpoints
 from vmonarch.finetune.checkpoints import CheckpointError
 from vmonarch.finetune.config import FinetuneConfig, require
 from vmonarch.finetune.models import COMPONENTS, Experts, cast, load_experts, objective_of
-from vmonarch.installation import is_applied
 from vmonarch.pipelines.config import build_config
 from vmonarch.pipelines.model_folder import ModelFolder, find_wan_model
 
@@ -166,7 +165,6 @@ def _write_pipeline(folder: ModelFolder, experts: Experts, path: Path, dtypes: d
     shutil.copytree(folder.path, path, ignore=shutil.ignore_patterns(*experts.parts, "*.py", "__pycache__"))
     part: Any
     for name, part in experts.parts.items():
-        if is_applied(part):
-            restore(part)
+        restore(part)
         cast(part, dtypes[name])
         part.save_pretrained(path / name, safe_serialization=True)

@@ -121,7 +121,8 @@ def check_output(path: Path) -> None:
     """
     if path.is_dir() or not path.name:
         raise InputError("output", f"must be a file, got the folder {str(path)!r}")
-    prepare_output_dir(path.parent, "output")
+    # A "~" is a name here.
+    prepare_output_dir(path.absolute().parent, "output")
 
 
 def write_json(path: Path, results: dict[str, Any]) -> None:
