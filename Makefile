@@ -114,4 +114,4 @@ check: lint types site package test
 	$(PYTEST) $(QUICK) $(COMPILES) $(MUTANTS)
 
 clean:
-	rm -rf $(VENV) build .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info
+	rm -rf $(VENV) build .cache .pytest_cache .mypy_cache .ruff_cache *.egg-info

@@ -104,7 +104,7 @@ def shown_command(program: Sequence[str], arguments: Sequence[str] | None) -> st
     """A command line as documents show it: folders of this machine are nobody else's.
 
     Args:
-        program: what is called, such as ("python", "-m", "vmonarch.eval.studies.fuzz").
+        program: what is called, such as ("vmonarch",).
         arguments: of it; None for those of this process.
     """
     words = sys.argv[1:] if arguments is None else arguments

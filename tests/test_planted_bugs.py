@@ -16,7 +16,7 @@ BUGS = tomllib.loads((ROOT / "tests" / "planted_bugs.toml").read_text(encoding="
 # Of kernels that only a GPU runs: their bugs are planted there.
 ON_GPU = {name for name, planted in BUGS.items() if "::test_gpu_" in planted["test"]}
 # What tests import of others, once for all bugs.
-MODULES = ("pytest", "hypothesis", "triton.runtime.interpreter", "triton.experimental.gluon", "gradio",
+MODULES = ("pytest", "triton.runtime.interpreter", "triton.experimental.gluon", "gradio",
            "accelerate", "peft", "imageio_ffmpeg", "pyarrow.parquet", "pyarrow.compute", "torch.utils.flop_counter",
            *map("diffusers.{}".format, ("training_utils", "guiders", "modular_pipelines.wan", "pipelines.ltx2")),
            *map("diffusers.pipelines.{}".format, (
