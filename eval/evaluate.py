@@ -31,7 +31,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vmonarch.configs import InputError, file_sha256
+from vmonarch.configs import InputError, check_names, file_sha256
 from vmonarch.eval import summary
 from vmonarch.eval.render.tables import aligned
 from vmonarch.eval.settings import REFERENCE, CompareConfig, EvalConfig
@@ -45,8 +45,8 @@ from vmonarch.pipelines.outputs import (
     GenerationError,
     changes,
     frames_sha256,
-    lora_sha256,
     next_number,
+    source_hashes,
 )
 from vmonarch.pipelines.processes import Shard
 from vmonarch.pipelines.sampling import Batch, sample
@@ -172,7 +172,7 @@ def check_measures(config: EvalConfig) -> None:
     if config.vbench:
         from vmonarch.eval.vbench import installation, scoring
 
-        scoring.check_dimensions(config.vbench, "vbench")
+        check_names("vbench", config.vbench, scoring.DIMENSIONS)
         try:
             installation.manifest(installation.default_folder())
         except InputError as error:
@@ -189,9 +189,7 @@ def _check_settings(output: Path, config: EvalConfig, folder: ModelFolder) -> No
     settings = {key: value for key, value in config.to_dict().items() if key not in _FREE}
     dtype = choose_dtype(config.dtype, choose_device(config.device))
     settings |= {"format": EVALUATION_FORMAT, "dtype": str(dtype).removeprefix("torch.")}
-    settings["model_files"] = folder.fingerprint()
-    if hashes := lora_sha256(config):
-        settings["lora_sha256"] = hashes
+    settings |= source_hashes(config, folder)
     path = output / "settings.json"
     others = [entry.name for entry in output.iterdir() if not entry.name.startswith(".")]
     # Another call may have begun meanwhile, and these be its files.

@@ -6,7 +6,7 @@ A benchmark is one record (`Bench`): its cases, and how each can be computed. A 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from vmonarch.configs import InputError, suggest
+from vmonarch.configs import InputError
 from vmonarch.eval.bench.machine import (
     MIN_ROUNDS,
     Clock,
@@ -304,15 +304,6 @@ class Run:
                 row[key] = max(r.get(key, 0) for r in rows)
         for name, error in row.get("errors", {}).items():
             error.update({of: max(r["errors"][name][of] for r in rows if name in r.get("errors", {})) for of in error})
-
-
-def check_names(argument: str, names: Sequence[str], known: Collection[str]) -> None:
-    """Raise InputError for a name that is not known, for one given twice, or for none at all."""
-    for name in names:
-        if name not in known:
-            raise InputError(argument, f"must be of {', '.join(known)}; got {name!r}{suggest(name, known)}")
-    if not names or len(set(names)) < len(names):
-        raise InputError(argument, f"must be one or several different ones, got {', '.join(names) or 'none'}")
 
 
 def left_out(cases: Sequence[dict[str, Any]]) -> list[dict[str, str]]:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import vmonarch.eval.vbench.installation as installation
-from vmonarch.configs import InputError, file_sha256, suggest
+from vmonarch.configs import InputError, check_names, file_sha256
 from vmonarch.eval.vbench.installation import VBenchError, manifest
 from vmonarch.files import write_json
 from vmonarch.pipelines.environment import choose_device
@@ -35,14 +35,6 @@ _RANGES = {"imaging_quality": (0.0, 100.0), "overall_consistency": (-1.0, 1.0)}
 _MOST_VIDEOS_PER_PROMPT = 25
 
 
-def check_dimensions(dimensions: Sequence[str], argument: str = "dimensions") -> None:
-    """Raise InputError for no dimension, one that is not in DIMENSIONS, or one twice."""
-    unknown = [name for name in dimensions if name not in DIMENSIONS]
-    if unknown or not dimensions or len(set(dimensions)) < len(dimensions):
-        hint = suggest(unknown[0], DIMENSIONS) if unknown else ""
-        raise InputError(argument, f"must be of {', '.join(DIMENSIONS)}, each once, got {dimensions!r}{hint}")
-
-
 @dataclass(frozen=True)
 class PromptedVideo:
     """An mp4 file and the prompt that it was made of.
@@ -59,7 +51,7 @@ class PromptedVideo:
         if not isinstance(self.prompt, str) or not self.prompt.strip() or self.path.suffix != ".mp4":
             raise InputError("videos", f"must be mp4 files with prompts, got {self.path} with {self.prompt!r}")
         if self.dimensions:
-            check_dimensions(self.dimensions, "videos")
+            check_names("videos", self.dimensions, DIMENSIONS)
 
 
 def read_videos(path: Path) -> list[PromptedVideo]:
@@ -159,7 +151,7 @@ def score_videos(
         VBenchError: weights are missing, the package failed or took too long, or gave a video no or no possible score.
             Scores of the dimensions before stay in `work_dir`.
     """
-    check_dimensions(dimensions)
+    check_names("dimensions", dimensions, DIMENSIONS)
     if not 0 < timeout < math.inf:
         raise InputError("timeout", f"must be above 0 seconds and finite, got {timeout}")
     device, weights = str(choose_device(device)), (weights or installation.default_weights()).absolute()

@@ -3,11 +3,13 @@
 import json
 import re
 
+import numpy as np
 import pytest
 
 from vmonarch import AttentionPlan
 from vmonarch.configs import InputError
 from vmonarch.eval.calibrate.planning import default_flops
+from vmonarch.flops import full_flops, vmonarch_flops
 from vmonarch.grid import LatentGrid
 from vmonarch.options import TwoResolutionOptions
 
@@ -16,14 +18,21 @@ SPARSE = "two-resolution:share=0.2,tile=[1,2,2]"
 
 
 def test_a_model_is_diagnosed_and_planned_and_other_plans_need_no_sampling(cli, monkeypatch):
-    words = ["calibrate", PROMPT, "--every", 1, "--candidates", "vmonarch-t1", SPARSE]
+    words = ["calibrate", PROMPT, "--steps", 3, "--every", 2, "--candidates", "vmonarch-t1", SPARSE]
     assert "work:" in cli.done(*words, "--flops", 0.5, "--measure", "kl", "--refine", 2)
     (folder,) = (cli.folder / "outputs" / "calibrate").iterdir()
     assert sorted(path.name for path in folder.iterdir()) == ["diagnosis.json", "plan.json"]
     diagnosis = json.loads((folder / "diagnosis.json").read_text())
     part = diagnosis["transformers"]["transformer"]
-    assert part["steps"] == list(range(len(part["steps"]))) and list(part["candidates"]) == ["vmonarch-t1", SPARSE]
+    assert part["steps"] == [0, 2] and (part["layers"], part["heads"]) == (2, 2)
+    # Two calls of a step: with the prompt and without.
+    assert diagnosis["grid"] == [3, 2, 3] and part["rows"] == 2 * 18
+    assert list(part["candidates"]) == ["vmonarch-t1", SPARSE]
+    for values in part["candidates"].values():
+        assert all(np.shape(values[key]) == (2, 2, 2) for key in ("error", "layer_error", "kl", "output_error"))
     assert diagnosis["about"]["config"]["prompts"] == [PROMPT]
+    flops = vmonarch_flops(LatentGrid(3, 2, 3), 12, num_iterations=1) / full_flops(LatentGrid(3, 2, 3), 12)
+    assert diagnosis["candidates"]["vmonarch-t1"]["flops"] == pytest.approx(flops)
     assert diagnosis["candidates"][SPARSE]["options"] == {"kind": "two_resolution", "share": 0.2, "tile": [1, 2, 2]}
     plan = AttentionPlan.parse(folder / "plan.json")
     assert 1 <= len(plan.about["in_place"]) <= 2 and min(plan.about["in_place"]) > 0

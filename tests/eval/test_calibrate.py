@@ -1,6 +1,5 @@
 """The diagnosis says of every head what dense matrices say, and plans spend work where it says that it is needed."""
 
-import json
 from functools import partial
 
 import pytest
@@ -21,7 +20,6 @@ from vmonarch.eval.calibrate.diagnosis import (
 from vmonarch.eval.calibrate.planning import InPlace, default_flops, plan
 from vmonarch.eval.calibrate.run import measure_plan, refine
 from vmonarch.eval.calibrate.settings import Budget
-from vmonarch.flops import full_flops, vmonarch_flops
 from vmonarch.options import VMonarchOptions
 
 GRID = LatentGrid(4, 3, 5)
@@ -66,32 +64,18 @@ def test_statistics_are_those_of_the_dense_maps():
     assert (totals["kl", "band"] < totals["kl", "own"]).all()
 
 
-def record(tiny, steps=4, guidance=3.0, every=1, sensitivity=True):
+def record(tiny, steps):
+    """(pipeline, what is recorded of it, its calls)."""
     pipe, recorder = tiny.pipeline("t2v"), Recorder(RECORDED)
     pipe.set_progress_bar_config(disable=True)
     arguments = dict(
-        prompt=tiny.PROMPT, negative_prompt=tiny.NEGATIVE, height=tiny.HEIGHT, width=tiny.WIDTH,
-        num_frames=tiny.FRAMES, num_inference_steps=steps, guidance_scale=guidance, output_type="latent",
-        generator=torch.Generator().manual_seed(0), max_sequence_length=16,
+        prompt=tiny.PROMPT, height=tiny.HEIGHT, width=tiny.WIDTH, num_frames=tiny.FRAMES, num_inference_steps=steps,
+        guidance_scale=1.0, output_type="latent", generator=torch.Generator().manual_seed(0), max_sequence_length=16,
     )  # fmt: skip
-    with recorded(pipe, every) as calls:
+    with recorded(pipe) as calls:
         pipe(**arguments)
-    recorder.diagnose(pipe, calls, sensitivity=sensitivity)
+    recorder.diagnose(pipe, calls)
     return pipe, recorder, calls
-
-
-def test_a_pipeline_is_recorded_step_by_step(tiny):
-    _, recorder, _ = record(tiny, every=2, sensitivity=False)
-    found = document(recorder, {})
-    part = found["transformers"]["transformer"]
-    assert part["steps"] == [0, 2] and (part["layers"], part["heads"]) == (2, 2)
-    # Two calls of a step: with the prompt and without.
-    assert part["rows"] == 2 * 18 and found["grid"] == [3, 2, 3]
-    for values in part["candidates"].values():
-        assert all(torch.tensor(values[key]).shape == (2, 2, 2) for key in ("error", "layer_error", "kl"))
-    flops = found["candidates"]["default"]["flops"]
-    assert flops == vmonarch_flops(LatentGrid(3, 2, 3), 1) / full_flops(LatentGrid(3, 2, 3), 1)
-    json.dumps(found, allow_nan=False)
 
 
 class Moved(VMonarchProcessor):
@@ -126,7 +110,7 @@ def test_the_output_error_is_what_the_error_of_a_head_changes_in_the_output(tiny
 
     Heads of one layer share the square of what the defaults change when they take the place of all of them.
     """
-    pipe, recorder, (call,) = record(tiny, steps=1, guidance=1.0)
+    pipe, recorder, (call,) = record(tiny, steps=1)
 
     def output(layer, heads, share, options):
         (found,) = velocities(pipe, [call], Moved(layer, heads, share, partial(vmonarch_attention, options=options)))
@@ -252,7 +236,7 @@ def change_by(pipe, calls, processor):
 
 def test_the_share_of_a_head_is_half_of_how_the_change_grows_with_its_error(tiny):
     """By finite differences: E grows by 2·share·ε where the head's error grows by ε."""
-    pipe, _, calls = record(tiny, steps=2, guidance=1.0)
+    pipe, _, calls = record(tiny, steps=2)
     assert len(calls) == 2
     found = measure_plan(pipe, PLAN, calls)
     assert found.plan is PLAN

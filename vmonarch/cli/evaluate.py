@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from vmonarch.cli.arguments import Parser, add_options, given_options, hide_loading_bars
 from vmonarch.cli.generate import MACHINE, add_methods, add_sampling, sampling_config
-from vmonarch.configs import InputError, build, read_document
+from vmonarch.configs import InputError, build, check_names, read_document
 from vmonarch.eval.calibrate.settings import Budget, CalibrateConfig
 from vmonarch.eval.settings import CompareConfig, EvalConfig
 from vmonarch.eval.vbench import installation, scoring
@@ -236,7 +236,7 @@ def run_vbench(arguments: argparse.Namespace) -> None:
     own prompts.
     """
     if hasattr(arguments, "dimensions"):
-        scoring.check_dimensions(arguments.dimensions)
+        check_names("dimensions", arguments.dimensions, scoring.DIMENSIONS)
     if (output := getattr(arguments, "output", None)) is not None:
         if output.exists():
             raise InputError("output", f"{output} exists and is not overwritten")
