@@ -17,7 +17,7 @@ import json
 import re
 import types
 import typing
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -169,15 +169,6 @@ def check_choice(argument: str, word: object, known: Iterable[str]) -> None:
     known = list(known)
     if word not in known:
         raise InputError(argument, f"must be one of {', '.join(known)}, got {word!r}{suggest(str(word), known)}")
-
-
-def check_names(argument: str, names: Sequence[str], known: Collection[str]) -> None:
-    """Raise InputError for a name that is not known, for one given twice, or for none at all."""
-    for name in names:
-        if name not in known:
-            raise InputError(argument, f"must be of {', '.join(known)}; got {name!r}{suggest(name, known)}")
-    if not names or len(set(names)) < len(names):
-        raise InputError(argument, f"must be one or several different ones, got {', '.join(names) or 'none'}")
 
 
 class Settings:

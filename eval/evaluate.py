@@ -31,10 +31,10 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vmonarch.configs import InputError, check_names, file_sha256
+from vmonarch.configs import InputError, file_sha256
 from vmonarch.eval import summary
 from vmonarch.eval.render.tables import aligned
-from vmonarch.eval.settings import REFERENCE, CompareConfig, EvalConfig
+from vmonarch.eval.settings import REFERENCE, CompareConfig, EvalConfig, check_names
 from vmonarch.files import AtomicFiles, file_name, prepare_output_dir, short_hash
 from vmonarch.pipelines import recipes
 from vmonarch.pipelines.config import complete

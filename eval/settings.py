@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from vmonarch.configs import InputError, check_choice, choice, number
+from vmonarch.configs import InputError, check_choice, choice, number, suggest
 from vmonarch.configs.methods import AttentionMethod, resolve_method
 from vmonarch.pipelines.config import SamplingConfig
 
@@ -24,6 +24,15 @@ def resolved(specs: Sequence[Any], argument: str, *, recipes: bool = True) -> tu
     if repeated := sorted({label for label in labels if labels.count(label) > 1}):
         raise InputError(argument, f"must differ; repeated: {', '.join(repeated)}")
     return tuple(methods)
+
+
+def check_names(argument: str, names: Sequence[str], known: Collection[str]) -> None:
+    """Raise InputError for a name that is not known, for one given twice, or for none at all."""
+    for name in names:
+        if name not in known:
+            raise InputError(argument, f"must be of {', '.join(known)}; got {name!r}{suggest(name, known)}")
+    if not names or len(set(names)) < len(names):
+        raise InputError(argument, f"must be one or several different ones, got {', '.join(names) or 'none'}")
 
 
 @dataclass(frozen=True)

@@ -24,14 +24,14 @@ from typing import Any, NamedTuple
 import torch
 from diffusers import ContextParallelConfig, UniPCMultistepScheduler, WanPipeline
 
-from vmonarch.configs import InputError, check_names, read_document, suggest
+from vmonarch.configs import InputError, read_document, suggest
 from vmonarch.configs.methods import AttentionMethod
 from vmonarch.engines import CUDNN
 from vmonarch.eval.bench.machine import Clock, allocated, measured_dtype, release_memory, summary
 from vmonarch.eval.bench.rows import caption
 from vmonarch.eval.bench.runner import Bench, Way, Ways, failure
 from vmonarch.eval.render.tables import shown_number
-from vmonarch.eval.settings import resolved
+from vmonarch.eval.settings import check_names, resolved
 from vmonarch.eval.wan_models import WanModel, read_model
 from vmonarch.files import check_output, write_json
 from vmonarch.hooks import record_of

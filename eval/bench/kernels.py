@@ -19,11 +19,12 @@ from typing import Any
 import torch
 
 from vmonarch import flops
-from vmonarch.configs import InputError, check_names
+from vmonarch.configs import InputError
 from vmonarch.engines import FA3, fa3_backend
 from vmonarch.eval.bench.machine import Clock
 from vmonarch.eval.bench.runner import NAMES, Bench, Case, Way, Ways
 from vmonarch.eval.controls import VSA, Sol
+from vmonarch.eval.settings import check_names
 from vmonarch.flops import full_flops, least_bytes, two_resolution_flops, vmonarch_work
 from vmonarch.grid import LatentGrid
 from vmonarch.kernels.flash_bias.reference import flash_bias_attention_reference

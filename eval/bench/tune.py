@@ -19,10 +19,11 @@ from typing import Any
 
 import torch
 
-from vmonarch.configs import InputError, check_names
+from vmonarch.configs import InputError
 from vmonarch.eval.bench.kernels import check_head_dims, parse_shape, randn, with_gradients
 from vmonarch.eval.bench.machine import check_device, measured_dtype
 from vmonarch.eval.bench.runner import Bench, Case, Way, Ways, run_bench
+from vmonarch.eval.settings import check_names
 from vmonarch.files import AtomicFiles, check_output
 from vmonarch.kernels.common import launch
 from vmonarch.kernels.common.launch import block_dim, launch_options, launch_overrides

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import vmonarch.eval.vbench.installation as installation
-from vmonarch.configs import InputError, check_names, file_sha256
+from vmonarch.configs import InputError, file_sha256
+from vmonarch.eval.settings import check_names
 from vmonarch.eval.vbench.installation import VBenchError, manifest
 from vmonarch.files import write_json
 from vmonarch.pipelines.environment import choose_device

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from vmonarch.cli.arguments import Parser, add_options, given_options, hide_loading_bars
 from vmonarch.cli.generate import MACHINE, add_methods, add_sampling, sampling_config
-from vmonarch.configs import InputError, build, check_names, read_document
+from vmonarch.configs import InputError, build, read_document
 from vmonarch.eval.calibrate.settings import Budget, CalibrateConfig
-from vmonarch.eval.settings import CompareConfig, EvalConfig
+from vmonarch.eval.settings import CompareConfig, EvalConfig, check_names
 from vmonarch.eval.vbench import installation, scoring
 from vmonarch.files import AtomicFiles, write_json
 from vmonarch.pipelines.config import SamplingConfig, read_prompts
