@@ -18,7 +18,7 @@ from vmonarch import LatentGrid
 from vmonarch.configs import InputError
 from vmonarch.configs.methods import resolve_method
 from vmonarch.eval import evaluate as module
-from vmonarch.eval.evaluate import EvalConfig, Evaluation, Item, evaluate
+from vmonarch.eval.evaluate import EvalConfig, Evaluation, evaluate
 from vmonarch.eval.similarity import similarity
 from vmonarch.eval.summary import MEASURES, TIMES, differences, interval, low_end, statistics
 from vmonarch.flops import full_flops, vmonarch_flops
@@ -96,13 +96,6 @@ def test_the_record_holds_what_the_definitions_give(whole: Evaluation, loaded: l
         for key, value in similarity(frames[method.label], frames["full"]).items():
             assert row[key] == value
         assert row["lpips"] is None
-    for label in METHODS[1:]:
-        rows = [row for item in record["items"] for row in item["results"] if row["method"] == label]
-        for key in ("psnr", "first_frame_ssim", "seconds"):
-            values = [row[key] for row in rows]
-            found = record["statistics"][label][key]
-            assert found["mean"] == pytest.approx(np.mean(values)) and found["items"] == 4
-            assert min(values) <= found["low"] <= found["mean"] <= found["high"] <= max(values)
     # Prompts are in no file's name.
     names = {part for name in files(whole.folder) for part in Path(name).parts}
     assert not [name for name in names if re.search("square|circle|script", name)]
@@ -169,12 +162,8 @@ def test_processes_share_the_items_out(
     evaluation = evaluate(settings, model=loaded)
     assert evaluation.missing == 2 and evaluation.record is None
     monkeypatch.setenv("RANK", "0")
-    # What a process that was killed has left.
-    half_written = tmp_path / "eval" / "items" / Item(1, PROMPTS[0], 1).name / ".full.1.partial.mp4"
-    half_written.parent.mkdir()
-    half_written.touch()
     evaluation = evaluate(settings, model=loaded)
-    assert evaluation.missing == 0 and not [name for name in files(tmp_path / "eval") if "/." in name]
+    assert evaluation.missing == 0
     assert without_times(evaluation.record) == without_times(whole.record)
 
 
@@ -255,7 +244,7 @@ def test_differences_are_paired() -> None:
 def test_the_low_end_is_of_the_videos_and_the_percentile_is_of_enough() -> None:
     psnr = list(np.random.default_rng(3).normal(30, 3, 128))
     low = statistics(made_up(a=psnr), "a")["a"]["psnr"]
-    assert low["p5"] == pytest.approx(np.percentile(psnr, 5))
+    assert (low["mean"], low["p5"]) == pytest.approx((np.mean(psnr), np.percentile(psnr, 5)))
     assert 0 < low["below_27"] == sum(value < 27 for value in psnr) and low["items"] == 128
     # One of 20 videos lies below p5; and 27 dB is not below itself.
     few = [low_end(made_up(a=[27.0] + [26.0] * (n - 1)), "a") for n in (19, 20)]
