@@ -68,7 +68,8 @@ class Draw:
 
     def __init__(self, name, number, device, tiny):
         self.device, self.tiny = device, tiny
-        self.case, self.kernel = (random.Random(f"{name} {n}") for n in (number, f"{number % CONFIGURATIONS} compiled"))
+        self.case = random.Random(f"{name} {number}")
+        self.kernel = random.Random(f"{name} {number % CONFIGURATIONS} compiled")
         self.values = torch.Generator().manual_seed(number)
         # In Triton's interpreter everything is tiny, and without bfloat16.
         self.dtype = self.kernel.choice([torch.float32, torch.float16] + [torch.bfloat16] * (not tiny))
