@@ -131,13 +131,13 @@ def test_a_few_step_video_is_made_again_from_its_record(cli, tmp_path) -> None:
 
 
 def test_euler_and_lcm_do_what_their_formulas_say(tiny_model) -> None:
-    """LCM's noise is each seed's own, drawn after the first, whatever the batch."""
+    """A seed means the same in any batch; LCM's noise is each seed's own, drawn after the first."""
     found = {}
     for name in ("euler", "lcm"):
         model = load(tiny_model, steps=2, guidance=1.0, scheduler=name, sigmas=(1.0, 0.4), attention="full")
         velocities: list[torch.Tensor] = []
         hook = model.pipe.transformer.register_forward_hook(lambda m, a, out, v=velocities: v.append(out[0].clone()))
-        found[name] = sample(model, model.config, [PROMPT] * 2, [7, 8], decode=False).latents
+        found[name] = sample(model, model.config, [PROMPT, "a blue square"], [7, 8], decode=False).latents
         hook.remove()
         generators = [torch.Generator().manual_seed(seed) for seed in (7, 8)]
         draw = lambda shape=found[name].shape, g=generators: torch.cat(
@@ -148,7 +148,7 @@ def test_euler_and_lcm_do_what_their_formulas_say(tiny_model) -> None:
             clean = x - sigma * velocity
             x = (1 - after) * clean + after * draw() if name == "lcm" else x + (after - sigma) * velocity
         torch.testing.assert_close(found[name], x, atol=1e-5, rtol=1e-5)
-        single = sample(model, model.config, [PROMPT], [8], decode=False).latents
+        single = sample(model, model.config, ["a blue square"], [8], decode=False).latents
         torch.testing.assert_close(single[0], found[name][1], atol=1e-4, rtol=1e-4)
     assert not torch.allclose(found["euler"], found["lcm"], atol=1e-2)
 
