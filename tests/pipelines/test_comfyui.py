@@ -169,29 +169,15 @@ def test_the_step_is_that_of_the_level_before():
         assert step_of(sigma, [*SCHEDULE, *SCHEDULE]) is None
 
 
-class Unpatched(HunyuanVideo):
-    """The sizes of the videos here are no whole patches of its."""
-
-    patch_size = (2, 2, 2)
-
-
-class Gradients(WanModel):
-    tokens = staticmethod(lambda *of: WanModel.tokens(*of).requires_grad_())
-
-
-class Older(WanModel):
-    tells_grid = tells_block = False
-
-
-class Refiner(WanModel):
-    lists = {"blocks": "another"}
+class Subclass(WanModel):
+    """It may attend more often than once in a block."""
 
 
 # What is said: the model, the settings, what the sampler tells, what the call has.
 REASONS = {
     "with a mask": (WanModel(named={"mask": torch.zeros(1, 1, 1, GRID.tokens)}), {}, {}, {}),
     "with a scale of its own": (WanModel(named={"scale": 0.1}), {}, {}, {}),
-    "with gradients": (Gradients(), {}, {}, {}),
+    "with gradients": (WanModel(tokens=lambda *of: WanModel.tokens(*of).requires_grad_()), {}, {}, {}),
     "in dense_blocks": (WanModel(), {"dense_blocks": "0-1"}, {}, {}),
     "outside of start_percent to end_percent": (WanModel(), {"start_percent": 0.5}, {}, {}),
     "with as many tokens as the prompt, which may be cross-attention": (WanModel(), {}, {}, {"prompt": GRID.tokens}),
@@ -199,9 +185,10 @@ REASONS = {
         *(WanModel(), {"preset": PRESETS[0]}, {"sample_sigmas": None}, {}),
     ),
     "of other tokens than the video's": (LTXVModel(beside=(0, 2)), {}, {}, {}),
-    "outside of the transformer's blocks": (Refiner(), {}, {}, {}),
-    "in a block that this ComfyUI does not tell; newer versions do": (Older(), {}, {}, {}),
-    "where the model tells no latent grid": (Unpatched(), {}, {}, {"latents": (3, 4, 8)}),
+    "outside of the transformer's blocks": (WanModel(lists={"blocks": "another"}), {}, {}, {}),
+    "in a block that this ComfyUI does not tell; newer versions do": (Subclass(tells_block=False), {}, {}, {}),
+    # No whole patches.
+    "where the model tells no latent grid": (HunyuanVideo(patch_size=(2, 2, 2)), {}, {}, {"latents": (3, 4, 8)}),
 }
 
 
@@ -220,8 +207,7 @@ def test_what_is_not_for_the_preset_is_left_untouched_and_the_reason_reported(ca
 
 @pytest.mark.parametrize("kind", [WanModel, HunyuanVideo])
 def test_blocks_are_counted_where_comfyui_does_not_tell_them(kind):
-    model = kind()
-    model.tells_block = False
+    model = kind(tells_block=False)
     patcher, seam = patched(model, preset="vmonarch", dense_blocks="1")
     blocks = [(name, index, 0) for name in kind.lists for index in range(2)]
     with sampling(patcher, SCHEDULE) as ask:

@@ -72,6 +72,7 @@ class Model:
         beside: numbers of tokens before and after the video's.
         twice: blocks that attend twice, as VACE's do.
         named: what self-attention is called with besides.
+        others: in place of what the class has.
     """
 
     patch_size = (1, 2, 2)
@@ -79,7 +80,8 @@ class Model:
     lists = {"blocks": "double"}
     tells_grid = tells_block = True
 
-    def __init__(self, blocks=2, apart=False, beside=(0, 0), twice=(), named=None):
+    def __init__(self, blocks=2, apart=False, beside=(0, 0), twice=(), named=None, **others):
+        vars(self).update(others)
         for name in self.lists:
             setattr(self, name, [None] * blocks)
         self.apart, self.beside, self.twice, self.named = apart, beside, twice, named or {}
