@@ -440,30 +440,24 @@ def test_validation_videos(tmp_path, monkeypatch):
     generator = torch.Generator().manual_seed(0)
     rows = (Sample(f"{n}", torch.randn(shape, generator=generator), torch.randn(4, 128)) for n in range(2))
     write_shard(tmp_path / "clips" / "a.parquet", rows)
-    values = {
-        "output_dir": str(tmp_path / "run"),
-        "steps": 1,
-        "batch_size": 1,
-        "precision": "fp32",
-        "trackers": ["tensorboard"],
-        "data": {"path": str(tmp_path / "clips")},
-        "validation": {"every": 0, "videos_every": 1, "prompts": ["a red circle moving right"]},
-    }
+    validation = {"every": 0, "videos_every": 1, "prompts": ["a red circle moving right"]}
+    values = {"model": "embedded", "steps": 1, "batch_size": 1, "trackers": ["tensorboard"], "validation": validation}
+    given = settings(tmp_path, tmp_path / "run", **values)
 
     def killed(trainer):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(Trainer, "save", killed)
-        Trainer(build_config(FinetuneConfig, values)).run()
-    Trainer(build_config(FinetuneConfig, values)).run()
+        Trainer(given).run()
+    Trainer(given).run()
     names = sorted(path.name for path in (tmp_path / "run" / "videos").iterdir())
     assert names == ["step-00000001-00.mp4"]
     assert list((tmp_path / "run").rglob("events.out.tfevents*"))
-    model = export(tmp_path / "run", tmp_path / "model")
+    exported = export(tmp_path / "run", tmp_path / "model")
     # A finetune of the embedded model is run with its settings.
-    settings = recommended_settings(find_model(str(model)))
-    assert settings == recommended_settings(find_model("embedded")) and settings["height"] == 96
-    stored = load_file(model / "transformer" / "diffusion_pytorch_model.safetensors")
+    found = recommended_settings(find_model(str(exported)))
+    assert found == recommended_settings(find_model("embedded")) and found["height"] == 96
+    stored = load_file(exported / "transformer" / "diffusion_pytorch_model.safetensors")
     assert stored["blocks.0.attn1.to_q.weight"].dtype == torch.float16
     assert stored["blocks.0.scale_shift_table"].dtype == torch.float32

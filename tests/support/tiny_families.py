@@ -19,8 +19,8 @@ Inputs = dict[str, Any]
 noise = torch.randn
 
 
-def padding(text: int = TEXT, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    mask = torch.ones(2, text, dtype=dtype)
+def padding(text: int = TEXT) -> torch.Tensor:
+    mask = torch.ones(2, text)
     mask[1, SHORT:] = 0
     return mask
 
@@ -74,15 +74,23 @@ def first(out: Any) -> torch.Tensor:
     return out
 
 
-def hunyuan(T: int, H: int, W: int) -> Inputs:
-    return {
-        "hidden_states": noise(2, 4, T, 2 * H, 2 * W),
-        "timestep": torch.tensor([10, 10]),
-        "encoder_hidden_states": noise(2, TEXT, 16),
-        "encoder_attention_mask": padding(),
-        "pooled_projections": noise(2, 8),
-        "guidance": torch.tensor([6.0, 6.0]),
+def plain(T: int, H: int, W: int, batch: int = 2, **others: Any) -> Inputs:
+    """What most models are called with, and others in its place or beside it."""
+    shared = {
+        "hidden_states": noise(batch, 4, T, 2 * H, 2 * W),
+        "timestep": torch.full((batch,), 10),
+        "encoder_hidden_states": noise(batch, TEXT, 16),
     }
+    return shared | others
+
+
+def masked(T: int, H: int, W: int, **others: Any) -> Inputs:
+    """With a mask of the text."""
+    return plain(T, H, W, encoder_attention_mask=padding(), **others)
+
+
+def hunyuan(T: int, H: int, W: int) -> Inputs:
+    return masked(T, H, W, pooled_projections=noise(2, 8), guidance=torch.tensor([6.0, 6.0]))
 
 
 def framepack(T: int, H: int, W: int) -> Inputs:
@@ -97,27 +105,13 @@ def framepack(T: int, H: int, W: int) -> Inputs:
 
 
 def hunyuan15(T: int, H: int, W: int) -> Inputs:
-    return {
-        "hidden_states": noise(2, 9, T, H, W),
-        "timestep": torch.tensor([10.0, 10.0]),
-        "encoder_hidden_states": noise(2, TEXT, 16),
-        "encoder_attention_mask": padding(),
-        "encoder_hidden_states_2": noise(2, 5, 8),
-        "encoder_attention_mask_2": padding(5),
-        "image_embeds": torch.zeros(2, 4, 12),
-    }
+    second = {"encoder_hidden_states_2": noise(2, 5, 8), "encoder_attention_mask_2": padding(5)}
+    video = {"hidden_states": noise(2, 9, T, H, W), "timestep": torch.tensor([10.0, 10.0])}
+    return masked(T, H, W, **video, **second, image_embeds=torch.zeros(2, 4, 12))
 
 
 def ltx(T: int, H: int, W: int) -> Inputs:
-    return {
-        "hidden_states": noise(2, T * H * W, 4),
-        "encoder_hidden_states": noise(2, TEXT, 16),
-        "timestep": torch.tensor([10, 10]),
-        "encoder_attention_mask": padding(dtype=torch.bool),
-        "num_frames": T,
-        "height": H,
-        "width": W,
-    }
+    return masked(T, H, W, hidden_states=noise(2, T * H * W, 4), num_frames=T, height=H, width=W)
 
 
 def ltx2(T: int, H: int, W: int) -> Inputs:
@@ -130,37 +124,26 @@ def ltx2(T: int, H: int, W: int) -> Inputs:
     }
 
 
+def kandinsky(T: int, H: int, W: int, **others: Any) -> Inputs:
+    video = {"hidden_states": noise(1, T, 2 * H, 2 * W, 4), "timestep": torch.tensor([10.0])}
+    return plain(T, H, W, 1, **video, pooled_projections=noise(1, 8), **others)
+
+
 def kandinsky5(T: int, H: int, W: int) -> Inputs:
-    return {
-        "hidden_states": noise(1, T, 2 * H, 2 * W, 4),
-        "encoder_hidden_states": noise(1, TEXT, 16),
-        "timestep": torch.tensor([10.0]),
-        "pooled_projections": noise(1, 8),
-        "visual_rope_pos": tuple(torch.arange(size) for size in (T, H, W)),
-        "text_rope_pos": torch.arange(TEXT),
-    }
+    places = tuple(torch.arange(size) for size in (T, H, W))
+    return kandinsky(T, H, W, visual_rope_pos=places, text_rope_pos=torch.arange(TEXT))
 
 
 def kandinsky6(T: int, H: int, W: int) -> Inputs:
-    inputs = kandinsky5(T, H, W)
-    del inputs["visual_rope_pos"], inputs["text_rope_pos"]
-    return inputs | {"audio_hidden_states": noise(1, 9, 4)}
+    return kandinsky(T, H, W, audio_hidden_states=noise(1, 9, 4))
 
 
 def motif(T: int, H: int, W: int) -> Inputs:
-    inputs = hunyuan(T, H, W) | {"image_embeds": noise(2, 5, 8)}
-    del inputs["pooled_projections"], inputs["guidance"]
-    return inputs
+    return masked(T, H, W, image_embeds=noise(2, 5, 8))
 
 
 def cosmos(T: int, H: int, W: int) -> Inputs:
-    return {
-        "hidden_states": noise(1, 4, T, 2 * H, 2 * W),
-        "timestep": torch.tensor([10]),
-        "encoder_hidden_states": noise(1, TEXT, 16),
-        "attention_mask": torch.ones(1, TEXT).bool(),
-        "fps": 30,
-    }
+    return plain(T, H, W, 1, attention_mask=torch.ones(1, TEXT).bool(), fps=30)
 
 
 def cosmos3(T: int, H: int, W: int) -> Inputs:
@@ -182,29 +165,8 @@ def cosmos3(T: int, H: int, W: int) -> Inputs:
 
 
 def cogvideox(T: int, H: int, W: int) -> Inputs:
-    return {
-        "hidden_states": noise(2, T, 4, 2 * H, 2 * W),
-        "encoder_hidden_states": noise(2, TEXT, 8),
-        "timestep": torch.tensor([10, 10]),
-        "image_rotary_emb": get_3d_rotary_pos_embed(16, ((0, 0), (H, W)), (H, W), T),
-    }
-
-
-def mochi(T: int, H: int, W: int) -> Inputs:
-    return {
-        "hidden_states": noise(2, 4, T, 2 * H, 2 * W),
-        "encoder_hidden_states": noise(2, TEXT, 16),
-        "timestep": torch.tensor([10, 10]),
-        "encoder_attention_mask": padding(dtype=torch.bool),
-    }
-
-
-def easyanimate(T: int, H: int, W: int) -> Inputs:
-    return {
-        "hidden_states": noise(1, 4, T, 2 * H, 2 * W),
-        "timestep": torch.tensor([10]),
-        "encoder_hidden_states": noise(1, TEXT, 16),
-    }
+    tokens = {"hidden_states": noise(2, T, 4, 2 * H, 2 * W), "encoder_hidden_states": noise(2, TEXT, 8)}
+    return plain(T, H, W, **tokens, image_rotary_emb=get_3d_rotary_pos_embed(16, ((0, 0), (H, W)), (H, W), T))
 
 
 def allegro(T: int, H: int, W: int) -> Inputs:
@@ -217,34 +179,20 @@ def allegro(T: int, H: int, W: int) -> Inputs:
         device="cpu",
     )
     places = torch.cartesian_prod(t.long(), h.long(), w.long()).T.reshape(3, 1, -1)
-    return {
-        "hidden_states": noise(1, 4, T, 2 * H, 2 * W),
-        "encoder_hidden_states": noise(1, TEXT, 8),
-        "timestep": torch.tensor([10]),
-        "encoder_attention_mask": torch.ones(1, TEXT),
-        "image_rotary_emb": (tuple(angles), tuple(places)),
-    }
+    text = {"encoder_hidden_states": noise(1, TEXT, 8), "encoder_attention_mask": torch.ones(1, TEXT)}
+    return plain(T, H, W, 1, **text, image_rotary_emb=(tuple(angles), tuple(places)))
 
 
 def helios(T: int, H: int, W: int) -> Inputs:
     frames = {"short": 2, "mid": 2, "long": 4}
-    return {
-        "hidden_states": noise(1, 4, T, 2 * H, 2 * W),
-        "timestep": torch.tensor([10]),
-        "encoder_hidden_states": noise(1, TEXT, 16),
-        "indices_hidden_states": torch.arange(T)[None].float(),
-        **{f"latents_history_{age}": noise(1, 4, n, 2 * H, 2 * W) for age, n in frames.items()},
-        **{f"indices_latents_history_{age}": torch.arange(n)[None].float() for age, n in frames.items()},
-    }
+    latents = {f"latents_history_{age}": noise(1, 4, n, 2 * H, 2 * W) for age, n in frames.items()}
+    places = {f"indices_latents_history_{age}": torch.arange(n)[None].float() for age, n in frames.items()}
+    return plain(T, H, W, 1, **latents, **places, indices_hidden_states=torch.arange(T)[None].float())
 
 
 def anyflow(T: int, H: int, W: int) -> Inputs:
-    return {
-        "hidden_states": noise(1, T, 4, 2 * H, 2 * W),
-        "timestep": torch.full((1, T), 500.0),
-        "r_timestep": torch.full((1, T), 250.0),
-        "encoder_hidden_states": noise(1, TEXT, 16),
-    }
+    times = {"timestep": torch.full((1, T), 500.0), "r_timestep": torch.full((1, T), 250.0)}
+    return plain(T, H, W, 1, hidden_states=noise(1, T, 4, 2 * H, 2 * W), **times)
 
 
 def raster(T: int, H: int, W: int) -> torch.Tensor:
@@ -430,13 +378,13 @@ FAMILIES = {
             "time_embed_dim": 4,
             "max_sequence_length": TEXT,
         },
-        mochi,
+        masked,
         after=TEXT,
     ),
     "easyanimate": Tiny(
         "EasyAnimateTransformer3DModel",
         {"attention_head_dim": 16, "patch_size": 2, "mmdit_layers": 1, "time_embed_dim": 2},
-        easyanimate,
+        plain,
         before=TEXT,
     ),
     "allegro": Tiny(
