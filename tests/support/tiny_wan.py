@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -148,48 +149,36 @@ def _image_parts() -> dict[str, Any]:
     }
 
 
+_IMAGE = {"image_dim": 16, "added_kv_proj_dim": 24}
+_TWO = {"boundary_ratio": 0.9}
+# Of each kind: the pipeline, its transformer, what that and what the pipeline is told.
+_PIPELINES: dict[str, tuple[str, Callable[..., Any], dict[str, Any], dict[str, Any]]] = {
+    "t2v": ("WanPipeline", transformer, {}, {}),
+    "t2v-2.2": ("WanPipeline", transformer, {}, _TWO),
+    "t2v-2.2-low-noise-only": ("WanPipeline", transformer, {}, {"boundary_ratio": 1.1}),
+    "t2v-5b": ("WanPipeline", transformer, {}, {"expand_timesteps": True}),
+    "i2v-2.1": ("WanImageToVideoPipeline", transformer, {"in_channels": 36, **_IMAGE}, {}),
+    "i2v-2.2": ("WanImageToVideoPipeline", transformer, {"in_channels": 36}, _TWO),
+    "i2v-5b": ("WanImageToVideoPipeline", transformer, {}, {"expand_timesteps": True}),
+    "vace": ("WanVACEPipeline", vace_transformer, {}, {}),
+    "vace-2.2": ("WanVACEPipeline", vace_transformer, {}, _TWO),
+    "v2v": ("WanVideoToVideoPipeline", transformer, {}, {}),
+    "animate": ("WanAnimatePipeline", animate_transformer, _IMAGE, {}),
+    "chronoedit": ("ChronoEditPipeline", chronoedit_transformer, {"in_channels": 36, **_IMAGE}, {}),
+    "skyreels": ("SkyReelsV2Pipeline", skyreels_transformer, {}, {}),
+    "lucy-edit": ("LucyEditPipeline", transformer, {"in_channels": 32}, {}),
+}
+
+
 def pipeline(kind: str = "t2v") -> Any:
     """A pipeline of `kind`."""
-    build = {
-        "t2v": lambda: diffusers.WanPipeline(**_parts(), transformer=transformer()),
-        "t2v-2.2": lambda: diffusers.WanPipeline(
-            **_parts(), transformer=transformer(), transformer_2=transformer(seed=9), boundary_ratio=0.9
-        ),
-        "t2v-2.2-low-noise-only": lambda: diffusers.WanPipeline(
-            **_parts(), transformer=None, transformer_2=transformer(seed=9), boundary_ratio=1.1
-        ),
-        "t2v-5b": lambda: diffusers.WanPipeline(**_parts(), transformer=transformer(), expand_timesteps=True),
-        "i2v-2.1": lambda: diffusers.WanImageToVideoPipeline(
-            **_parts(),
-            **_image_parts(),
-            transformer=transformer(in_channels=36, image_dim=16, added_kv_proj_dim=24),
-        ),
-        "i2v-2.2": lambda: diffusers.WanImageToVideoPipeline(
-            **_parts(),
-            transformer=transformer(in_channels=36),
-            transformer_2=transformer(seed=9, in_channels=36),
-            boundary_ratio=0.9,
-        ),
-        "i2v-5b": lambda: diffusers.WanImageToVideoPipeline(
-            **_parts(), transformer=transformer(), expand_timesteps=True
-        ),
-        "vace": lambda: diffusers.WanVACEPipeline(**_parts(), transformer=vace_transformer()),
-        "vace-2.2": lambda: diffusers.WanVACEPipeline(
-            **_parts(), transformer=vace_transformer(), transformer_2=vace_transformer(seed=9), boundary_ratio=0.9
-        ),
-        "v2v": lambda: diffusers.WanVideoToVideoPipeline(**_parts(), transformer=transformer()),
-        "animate": lambda: diffusers.WanAnimatePipeline(
-            **_parts(), **_image_parts(), transformer=animate_transformer(added_kv_proj_dim=24)
-        ),
-        "chronoedit": lambda: diffusers.ChronoEditPipeline(
-            **_parts(),
-            **_image_parts(),
-            transformer=chronoedit_transformer(in_channels=36, image_dim=16, added_kv_proj_dim=24),
-        ),
-        "skyreels": lambda: diffusers.SkyReelsV2Pipeline(**_parts(), transformer=skyreels_transformer()),
-        "lucy-edit": lambda: diffusers.LucyEditPipeline(**_parts(), transformer=transformer(in_channels=32)),
-    }
-    pipe = build[kind]()
+    name, build, config, options = _PIPELINES[kind]
+    parts = _parts() | (_image_parts() if "image_dim" in config else {}) | options
+    parts["transformer"] = None if kind.endswith("low-noise-only") else build(**config)
+    if "boundary_ratio" in options:
+        # For the lower noise levels.
+        parts["transformer_2"] = build(seed=9, **config)
+    pipe = getattr(diffusers, name)(**parts)
     pipe.set_progress_bar_config(disable=True)
     return pipe
 

@@ -1,7 +1,6 @@
 """The options of VMonarch attention: one object, checked when it is made, that travels to the kernels whole."""
 
 import dataclasses
-import json
 
 import pytest
 import torch
@@ -10,8 +9,6 @@ from vmonarch import ExactBlocks, LatentGrid, VMonarchOptions, vmonarch_attentio
 from vmonarch.kernels.common.blocks import grid_places
 from vmonarch.kernels.monarch.call import MonarchCall
 from vmonarch.kernels.monarch.op import _decode, _encode
-from vmonarch.options import TwoResolutionOptions
-from vmonarch.plan import method_dict, parse_method
 
 CHANGED = {
     "num_iterations": 3,
@@ -43,16 +40,3 @@ def test_the_operator_loses_no_option():
         options = VMonarchOptions(**CHANGED | {"exact": exact, "row_share": share})
         call = MonarchCall(grid_places(grid, coarse=options.coarse), options, 0.3)
         assert _decode(*_encode(call)) == call
-
-
-def test_json_holds_what_was_changed():
-    options = VMonarchOptions(**CHANGED)
-    found = method_dict(options)
-    assert found == CHANGED | {"exact": {"rows": [1], "columns": [0, 2], "band": 1, "aware": False}}
-    two = TwoResolutionOptions(share=0.2, tile=(1, 2, 2))
-    assert method_dict(two) == {"kind": "two_resolution", "share": 0.2, "tile": [1, 2, 2]}
-    for method in (options, two, VMonarchOptions(), TwoResolutionOptions(), None):
-        assert parse_method("", json.loads(json.dumps(method_dict(method)))) == method
-    assert method_dict(VMonarchOptions()) == {}
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        options.coarse = 1
