@@ -67,13 +67,8 @@ def test_statistics_are_those_of_the_dense_maps():
 def record(tiny, steps):
     """(pipeline, what is recorded of it, its calls)."""
     pipe, recorder = tiny.pipeline("t2v"), Recorder(RECORDED)
-    pipe.set_progress_bar_config(disable=True)
-    arguments = dict(
-        prompt=tiny.PROMPT, height=tiny.HEIGHT, width=tiny.WIDTH, num_frames=tiny.FRAMES, num_inference_steps=steps,
-        guidance_scale=1.0, output_type="latent", generator=torch.Generator().manual_seed(0), max_sequence_length=16,
-    )  # fmt: skip
     with recorded(pipe) as calls:
-        pipe(**arguments)
+        tiny.quickly(pipe, steps)
     recorder.diagnose(pipe, calls)
     return pipe, recorder, calls
 
