@@ -1,10 +1,11 @@
-"""A tiny random Wan pipeline on disk, in the layout of the hub's: what the command line's tests generate with."""
+"""Tiny random pipelines on disk, in the layout of the hub's: what the command line's tests generate with."""
 
 from __future__ import annotations
 
 import json
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,24 +15,21 @@ import torch
 SIZE = ["--height", "32", "--width", "48", "--num-frames", "9", "--steps", "2"]
 
 
-def _model(kind: str) -> Any:
-    """A fixture: the folder of a tiny random pipeline of Wan; not to be changed."""
+@pytest.fixture(scope="session")
+def folders(made_once: Any) -> Callable[[str], Path]:
+    """folders(name): what `tiny_folders.save` writes under this name; not to be changed."""
 
-    @pytest.fixture(scope="session")
-    def folder(made_once: Any) -> Path:
-        import tiny_wan
+    def folder(name: str) -> Path:
+        import tiny_folders
 
-        return made_once(f"wan-{kind}", lambda path: tiny_wan.pipeline(kind).save_pretrained(path))
+        return made_once(f"pipeline-{name}", lambda path: tiny_folders.save(name, path))
 
     return folder
 
 
-tiny_model = _model("t2v")
-tiny_image_model = _model("i2v-2.1")
-# With a second transformer for the lower noise levels, as Wan 2.2 A14B.
-tiny_two_stage_model = _model("t2v-2.2")
-# With a timestep for each token, for text or image, as Wan 2.2 5B.
-tiny_token_timestep_model = _model("t2v-5b")
+@pytest.fixture(scope="session")
+def tiny_model(folders: Callable[[str], Path]) -> Path:
+    return folders("t2v")
 
 
 @pytest.fixture

@@ -166,11 +166,12 @@ def test_devices_that_are_not_there(cli, monkeypatch: pytest.MonkeyPatch) -> Non
     assert_refused(cli("generate", PROMPT, "--device", "cuda:2"), 2, ["--device", "cuda:0 to cuda:1"])
 
 
-def test_image_to_video_without_image(cli, tiny_image_model: Path, files: dict[str, str]) -> None:
-    assert_refused(cli("generate", PROMPT, model=tiny_image_model), 2, ["--image", "needed"])
+def test_image_to_video_without_image(cli, folders, files: dict[str, str]) -> None:
+    model = folders("i2v-2.1")
+    assert_refused(cli("generate", PROMPT, model=model), 2, ["--image", "needed"])
     for image in (files["FILE"], "nowhere.png", "."):
         line = ["generate", PROMPT, "--image", image]
-        assert_refused(cli(*line, model=tiny_image_model), 2, ["--image", "picture file"])
+        assert_refused(cli(*line, model=model), 2, ["--image", "picture file"])
 
 
 def edit_json(path: Path, **changes: object) -> None:

@@ -77,16 +77,17 @@ def test_lora_layers_of_every_form_become_the_weights_computed_by_hand(form, tin
         torch.testing.assert_close(found[name], weight, atol=1e-5, rtol=1e-5, msg=name)
 
 
-def test_each_transformer_gets_its_own_lora_layers(tiny_two_stage_model, tmp_path) -> None:
+def test_each_transformer_gets_its_own_lora_layers(folders, tmp_path) -> None:
+    model = folders("t2v-2.2")
     files = {name: tmp_path / name / "layers.safetensors" for name in ("transformer", "transformer_2")}
     for file in files.values():
         file.parent.mkdir()
-    expected = write_lora("lightx2v", tiny_two_stage_model / "transformer_2", files["transformer_2"])
+    expected = write_lora("lightx2v", model / "transformer_2", files["transformer_2"])
     # A folder stands for its only file.
-    pipe = load(tiny_two_stage_model, lora_2=(f"{files['transformer_2'].parent}:{SCALE}",)).pipe
+    pipe = load(model, lora_2=(f"{files['transformer_2'].parent}:{SCALE}",)).pipe
     for name, weight in pipe.transformer_2.state_dict().items():
         torch.testing.assert_close(weight, expected[name], atol=1e-5, rtol=1e-5, msg=name)
-    first = weights(tiny_two_stage_model / "transformer")
+    first = weights(model / "transformer")
     assert all(weight.equal(first[name]) for name, weight in pipe.transformer.state_dict().items())
 
 

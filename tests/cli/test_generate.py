@@ -56,7 +56,7 @@ def test_every_prompt_gets_every_seed_and_a_record_that_tells_all(cli) -> None:
 OPTIONAL = ("revision", "scheduler", "image", "guidance_2", "true_guidance", "flow_shift")
 
 
-def test_image_to_video(cli, tiny_image_model: Path) -> None:
+def test_image_to_video(cli, folders) -> None:
     from PIL import Image
 
     drawn = np.random.default_rng(0).integers(0, 255, (32, 80, 3), np.uint8)
@@ -66,7 +66,7 @@ def test_image_to_video(cli, tiny_image_model: Path) -> None:
         told = pytest.warns(UserWarning, match="image: 80×32 is crop") if "wide" in name else contextlib.nullcontext()
         words = ["generate", PROMPT, "a blue square", "--batch-size", 2, "--image", name]
         with told:
-            cli.done(*words, model=tiny_image_model)
+            cli.done(*words, model=folders("i2v-2.1"))
     wide, _, centre, _, other, _ = cli.records()
     assert "cropped to 48×32" in wide["model"]["image_changes"] and not centre["model"]["image_changes"]
     assert wide["frames_sha256"] == centre["frames_sha256"] != other["frames_sha256"]
@@ -79,12 +79,12 @@ def test_image_to_video(cli, tiny_image_model: Path) -> None:
     assert code == 2 and "names an image that has changed since" in err
 
 
-def test_one_model_for_text_and_image(cli, tiny_token_timestep_model: Path) -> None:
+def test_one_model_for_text_and_image(cli, folders) -> None:
     from PIL import Image
 
     Image.new("RGB", (48, 32), (200, 30, 30)).save(cli.folder / "first.png")
     for words in ([], ["--image", "first.png"]):
-        cli.done("generate", PROMPT, *words, model=os.path.relpath(tiny_token_timestep_model))
+        cli.done("generate", PROMPT, *words, model=os.path.relpath(folders("t2v-5b")))
     text, image = cli.records()
     assert (text["model"]["pipeline"], image["model"]["pipeline"]) == ("WanPipeline", "WanImageToVideoPipeline")
     assert all(Path(image["config"][name]).is_absolute() for name in ("model", "image"))
@@ -202,11 +202,12 @@ def command(model: Path, folder: Path) -> list[str]:
 
 
 @pytest.mark.deep
-def test_two_processes_make_the_videos_of_one(forks, tiny_two_stage_model, tmp_path, capsys):
-    code, output = forks(tmp_path, SCRIPT, *command(tiny_two_stage_model, tmp_path / "two"), processes=2)
+def test_two_processes_make_the_videos_of_one(forks, folders, tmp_path, capsys):
+    model = folders("t2v-2.2")
+    code, output = forks(tmp_path, SCRIPT, *command(model, tmp_path / "two"), processes=2)
     assert code == 0, output[:3000]
     assert all(f"tokens of a block: [{tokens}]" in output for tokens in (13, 14))
-    assert main(command(tiny_two_stage_model, tmp_path / "one")) == 0
+    assert main(command(model, tmp_path / "one")) == 0
     one, two = (sorted((tmp_path / name).glob("*.mp4")) for name in ("one", "two"))
     assert [path.name for path in one] == [path.name for path in two] and len(one) == 2
     assert not list((tmp_path / "two").glob(".*")) and output.count(".mp4") == 2

@@ -18,7 +18,7 @@ from vmonarch.pipelines.model_folder import find_model
 PROMPT = "a red circle moving right"
 # Settings that are not the defaults, and what the pipeline itself calls them.
 SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "wan": (
+    "t2v": (
         {"guidance": 4.0, "negative_prompt": "blue", "max_sequence_length": 8},
         {"guidance_scale": 4.0, "negative_prompt": ["blue"], "max_sequence_length": 8},
     ),
@@ -39,12 +39,6 @@ SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 FAMILIES = ("hunyuan", "hunyuan15", "ltx", "cogvideox")
 Folders = Callable[[str], Path]
-
-
-@pytest.fixture(scope="session")
-def folders(made_once) -> Folders:
-    """Folder of one of `tiny_folders.FOLDERS`; not to be changed."""
-    return lambda name: made_once(f"pipeline-{name}", lambda path: tiny_folders.save(name, path))
 
 
 def config(folder: Path, name: str, **values: Any) -> GenerateConfig:

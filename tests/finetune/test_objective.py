@@ -15,11 +15,9 @@ class Recorder:
     def __init__(self, answer=0.0):
         self.answer = answer
 
-    def __call__(
-        self, hidden_states, timestep, encoder_hidden_states, encoder_hidden_states_image=None, return_dict=True
-    ):
-        self.given = dict(x=hidden_states, t=timestep, text=encoder_hidden_states, image=encoder_hidden_states_image)
-        return (torch.full_like(hidden_states[:, :16], self.answer),)
+    def __call__(self, **given):
+        self.given = given
+        return (torch.full_like(given["hidden_states"][:, :16], self.answer),)
 
 
 @pytest.mark.parametrize("distribution", ["uniform", "logit_normal"])
@@ -47,8 +45,8 @@ def test_the_target_is_the_velocity():
     model = Recorder(0.5)
     losses = ours.losses(model, draw, latents, text, {})
     s = draw.sigma.view(-1, 1, 1, 1, 1)
-    torch.testing.assert_close(model.given["x"], (1 - s) * latents + s * draw.noise)
-    torch.testing.assert_close(model.given["t"], 1000 * draw.sigma)
+    torch.testing.assert_close(model.given["hidden_states"], (1 - s) * latents + s * draw.noise)
+    torch.testing.assert_close(model.given["timestep"], 1000 * draw.sigma)
     torch.testing.assert_close(losses, (0.5 - draw.noise + latents).square().flatten(1).mean(1))
 
 
@@ -58,8 +56,8 @@ def test_channels_give_the_first_frame_as_the_stock_pipeline_does():
     draw = ours.draw(latents, step=0)
     model = Recorder()
     ours.losses(model, draw, latents, torch.zeros(2, 1, 8), {"first_frame_latent": frame, "clip_feature": clip})
-    x = model.given["x"]
-    assert x.shape[1] == 36 and torch.equal(x[:, 20:], frame) and torch.equal(model.given["image"], clip)
+    x, image = model.given["hidden_states"], model.given["encoder_hidden_states_image"]
+    assert x.shape[1] == 36 and torch.equal(x[:, 20:], frame) and torch.equal(image, clip)
     assert (x[:, 16:20, 0] == 1).all() and (x[:, 16:20, 1:] == 0).all()
     with pytest.raises(KeyError, match="first_frame_latent"):
         ours.losses(model, draw, latents, torch.zeros(2, 1, 8), {})
@@ -72,7 +70,7 @@ def test_tokens_keep_the_first_frame_clean_with_timestep_0_and_without_loss():
     assert 10 < draw.conditioned.sum() < 54
     model = Recorder(0.5)
     losses = ours.losses(model, draw, latents, torch.zeros(64, 1, 1), {})
-    x, t = model.given["x"], model.given["t"]
+    x, t = model.given["hidden_states"], model.given["timestep"]
     assert t.shape == (64, 3 * 2 * 3)
     with_frame = draw.conditioned
     assert torch.equal(x[with_frame][:, :, 0], latents[with_frame][:, :, 0]) and (t[with_frame][:, :6] == 0).all()

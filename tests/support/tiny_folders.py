@@ -69,9 +69,9 @@ def _cogvideox15() -> dict[str, Any]:
     return _one_encoder(8)() | {"transformer": model}
 
 
-# Name of a pipeline in `tiny_pipelines` (or `tiny_wan`), parts to put in, grid of a video of `size`.
+# Name of a pipeline in `tiny_pipelines` or `tiny_wan`, parts to put in, grid of a video of `size`.
 FOLDERS: dict[str, tuple[str, Callable[[], dict[str, Any]], tuple[int, int, int]]] = {
-    "wan": ("t2v", dict, (3, 2, 3)),
+    "t2v": ("t2v", dict, (3, 2, 3)),
     "hunyuan": ("hunyuan", _hunyuan_text, (3, 2, 3)),
     "hunyuan15": ("hunyuan15", _hunyuan15_text, (3, 2, 3)),
     "ltx": ("ltx", _one_encoder(16), (3, 2, 3)),
@@ -87,9 +87,12 @@ def size(name: str) -> dict[str, int]:
 
 
 def save(name: str, folder: Path) -> None:
-    """Write one of `FOLDERS`."""
+    """Write one of `FOLDERS`, or one of `tiny_wan.KINDS`."""
+    if name in tiny_wan.KINDS:
+        tiny_wan.pipeline(name).save_pretrained(folder)
+        return
     stock, parts, _ = FOLDERS[name]
-    pipe = tiny_wan.pipeline(stock) if name == "wan" else pipeline(stock)[0]
+    pipe, _ = pipeline(stock)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         found = parts()
