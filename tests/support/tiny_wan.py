@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,7 @@ HEIGHT, WIDTH, FRAMES = 32, 48, 9
 GRID = (3, 2, 3)  # of the size above: 3 latent frames of 4 × 6 latents, cut into patches of 2 × 2
 PROMPT, NEGATIVE = "a red circle moves right", "blurry"
 
-_TRANSFORMER = {
+_TRANSFORMER: dict[str, Any] = {
     "patch_size": (1, 2, 2),
     "num_attention_heads": 2,
     "attention_head_dim": 12,
@@ -53,7 +54,7 @@ _TRANSFORMER = {
 }
 
 
-def _seeded(model_class: Any, seed: int, **config: Any) -> Any:
+def _seeded(model_class: Any, seed: int = 0, **config: Any) -> Any:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = model_class(**config).eval()
@@ -64,38 +65,25 @@ def _seeded(model_class: Any, seed: int, **config: Any) -> Any:
     return model
 
 
-def transformer(seed: int = 0, **overrides: Any) -> WanTransformer3DModel:
-    return _seeded(WanTransformer3DModel, seed, **_TRANSFORMER | overrides)
-
-
-def vace_transformer(seed: int = 0, **overrides: Any) -> WanVACETransformer3DModel:
-    config = {"vace_layers": [0, 2], "vace_in_channels": 96, "num_layers": 3}
-    return _seeded(WanVACETransformer3DModel, seed, **_TRANSFORMER | config | overrides)
-
-
-def chronoedit_transformer(**overrides: Any) -> ChronoEditTransformer3DModel:
-    return _seeded(ChronoEditTransformer3DModel, 0, **_TRANSFORMER | overrides)
-
-
-def skyreels_transformer() -> SkyReelsV2Transformer3DModel:
-    return _seeded(SkyReelsV2Transformer3DModel, 0, **_TRANSFORMER)
-
-
-def animate_transformer(**overrides: Any) -> WanAnimateTransformer3DModel:
-    config = {
-        "in_channels": 36,
-        "latent_channels": 16,
-        "image_dim": 16,
-        "motion_encoder_channel_sizes": {"4": 8, "8": 8, "16": 8},
-        "motion_encoder_size": 16,
-        "motion_style_dim": 8,
-        "motion_dim": 4,
-        "motion_encoder_dim": 16,
-        "face_encoder_hidden_dim": 16,
-        "face_encoder_num_heads": 2,
-        "inject_face_latents_blocks": 2,
-    }
-    return _seeded(WanAnimateTransformer3DModel, 0, **_TRANSFORMER | config | overrides)
+transformer = partial(_seeded, WanTransformer3DModel, **_TRANSFORMER)
+chronoedit_transformer = partial(_seeded, ChronoEditTransformer3DModel, **_TRANSFORMER)
+skyreels_transformer = partial(_seeded, SkyReelsV2Transformer3DModel, **_TRANSFORMER)
+_VACE = {"vace_layers": [0, 2], "vace_in_channels": 96, "num_layers": 3}
+vace_transformer = partial(_seeded, WanVACETransformer3DModel, **_TRANSFORMER | _VACE)
+_ANIMATE = {
+    "in_channels": 36,
+    "latent_channels": 16,
+    "image_dim": 16,
+    "motion_encoder_channel_sizes": {"4": 8, "8": 8, "16": 8},
+    "motion_encoder_size": 16,
+    "motion_style_dim": 8,
+    "motion_dim": 4,
+    "motion_encoder_dim": 16,
+    "face_encoder_hidden_dim": 16,
+    "face_encoder_num_heads": 2,
+    "inject_face_latents_blocks": 2,
+}
+animate_transformer = partial(_seeded, WanAnimateTransformer3DModel, **_TRANSFORMER | _ANIMATE)
 
 
 def inputs(
