@@ -162,11 +162,8 @@ class TokenSplit:
         return Exchange.apply(self.group, 1, self.tokens, 2, sizes, x)[0]
 
     def whole_mask(self, key_mask: torch.Tensor) -> torch.Tensor:
-        """Which keys of the sequence may be attended, of a mask of this rank's: boolean [B, s] -> [B, S]."""
-        ranks = len(self.tokens)
-        copies = key_mask.unsqueeze(0).expand(ranks, *key_mask.shape)
-        (gathered,) = Exchange.apply(self.group, 0, (1,) * ranks, 2, self.tokens, copies)
-        return gathered.squeeze(0)
+        """Which keys of the sequence may be attended: boolean [B, S]; no model with such a split has a mask."""
+        raise NotImplementedError("a mask of keys is not supported under context parallelism with this model")
 
 
 @dataclass(frozen=True)
@@ -196,6 +193,7 @@ class VideoSplit(TokenSplit):
         return split.gather_heads(torch.cat(parts, 1), heads)
 
     def whole_mask(self, key_mask: torch.Tensor) -> torch.Tensor:
+        # Those of the video may.
         video = key_mask.new_ones(len(key_mask), self.all_tokens)
         return self.sequence.joined(video, self.sequence.beside(key_mask))
 

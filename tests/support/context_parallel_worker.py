@@ -27,7 +27,6 @@ from vmonarch import VMonarchProcessor as VMonarch
 from vmonarch.base import FullAttentionProcessor
 from vmonarch.bias import SpatioTemporalDecay
 from vmonarch.families import FAMILIES as RECORDS
-from vmonarch.families import known_family
 from vmonarch.hooks import record_of
 
 RANKS = 2
@@ -92,12 +91,10 @@ def table(heads, tokens):
 
 
 PROCESSORS = {
-    "vmonarch": lambda heads: VMonarch(),
     "vmonarch-exact-blocks": lambda heads: VMonarch(exact=ExactBlocks(columns=(0,), band=0), coarse=2),
     "vmonarch-bias": lambda heads: VMonarch(bias=decay_of(heads)),
     "flash-bias": lambda heads: FlashBiasProcessor(decay_of(heads)),
     "based": lambda heads: BasedProcessor(feature_dim=4, decay=True),
-    "based-mixed": lambda heads: BasedProcessor(layers=["linear", "both", "window"], feature_dim=4),
     "plan": lambda heads: VMonarch(plan=plan_of(heads)),
     "full": lambda heads: FullAttentionProcessor(),
 }
@@ -114,11 +111,11 @@ def jitter(model):
 # Models with a processor and their inputs, by functions of `tiny_wan`.
 
 
-def wan(processor=None, heads=2, grid=(5, 2, 3), layers=2):
+def wan(processor=None, heads=2, grid=(5, 2, 3)):
     """One of tiny Wan models; processors are given as such, or by their names."""
 
     def build(tiny):
-        model = tiny.transformer(num_attention_heads=heads, num_layers=layers)
+        model = tiny.transformer(num_attention_heads=heads)
         vmonarch.apply(model, PROCESSORS[processor](heads) if isinstance(processor, str) else processor or VMonarch())
         jitter(model)
         return model, tiny.inputs(grid, batch=2)
@@ -134,6 +131,17 @@ def family(name, processor=None, grid=GRID, **config):
         model = case.make(**config)
         vmonarch.apply(model, processor or VMonarch())
         return model, case.call(grid)
+
+    return build
+
+
+def cached(config):
+    """A Wan model with a cache of diffusers."""
+
+    def build(tiny):
+        model, inputs = wan()(tiny)
+        model.enable_cache(config)
+        return model, inputs
 
     return build
 
@@ -158,32 +166,26 @@ def forward(build, compiled=False, **parallel):
     return case
 
 
-def train(ranks, model, *calls):
-    """The outputs, and gradients of all parameters and of biases, summed over ranks."""
-    outputs = [first(model(**inputs)) for inputs in calls]
-    sum((out * out.detach().cos()).sum() for out in outputs).backward()
+def train(ranks, model, inputs):
+    """The output, and gradients of all parameters and of biases, summed over ranks."""
+    out = first(model(**inputs))
+    (out * out.detach().cos()).sum().backward()
     bias = getattr(record_of(model).processor, "bias", None)
     parameters = [*model.named_parameters(), *(bias.named_parameters("bias") if bias is not None else ())]
     # A rank may have no part in a parameter.
-    return {f"out {n}": out.detach() for n, out in enumerate(outputs)} | {
+    return {"out": out.detach()} | {
         name: ranks.total(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad)
         for name, parameter in parameters
     }
 
 
-def gradients(build, autocast=False, checkpointed=False, **parallel):
+def gradients(build, checkpointed=False, **parallel):
     def case(tiny, ranks):
-        model, *calls = build(tiny)
+        model, inputs = build(tiny)
         ranks.enable(model, **parallel)
         if checkpointed:
             model.train().enable_gradient_checkpointing()
-        if autocast:
-            # As on CUDA, where autocast computes norms in float32.
-            for _, attn in known_family(model).layers(model):
-                for norm in (attn.norm_q, attn.norm_k):
-                    norm.register_forward_hook(lambda module, inputs, output: output.float())
-        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-            found = train(ranks, model, *calls)
+        found = train(ranks, model, inputs)
         # What moves all logits of a query alike has a gradient that is nothing but rounding.
         least = 1e-6 * max(grad.abs().max() for grad in found.values())
         return {name: grad for name, grad in found.items() if grad.abs().max() > least}
@@ -191,34 +193,22 @@ def gradients(build, autocast=False, checkpointed=False, **parallel):
     return case
 
 
-def two_grids(tiny):
-    """Of as many tokens: when blocks are computed again in backward, the transformer has seen the other one."""
-    model, _ = wan()(tiny)
-    return model, *(tiny.inputs(grid) for grid in ((3, 2, 4), (4, 2, 3)))
+def applied_in_parallel(processor):
+    """apply after enable_parallelism; a copy, and restore."""
 
-
-def orders(tiny, ranks):
-    """apply before and after enable_parallelism, twice; a copy and restore in each case."""
-    found, inputs = {}, tiny.inputs((5, 2, 3))
-    apply = lambda model: vmonarch.apply(model, VMonarch())
-    ways = {
-        "apply-enable": [apply, ranks.enable],
-        "enable-apply": [ranks.enable, apply],
-        "apply-enable-apply": [apply, ranks.enable, apply],
-        "based": [ranks.enable, lambda model: vmonarch.apply(model, BasedProcessor(feature_dim=4))],
-    }
-    for name, steps in ways.items():
-        model = tiny.transformer()
-        for step in steps:
-            step(model)
-        found[name] = run(model, inputs)
-        found[f"{name}, copied"] = run(copy.deepcopy(model), inputs)
+    def case(tiny, ranks):
+        model, inputs = tiny.transformer(), tiny.inputs((5, 2, 3))
+        ranks.enable(model)
+        vmonarch.apply(model, processor)
+        jitter(model)
+        found = {"applied": run(model, inputs), "copied": run(copy.deepcopy(model), inputs)}
         vmonarch.restore(model)
-        found[f"{name}, restored"] = run(model, inputs)
-    return found
+        return found | {"restored": run(model, inputs)}
+
+    return case
 
 
-def pipeline(kind, processor, cache=None, heads=2, anything=False, report=False, **call):
+def pipeline(kind, processor, heads=2, anything=False, report=False, **call):
     """A whole pipeline: its scheduler tells the steps, its cross-attention is with text and image."""
 
     def case(tiny, ranks):
@@ -226,8 +216,6 @@ def pipeline(kind, processor, cache=None, heads=2, anything=False, report=False,
         if heads != 2:
             pipe.transformer = tiny.transformer(num_attention_heads=heads)
         vmonarch.apply(pipe, processor)
-        if cache is not None:
-            pipe.transformer.enable_cache(cache)
         ranks.enable(pipe.transformer, ulysses_anything=anything)
         found = {"out": tiny.generate(pipe, **{"steps": 3, "guidance": 3.0} | call)}
         if report:
@@ -255,39 +243,8 @@ def joint_pipeline(name, **options):
     return case
 
 
-def adapter(tiny, ranks):
-    """What an adapter holds, loaded where parallelism is enabled already."""
-    model = tiny.transformer(num_attention_heads=3)
-    ranks.enable(model)
-    vmonarch.load_adapter(model, Path(os.environ["ADAPTER"]))
-    return {"out": tiny.run(model, (5, 2, 3))}
-
-
-def masked(tiny, ranks):
-    """A mask of a sequence of which every rank has a part, as it has of the mask."""
-    model, inputs = family("minimax-h3")(tiny)
-    ranks.enable(model)
-    mask = torch.ones(1, 1, 1, len(inputs["token_tags"]), dtype=torch.bool)
-    mask[..., :3] = False
-
-    def with_a_mask(module, args):
-        tokens, rotary, _ = args
-        parts = mask.split(tokens.shape[1], -1)
-        return tokens, rotary, parts[dist.get_rank() if ranks.parallel else 0]
-
-    for _, attn in known_family(model).layers(model):
-        attn.register_forward_pre_hook(with_a_mask)
-    out = run(model, inputs)
-    mask[...] = True
-    assert not torch.allclose(run(model, inputs), out)
-    return {"out": out}
-
-
-# Heads, grid and options: one head and 15 tokens on each rank, not at a frame's end; two and one, and 23 and 22 tokens.
-SPLITS = {
-    "even": (2, (5, 2, 3), {}),
-    "uneven": (3, (5, 3, 3), {"ulysses_anything": True}),
-}
+# Two and one heads, and 23 and 22 tokens.
+UNEVEN = {"heads": 3, "grid": (5, 3, 3)}
 # 105 tokens: 53 and 52.
 ODD = (5, 7, 3)
 # With a single frame, whose tokens are all a condition of HunyuanVideo's image-to-video model.
@@ -298,27 +255,20 @@ SUPPORTED = [name for name, case in FAMILIES.items() if RECORDS[case.model].spre
 REFRESHED = {*SUPPORTED, "skyreels", "ltx-condition", "cosmos-transfer"} & set(tiny_pipelines.PIPELINES)
 # Of a plan the second layer is the model's own.
 THREE_HEADS = {
-    "plain": VMonarch(),
     "plan": VMonarch(plan=AttentionPlan(METHODS, {"transformer": [["full", "t1", "own"], ["full"] * 3]})),
     "two-resolution": TwoResolutionProcessor(share=0.2),
     "flash-bias": FlashBiasProcessor(SpatioTemporalDecay(3)),
-    "full": FullAttentionProcessor(),
     "dense-layers": VMonarch(dense_layers=1),
 }
-MAG_CACHE = MagCacheConfig(num_inference_steps=4, mag_ratios=[1.0] * 4, max_skip_steps=1)
 SAME = {
     **{
-        f"{processor}-{split}": gradients(wan(processor, heads, grid, 2 + ("mixed" in processor)), **options)
-        for processor in PROCESSORS for split, (heads, grid, options) in SPLITS.items()
+        f"{processor}-uneven": gradients(wan(processor, **UNEVEN), ulysses_anything=True) for processor in PROCESSORS
     },
-    "orders": orders,
+    "applied-in-parallel": applied_in_parallel(VMonarch()),
+    "based-in-parallel": applied_in_parallel(BasedProcessor(feature_dim=4)),
     "dense-layers": gradients(wan(VMonarch(dense_layers=1))),
     "dense-steps": pipeline("t2v", VMonarch(dense_steps=(0, 2))),
     "bias-of-tensors": pipeline("t2v", FlashBiasProcessor(table(2, 18))),
-    # Two steps refresh, two use residuals, in a pipeline whose guidance has two branches.
-    "refresh": pipeline("t2v", VMonarch(refresh=(0, 2)), steps=4, guidance=5.0, anything=True),
-    "refresh-uneven-heads": pipeline(
-        "t2v", VMonarch(refresh=(0, 2), bias=decay_of(3)), heads=3, steps=4, guidance=5.0, anything=True),
     # Ranks measure the error of their own heads, and decide alike what is exact and what is predicted.
     "refresh-tolerance": pipeline(
         "t2v", VMonarch(refresh=Refresh(tolerance=0.2, cache=0.9)), heads=3, steps=10, guidance=5.0, anything=True,
@@ -326,13 +276,10 @@ SAME = {
     "image": pipeline("i2v-2.1", VMonarch()),
     "chronoedit": pipeline("chronoedit", VMonarch()),
     "timestep-per-token": pipeline("t2v-5b", VMonarch()),
-    "cache": pipeline("t2v", VMonarch(dense_steps=1), MAG_CACHE, steps=4),
-    "checkpointed": gradients(two_grids, checkpointed=True),
-    "autocast": gradients(wan("vmonarch", 3), autocast=True),
-    "autocast-full": gradients(wan("full", 3), autocast=True),
+    "cache": forward(cached(MagCacheConfig(num_inference_steps=4, mag_ratios=[1.0] * 4))),
     "compiled": forward(wan(), compiled=True),
-    "adapter": adapter,
-    **{f"joint-{name}": forward(family(name)) for name in SUPPORTED},
+    **{f"joint-{name}": forward(family(name)) for name in FORWARD_ONLY},
+    **{f"joint-{name}": gradients(family(name)) for name in SUPPORTED if name not in FORWARD_ONLY},
     **{
         f"joint-odd-tokens-{name}": forward(family(name, grid=ODD), ulysses_anything=True)
         for name in ("hunyuan-i2v", "mochi", "ltx")
@@ -343,12 +290,10 @@ SAME = {
         for name, ours in THREE_HEADS.items()
     },
     "joint-dense-layers-unseen-mask": forward(family("hunyuan15", VMonarch(dense_layers=1))),
-    **{f"joint-gradients-{name}": gradients(family(name)) for name in SUPPORTED if name not in FORWARD_ONLY},
     "joint-gradients-three-heads": gradients(family("hunyuan-i2v", num_attention_heads=3)),
     "joint-gradients-checkpointed": gradients(family("hunyuan-i2v"), checkpointed=True),
     "joint-dense-steps": joint_pipeline("hunyuan", dense_steps=(0, 2)),
     **{f"joint-refresh-{name}": joint_pipeline(name, dense_steps=1, refresh=(1, 3)) for name in sorted(REFRESHED)},
-    "joint-masked": masked,
     "joint-compiled": forward(family("hunyuan"), compiled=True),
 }  # fmt: skip
 
@@ -395,10 +340,6 @@ def errors(tiny, ranks):
 # What is refused: when a model is made, or when it runs.
 
 
-def enabled(build, **parallel):
-    return lambda tiny, ranks: ranks.enable(build(tiny)[0], **parallel)
-
-
 def enabled_before(make, processor=None, **parallel):
     def act(tiny, ranks):
         model = make(tiny)
@@ -410,23 +351,6 @@ def enabled_before(make, processor=None, **parallel):
             raise
 
     return act
-
-
-def first_block_cache(tiny, ranks):
-    model = tiny.applied_transformer()
-    model.enable_cache(FirstBlockCacheConfig(threshold=0.1))
-    ranks.enable(model)
-    tiny.run(model, (5, 2, 3))
-
-
-def compiled_whole(tiny, ranks):
-    model, inputs = wan()(tiny)
-    ranks.enable(model)
-    # diffusers' hooks read signatures in their first call, which cannot be compiled.
-    run(model, inputs)
-    torch._dynamo.reset()
-    model.compile_repeated_blocks(backend="eager", fullgraph=True)
-    run(model, inputs)
 
 
 def with_a_plan(tiny, ranks):
@@ -447,20 +371,14 @@ REFUSED = {
     "dense-layers-of-odd-heads": (
         enabled_before(lambda tiny: tiny.transformer(num_attention_heads=3), VMonarch(dense_layers=1)),
         "ValueError: dense_layers keeps the model's own attention, which shares heads evenly"),
-    "odd-tokens": (
-        forward(wan(grid=(5, 3, 3))),
-        "AssertionError: Tensor size along dimension to be sharded must be divisible by mesh size"),
     "bias-of-other-heads": (
         forward(wan(FlashBiasProcessor(table(2, 30)), heads=4)), "ValueError: bias has 2 heads, but attention has 4"),
-    "other-grid": (
-        forward(wan(VMonarch(grid=(5, 1, 3)))),
-        "ValueError: grid=(5, 1, 3), but the transformer was given the grid (5, 2, 3)"),
     "first-block-cache": (
-        first_block_cache, "NotImplementedError: First Block Cache is not supported under context parallelism"),
-    "compiled-whole": (compiled_whole, "attention under context parallelism exchanges tokens between processes"),
+        forward(cached(FirstBlockCacheConfig(threshold=0.1))),
+        "NotImplementedError: First Block Cache is not supported under context parallelism"),
     **{
         f"joint-{name}": (
-            enabled(family(name)), f"NotImplementedError: context parallelism is not supported with {case.model}")
+            forward(family(name)), f"NotImplementedError: context parallelism is not supported with {case.model}")
         for name, case in FAMILIES.items() if name not in SUPPORTED
     },
     "joint-enabled-before": (
@@ -468,7 +386,7 @@ REFUSED = {
         "ValueError: enable_parallelism has spread the tokens of a LTXVideoTransformer3DModel in another way"),
     "joint-plan": (with_a_plan, "ValueError: cp_plan must be left alone"),
     "joint-odd-heads-of-text": (
-        enabled(family("minimax-h3", num_attention_heads=3)),
+        forward(family("minimax-h3", num_attention_heads=3)),
         "ValueError: attention beside the video's to itself stays the model's own, which shares heads evenly: its 3 do"
         " not divide"),
     **{
