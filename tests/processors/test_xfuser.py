@@ -10,8 +10,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 import xfuser_worker as worker
+from op_checks import refuses
 
-from vmonarch import LatentGrid, engines
+from vmonarch import BasedProcessor, LatentGrid, VMonarchProcessor, engines
+from vmonarch.xfuser import register
 
 needs_xfuser = pytest.mark.skipif(
     importlib.util.find_spec("xfuser") is None, reason="needs xfuser: pip install 'xfuser>=0.7,<0.8'"
@@ -61,7 +63,7 @@ def test_ranks_compute_what_one_process_computes(tiny, results, device, name):
     size = expected.norm()
     assert 0 < size < torch.inf
     # In bfloat16, products of other shapes round differently; and in int8, numbers between two integers.
-    tolerance = max(TOLERANCE["cuda" if name == "autocast" else device], 1e-4 if "refresh" in name else 0)
+    tolerance = max(TOLERANCE[device], 1e-4 if "refresh" in name else 0)
     for rank in results(device):
         assert not isinstance(rank[name], str), rank[name]
         assert rank[name].shape == expected.shape
@@ -74,6 +76,14 @@ def test_ranks_compute_what_one_process_computes(tiny, results, device, name):
 def test_what_is_not_supported_is_refused_on_every_rank(results, device, name):
     for rank in results(device):
         assert worker.REFUSED[name][1] in rank[name]
+
+
+test_what_is_told_neither_layer_nor_step_is_refused = refuses({
+    "dense-steps": (
+        lambda: register(VMonarchProcessor(dense_steps=2)), ValueError, "dense_steps must be 0 .*hybrid schedule"),
+    "plan": (lambda: register(VMonarchProcessor(plan=worker.parts.plan_of(2))), ValueError, "plan must be None"),
+    "based": (lambda: register(BasedProcessor()), TypeError, "processor must be a VMonarchProcessor or FlashBiasPro"),
+})  # fmt: skip
 
 
 def test_why_xfuser_cannot_be_imported():

@@ -20,7 +20,7 @@ import context_parallel_worker as parts
 import torch
 
 import vmonarch
-from vmonarch import BasedProcessor, VMonarchProcessor
+from vmonarch import VMonarchProcessor
 
 RANKS = 2
 # 15 tokens on each rank, none of them at a frame's end; of 45, xfuser pads the second rank's 22 to 23.
@@ -29,16 +29,6 @@ EVEN, PADDED = (5, 2, 3), (5, 3, 3)
 
 def dtype_on(device):
     return torch.float32 if device == "cpu" else torch.bfloat16
-
-
-def convert(model, **options):
-    """A transformer of xfuser with the configuration and weights of one of diffusers."""
-    from xfuser.model_executor.models.transformers.transformer_wan import xFuserWanTransformer3DWrapper
-
-    config = {name: value for name, value in model.config.items() if not name.startswith("_")}
-    twin = xFuserWanTransformer3DWrapper(**config, **{"attention_kwargs": {}} | options).eval()
-    twin.load_state_dict(model.state_dict())
-    return twin
 
 
 def place(model, ranks):
@@ -52,16 +42,11 @@ def build(tiny, **options):
 class Alone:
     """One process with all tokens, and diffusers' transformers."""
 
-    implementation = "auto"
-
     def __init__(self, device):
         self.device, self.dtype = device, dtype_on(device)
 
     def convert(self, model, **options):
         return model
-
-    def transformer(self, model, **options):
-        return place(model, self)
 
     def choose(self, model, processor, name):
         """Self-attention by `processor`, as a backend of xfuser with this name."""
@@ -70,14 +55,9 @@ class Alone:
     def backend(self, name):
         pass
 
-    def spread(self, **degrees):
-        pass
-
 
 class Rank:
     """One of two."""
-
-    implementation = "triton"
 
     def __init__(self, device, rank, folder):
         from xfuser.core import distributed
@@ -115,10 +95,13 @@ class Rank:
         self.state = distributed.get_runtime_state()
 
     def convert(self, model, **options):
-        return convert(model, **options)
+        """A transformer of xfuser with the configuration and weights of one of diffusers."""
+        from xfuser.model_executor.models.transformers.transformer_wan import xFuserWanTransformer3DWrapper
 
-    def transformer(self, model, **options):
-        return place(convert(model, **options), self)
+        config = {name: value for name, value in model.config.items() if not name.startswith("_")}
+        twin = xFuserWanTransformer3DWrapper(**config, **{"attention_kwargs": {}} | options).eval()
+        twin.load_state_dict(model.state_dict())
+        return twin
 
     def choose(self, model, processor, name):
         vmonarch.xfuser.register(processor, name)
@@ -140,21 +123,11 @@ def output(tiny, ranks, model, grid=EVEN):
     return run(ranks, model, tiny.inputs(grid, batch=2))
 
 
-# Two heads, one for each rank.
-BACKENDS = {
-    "default": lambda ranks: VMonarchProcessor(),
-    "triton": lambda ranks: VMonarchProcessor(implementation=ranks.implementation),
-    "bias": lambda ranks: VMonarchProcessor(bias=parts.decay_of(2)),
-}
-
-
-def backend(processor):
-    def case(tiny, ranks):
-        model = ranks.transformer(build(tiny))
-        ranks.choose(model, BACKENDS[processor](ranks), processor)
-        return output(tiny, ranks, model, PADDED)
-
-    return case
+def backend(tiny, ranks):
+    """Two heads, one for each rank."""
+    model = place(ranks.convert(build(tiny)), ranks)
+    ranks.choose(model, VMonarchProcessor(bias=parts.decay_of(2)), "vmonarch")
+    return output(tiny, ranks, model, PADDED)
 
 
 def applied(processor):
@@ -173,7 +146,7 @@ def applied(processor):
 def pipeline(tiny, ranks):
     """A whole pipeline, whose scheduler tells the dense steps, with a dense layer; and without ours again."""
     pipe = tiny.pipeline("t2v")
-    pipe.transformer = ranks.transformer(build(tiny))
+    pipe.transformer = ranks.convert(build(tiny))
     place(pipe, ranks)
     ranks.backend("SDPA")
     with vmonarch.apply(pipe, VMonarchProcessor(dense_steps=(0, 2), dense_layers=1)):
@@ -193,7 +166,7 @@ def pipeline(tiny, ranks):
 def refreshed(tiny, ranks):
     """Two steps refresh, two use residuals; the ranks have 2 and 1 heads, 5 and 4 tokens, and one of padding."""
     pipe = tiny.pipeline("t2v")
-    pipe.transformer = ranks.transformer(build(tiny, num_attention_heads=3))
+    pipe.transformer = ranks.convert(build(tiny, num_attention_heads=3))
     place(pipe, ranks)
     ranks.backend("SDPA")
     vmonarch.apply(pipe, VMonarchProcessor(refresh=(0, 2)))
@@ -220,7 +193,7 @@ def runner(tiny, ranks):
 
     class TinyModel(xFuserWan21T2VModel):
         def _load_model(self):
-            pipe.transformer = ranks.transformer(pipe.transformer)
+            pipe.transformer = place(ranks.convert(pipe.transformer), ranks)
             if ranks.device == "cpu":
                 pipe.to = lambda device: pipe
             return pipe
@@ -253,8 +226,8 @@ def runner(tiny, ranks):
 
 
 SAME = {
-    **{f"backend-{processor}": backend(processor) for processor in BACKENDS},
-    **{f"applied-{processor}": applied(processor) for processor in ("vmonarch", "flash-bias", "based", "plan")},
+    "backend": backend,
+    **{f"applied-{processor}": applied(processor) for processor in ("flash-bias", "based")},
     "applied-pipeline": pipeline,
     "applied-refresh": refreshed,
     "runner": runner,
@@ -263,7 +236,7 @@ SAME = {
 
 def run_backend(grid=None, **options):
     def act(tiny, ranks):
-        model = ranks.transformer(build(tiny), **options)
+        model = place(ranks.convert(build(tiny), **options), ranks)
         ranks.choose(model, VMonarchProcessor(grid=grid), "vmonarch")
         output(tiny, ranks, model)
 
@@ -278,10 +251,6 @@ def ring(tiny, ranks):
         ranks.spread(ulysses=RANKS)
 
 
-def register(*arguments):
-    return lambda tiny, ranks: vmonarch.xfuser.register(*(argument() for argument in arguments))
-
-
 # name -> (what is tried, its error)
 REFUSED = {
     "ring": (ring, "NotImplementedError: ring_degree=2 is not supported"),
@@ -291,17 +260,8 @@ REFUSED = {
     "other-grid": (
         run_backend(grid=(5, 3, 2)),
         "ValueError: grid=(5, 3, 2), but xfuser's transformer was given the grid (5, 2, 3)"),
-    "dense-steps": (
-        register(lambda: VMonarchProcessor(dense_steps=2)),
-        "ValueError: dense_steps must be 0 in a backend of xfuser, whose hybrid schedule"),
-    "plan": (
-        register(lambda: VMonarchProcessor(plan=parts.plan_of(2))),
-        "ValueError: plan must be None in a backend of xfuser"),
-    "based": (
-        register(lambda: BasedProcessor()),
-        "TypeError: processor must be a VMonarchProcessor or FlashBiasProcessor, got BasedProcessor"),
     "name-of-theirs": (
-        register(VMonarchProcessor, lambda: "sdpa"),
+        lambda tiny, ranks: vmonarch.xfuser.register(VMonarchProcessor(), "sdpa"),
         "ValueError: name must not be that of another member of AttentionBackendType, got 'SDPA'"),
 }  # fmt: skip
 
@@ -341,9 +301,7 @@ if __name__ == "__main__":
     kind, output_folder, *words = sys.argv[1:]
     import_xfuser(kind)
     import tiny_wan
-    from interpreter import faster
 
     import vmonarch.xfuser
 
-    with faster():
-        main(kind, output_folder, words)
+    main(kind, output_folder, words)
