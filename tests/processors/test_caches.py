@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import tiny_pipelines
 import torch
@@ -18,7 +16,6 @@ from diffusers import (
 
 import vmonarch
 from vmonarch import Refresh, VMonarchProcessor
-from vmonarch.attend import Residual
 from vmonarch.call import running
 
 STEPS = 6
@@ -100,22 +97,17 @@ def test_a_cache_skips_some_of_what_vmonarch_computes(tiny, name, applied):
 
 
 @by_cache
-def test_a_refresh_that_a_cache_skips_is_made_up_for(tiny, monkeypatch, name):
+def test_a_refresh_that_a_cache_skips_is_made_up_for(tiny, used, name):
     config, skipped = CACHES[name]
     pipe, calls = three_layers(tiny), 1 if name == "pyramid" else 2
     pipe.transformer.enable_cache(config(pipe))
     vmonarch.apply(pipe, VMonarchProcessor(refresh=[0, skipped]))
+    # What the last layer's attention is in the calls that compute it.
     computed, _ = watch(pipe.transformer)
-    exact, attend = [], Residual.__call__
-
-    def note(element, *inputs):
-        # Of the last layer.
-        seen = exact if element.layer == 2 else []
-        noted = lambda *inputs: seen.append(len(computed) - 1) or element.exact(*inputs)
-        return attend(replace(element, exact=noted), *inputs)
-
-    monkeypatch.setattr(Residual, "__call__", note)
     generate(tiny, pipe, name)
+    own = [residual is None for (layer, *_), residual in used if layer == 2]
+    places = [call for call, done in enumerate(computed) if done]
+    exact = [call for call, is_exact in zip(places, own, strict=True) if is_exact]
     assert not computed[calls * skipped] and sum(computed) > len(exact), "a refresh is skipped, residuals are used"
     assert exact == [calls * step + call for step in (0, skipped + 1) for call in range(calls)]
 
@@ -133,20 +125,10 @@ def test_no_step_is_predicted_beside_a_cache(tiny, name):
     assert vmonarch.report(pipe).predicted
 
 
-def test_faster_cache_leaves_half_of_a_batch_out_which_has_residuals_of_its_own(monkeypatch):
+def test_faster_cache_leaves_half_of_a_batch_out_which_has_residuals_of_its_own(used):
     # Whose guidance has both predictions in one batch.
     pipe, call = tiny_pipelines.pipeline("cogvideox")
     vmonarch.apply(pipe, VMonarchProcessor(refresh=[0, 4]))
-    exact, attend = [], Residual.__call__
-
-    def note(element, query, *others):
-        seen = []
-        noted = lambda *inputs: seen.append(len(query)) or element.exact(*inputs)
-        found = attend(replace(element, exact=noted), query, *others)
-        exact.extend([(len(query), bool(seen))] if element.layer == 0 else [])
-        return found
-
-    monkeypatch.setattr(Residual, "__call__", note)
     config = FasterCacheConfig(
         spatial_attention_block_skip_range=1,
         unconditional_batch_skip_range=3,
@@ -156,4 +138,5 @@ def test_faster_cache_leaves_half_of_a_batch_out_which_has_residuals_of_its_own(
     )
     pipe.transformer.enable_cache(config)
     tiny_pipelines.sample(pipe, call | {"num_inference_steps": 7})
+    exact = [(samples, residual is None) for (layer, samples, _), residual in used if layer == 0]
     assert exact == [(2, True), (1, True), (1, False), (2, False), (1, True), (1, False), (2, True)]

@@ -18,10 +18,10 @@ from diffusers import FlowMatchEulerDiscreteScheduler
 from op_checks import in_interpreter
 
 import vmonarch
-from vmonarch import LatentGrid, Refresh, VMonarchOptions, VMonarchProcessor, attend, own, residuals
+from vmonarch import LatentGrid, Refresh, VMonarchOptions, VMonarchProcessor, attend, residuals
 from vmonarch.eval.bench.e2e import transformers_by_step
 from vmonarch.flops import full_flops, vmonarch_flops
-from vmonarch.kernels.residual.api import add_residual, attention_residual, residual_bytes
+from vmonarch.kernels.residual.api import add_residual, residual_bytes
 from vmonarch.refresh import Schedule, spaced_steps
 from vmonarch.residuals import Branch
 
@@ -35,67 +35,46 @@ def test_refreshes_are_spaced_at_growing_intervals(count, steps, expected):
     assert spaced_steps(count, steps) == expected
 
 
-class ByHand(VMonarchProcessor):
-    """The oracle: layers count their calls, which a pipeline makes once for each step and guidance branch."""
-
-    def attention(self, layer):
-        approximate, exact, numbers, kept = super().attention(layer), self.exact_attention, itertools.count(), {}
-
-        def attend(query, key, value, call):
-            step, branch = divmod(next(numbers) % (2 * self.steps), 2)
-            step += self.starts.get(layer.component, 0)
-            near, _ = approximate(query, key, value, call)
-            if step not in self.schedule and branch in kept:
-                return add_residual(near, kept[branch]), None
-            out, _ = exact(query, key, value, call)
-            kept[branch] = attention_residual(out, near)
-            return out, None
-
-        return attend
-
-
-def by_hand(tiny, pipe, schedule, *, steps, **options):
-    of_step = transformers_by_step(pipe, steps)
-    attributes = {
-        "schedule": schedule,
-        # Video to video runs three of five steps.
-        "steps": 3 if "VideoToVideo" in type(pipe).__name__ else steps,
-        "starts": {name: of_step.index(name) for name in set(of_step)},
-    }
-    vmonarch.apply(pipe, type("ByHand", (ByHand,), attributes)())
-    output = tiny.generate(pipe, steps=steps, **options)
-    vmonarch.restore(pipe)
-    return output
-
-
 @pytest.mark.parametrize("kind", ["t2v", "t2v-2.2", "t2v-5b", "i2v-2.1", "vace", "v2v", "animate", "chronoedit"])
-def test_the_last_residual_of_the_branch_is_added(tiny, kind):
-    pipe = tiny.pipeline(kind)
+def test_the_last_residual_of_the_branch_is_added(tiny, kind, used, made):
     # The second transformer of 2.2 begins with step 2, where it has no residual.
-    schedule = (0, 3) if kind == "t2v-2.2" else (0, 2)
-    expected = by_hand(tiny, pipe, schedule, steps=5)
-    assert not torch.equal(by_hand(tiny, pipe, (0,), steps=5), expected)
-    vmonarch.apply(pipe, VMonarchProcessor(refresh=schedule))
-    for _ in range(2):
-        assert torch.equal(tiny.generate(pipe, steps=5), expected)
+    chosen, exact = ((0, 3), (0, 2, 3)) if kind == "t2v-2.2" else ((0, 2), (0, 2))
+    pipe = tiny.applied(kind, refresh=chosen)
+    expected, last = tiny.generate(pipe, steps=5), []
+    # Video to video runs three of five steps. In each, every branch calls every layer in the same order.
+    of_a_step = len(used) // (3 if kind == "v2v" else 5)
+    for number, residual in enumerate(residual for _, residual in used):
+        step, place = divmod(number, of_a_step)
+        if place == 0 and step in exact:
+            last, made[:of_a_step] = made[:of_a_step], []
+        assert residual is None if step in exact else residual is last[place]
+    assert torch.equal(tiny.generate(pipe, steps=5), expected)
 
 
 NAN = float("nan")
 
 
-def exact_steps(refresh, steps, rate=0.0099, times=None, skipped=()):
-    """Of a run in which the error grows by `rate` in each unit of time after an exact step; caches skip some steps."""
+def simulate(refresh, steps, rate=0.0099, growth=0.0099, times=None, skipped=()):
+    """(exact steps, computed ones, whether `at_most` held some back) of a run in which errors grow with time.
+
+    Those of residual sharing by `rate` in each unit of time after an exact step, those of prediction by `growth` after
+    a computed one; caches skip some steps.
+    """
     rate_in = rate if callable(rate) else lambda step: rate
     times = times or [float(step) for step in range(steps)]
-    schedule, last = Schedule(refresh, steps, times), None
+    schedule, exact, computed = Schedule(refresh, steps, times), [], []
     for step in range(steps):
         schedule.enter(step)
+        if step in schedule.forward:
+            computed.append(step)
+            if len(computed) > 2:
+                schedule.measured_forward(torch.tensor(growth * (times[step] - times[computed[-2]])))
         if schedule.due == step and step not in skipped:
             schedule.computed = True
-            if last is not None:
-                schedule.measured(torch.tensor(rate_in(step) * (times[step] - times[last])))
-            last = step
-    return tuple(schedule.exact), schedule.held
+            if exact:
+                schedule.measured(torch.tensor(rate_in(step) * (times[step] - times[exact[-1]])))
+            exact.append(step)
+    return tuple(schedule.exact), tuple(computed), schedule.held
 
 
 @pytest.mark.parametrize(
@@ -116,16 +95,17 @@ def exact_steps(refresh, steps, rate=0.0099, times=None, skipped=()):
     ids=["", "fewer-steps", "faster-noise", "nothing-changes", "nan", "at-most", "cache"],
 )  # fmt: skip
 def test_the_next_exact_step_comes_before_the_error_exceeds_the_tolerance(options, steps, expected):
-    assert exact_steps(Refresh(tolerance=0.05), steps, **options) == expected
+    exact, _, held = simulate(Refresh(tolerance=0.05), steps, **options)
+    assert (exact, held) == expected
 
 
 def test_at_most_so_many_steps_are_exact_however_large_the_error():
-    refresh = Refresh(tolerance=1e-3, at_most=0.28)
-    assert exact_steps(refresh, 50) == (spaced_steps(14, 50), True)
-    assert exact_steps(Refresh(tolerance=1e-3, at_most=3), 50) == (spaced_steps(3, 50), True)
+    for at_most, count in ((0.28, 14), (3, 3)):
+        exact, _, held = simulate(Refresh(tolerance=1e-3, at_most=at_most), 50)
+        assert exact == spaced_steps(count, 50) and held
     # The third of five steps comes at 8 in place of 3, with too large an error; the others need no more.
     early = lambda step: 0.1 if step < 10 else 1e-4
-    assert exact_steps(Refresh(tolerance=0.05, at_most=5), 50, rate=early)[1]
+    assert simulate(Refresh(tolerance=0.05, at_most=5), 50, rate=early)[2]
 
 
 @pytest.fixture
@@ -211,32 +191,16 @@ def test_the_report_says_what_ran(tiny):
     assert len(vmonarch.report(pipe).exact) == 2
 
 
-def steps_of(refresh, steps, growth=0.0099, error=0.0):
-    """(computed, exact) steps of a run in which both errors grow evenly with the steps."""
-    schedule, computed = Schedule(refresh, steps, [float(step) for step in range(steps)]), []
-    for step in range(steps):
-        schedule.enter(step)
-        if step not in schedule.forward:
-            continue
-        computed.append(step)
-        if len(computed) > 2:
-            schedule.measured_forward(torch.tensor(growth * (step - computed[-2])))
-        if schedule.due == step:
-            schedule.computed = True
-            if len(schedule.exact) > 1:
-                schedule.measured(torch.tensor(error * (step - list(schedule.exact)[-2])))
-    return tuple(computed), tuple(schedule.exact)
-
-
 def test_steps_are_predicted_while_the_error_of_that_is_small():
     # Six at the start; intervals of twice the last one, up to five steps: the error comes to 0.05. And the last one.
     expected = (*range(6), 7, 11, 16, 21, 26, 31, 36, 41, 46, 49)
-    assert steps_of(Refresh(1.0, cache=0.05), 50) == (expected, expected)
-    assert steps_of(Refresh(1.0, cache=0.05), 50, growth=NAN)[0] == tuple(range(50))
+    assert simulate(Refresh(1.0, cache=0.05), 50) == (expected, expected, False)
+    assert simulate(Refresh(1.0, cache=0.05), 50, growth=NAN)[1] == tuple(range(50))
     # One of chosen steps that is predicted leaves it to the next that is computed.
-    assert steps_of(Refresh([0, 8, 9, 17], cache=0.05), 20) == ((0, 1, 2, 4, 8, 13, 18, 19), (0, 8, 13, 18))
+    chosen = simulate(Refresh([0, 8, 9, 17], cache=0.05), 20)
+    assert chosen == ((0, 8, 13, 18), (0, 1, 2, 4, 8, 13, 18, 19), False)
     # One that a tolerance makes exact is computed; the interval to it is the last one then.
-    computed, exact = steps_of(Refresh(tolerance=0.05, cache=0.05, at_most=1.0), 50, error=0.02)
+    exact, computed, _ = simulate(Refresh(tolerance=0.05, cache=0.05, at_most=1.0), 50, rate=0.02)
     assert exact == (*range(6), *range(7, 48, 2)) and computed == (*exact, 49)
 
 
@@ -377,13 +341,12 @@ def test_a_report_amid_a_step_changes_no_decision():
 
 
 @pytest.mark.parametrize("kind, at_most", [("t2v", 1), ("t2v", 3), ("t2v-2.2", 4)])
-def test_no_more_steps_are_exact_than_at_most_allows(tiny, kind, at_most):
-    pipe = tiny.pipeline(kind)
-    pipe, seen = watched(pipe, refresh=Refresh(tolerance=1e-6, at_most=at_most))
+def test_no_more_steps_are_exact_than_at_most_allows(tiny, used, kind, at_most):
+    pipe = tiny.applied(kind, refresh=Refresh(tolerance=1e-6, at_most=at_most))
     with pytest.warns(UserWarning, match=f"because at_most={at_most} allows no more"):
         tiny.quickly(pipe, 30)
     ran = vmonarch.report(pipe)
-    assert [step for step, exact in enumerate(seen) if exact] == list(ran.exact)
+    assert [step for step, exact in enumerate(exact_calls(used)) if exact] == list(ran.exact)
     # A residual of one branch at a time, also where the last exact step needs none.
     assert ran.residual_bytes == 2 * residual_bytes(1, 18, 2, 12)
 
@@ -414,27 +377,11 @@ def test_a_branch_that_sat_out_is_computed(tiny):
     assert [computed[step] for step in range(12)] == [2, 2, 2, 0, 1, 1, 2, 2, 0, 2, 0, 2]
 
 
-class Watching(VMonarchProcessor):
-    """Notes of each call of the first layer whether it is exact."""
-
-    def stack(self, layer):
-        sharing = super().stack(layer).inner
-
-        def attend(*inputs):
-            exact = []
-            note = lambda *inputs: exact.append(True) or sharing.exact(*inputs)
-            found = replace(sharing, exact=note)(*inputs)
-            if layer.place == 0:
-                self.seen.append(bool(exact))
-            return found
-
-        return attend
-
-
-def watched(pipe, **options):
-    watching = type("Watching", (Watching,), {"seen": []})(**options)
-    vmonarch.apply(pipe, watching)
-    return pipe, watching.seen
+def exact_calls(used):
+    """Of each call of the first layer since the last time, whether it was exact."""
+    found = [residual is None for (layer, *_), residual in used if layer == 0]
+    used.clear()
+    return found
 
 
 def tensors_of(transformer):
@@ -516,23 +463,21 @@ def test_a_run_that_ends_early_leaves_none_behind(tiny, end):
     assert [reference() for reference in kept] == [None] * 4
 
 
-def test_runs_that_interleave_keep_their_own(tiny):
-    pipe = tiny.pipeline("t2v")
+def test_runs_that_interleave_keep_their_own(tiny, used):
+    pipe = tiny.applied("t2v", refresh=1)
     other = tiny.another(pipe, own_scheduler=True)
-    _, seen = watched(pipe, refresh=1)
     expected, expected_of_other = tiny.quickly(pipe, 3), tiny.quickly(other, 5)
-    tiny.taken(seen)
-    within = []
+    exact_calls(used)
+    outside, within = [], []
 
     def callback(outer, step, timestep, tensors):
-        before = len(seen)
+        outside.extend(exact_calls(used))
         assert torch.equal(tiny.quickly(other, 5), expected_of_other)
-        within.append(seen[before:])
-        del seen[before:]
+        within.append(exact_calls(used))
         return {}
 
     assert torch.equal(tiny.quickly(pipe, 3, callback_on_step_end=callback), expected)
-    assert within == [[True, False, False]] * 3 and tiny.taken(seen) == [True, False, False]
+    assert within == [[True, False, False]] * 3 and outside == [True, False, False]
 
 
 @pytest.mark.parametrize("twin", [copy.deepcopy, lambda pipe: pickle.loads(pickle.dumps(pipe))], ids=["copy", "pickle"])
@@ -561,22 +506,21 @@ def test_a_copy_holds_nothing(tiny, twin):
     ],
     ids=["prompt", "an equal prompt", "size", "values"],
 )
-def test_what_a_callback_changes(tiny, name, change, exact):
-    pipe = tiny.pipeline("t2v")
+def test_what_a_callback_changes(tiny, used, name, change, exact):
+    pipe = tiny.applied("t2v", refresh=1)
     # It remembers nothing of the latents' old size.
     pipe.scheduler = FlowMatchEulerDiscreteScheduler(shift=3.0)
-    _, seen = watched(pipe, refresh=1)
     callback = lambda pipe, step, timestep, tensors: {name: change(tensors[name])} if step == 1 else {}
     tiny.quickly(pipe, 4, callback_on_step_end=callback, callback_on_step_end_tensor_inputs=[name])
-    assert tiny.taken(seen) == [True, False, exact, False]
+    assert exact_calls(used) == [True, False, exact, False]
 
 
-def test_in_inference_mode(tiny):
-    pipe, seen = watched(tiny.pipeline("t2v"), refresh=1)
+def test_in_inference_mode(tiny, used):
+    pipe = tiny.applied("t2v", refresh=1)
     expected = tiny.quickly(pipe, 3)
     with torch.inference_mode():
         assert torch.equal(tiny.quickly(pipe, 3), expected)
-    assert tiny.taken(seen) == [True, False, False] * 2
+    assert exact_calls(used) == [True, False, False] * 2
 
 
 def test_parts_of_a_transformer_have_none_after_its_call(tiny):
@@ -586,18 +530,6 @@ def test_parts_of_a_transformer_have_none_after_its_call(tiny):
     tiny.quickly(pipe, 3, callback_on_step_end=tiny.stop_after(1))
     with pytest.raises(RuntimeError, match="call the transformer itself"), torch.no_grad():
         attn(*inputs[0])
-
-
-def test_gradients_are_refused(tiny):
-    pipe = tiny.applied("t2v", refresh=1)
-
-    def train(pipe, step, timestep, tensors):
-        with torch.enable_grad():
-            pipe.transformer(tensors["latents"], timestep.expand(1), tensors["prompt_embeds"])
-
-    names = ["latents", "prompt_embeds"]
-    with pytest.raises(RuntimeError, match="refresh is for inference"):
-        tiny.generate(pipe, steps=2, callback_on_step_end=train, callback_on_step_end_tensor_inputs=names)
 
 
 @pytest.mark.gpu
@@ -647,21 +579,16 @@ def test_a_step_that_is_exact_in_all_layers_is_stock_to_the_last_bit(tiny, devic
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("mode", ["eager", "default"])
-def test_gpu_residuals_compiled_or_not(tiny, monkeypatch, mode):
-    """In bfloat16 with the kernels: as by hand, bit by bit, compiled nearly so; and the memory is given back."""
-    # Our exact steps round where the model does; those by hand cannot.
-    monkeypatch.setattr(own, "auto_takes_kernels", lambda device: False)
+def test_gpu_residuals_compiled_or_not(tiny):
+    """In bfloat16 with the kernels: compiled nearly as without; and the memory is given back."""
     pipe = tiny.pipeline("t2v").to("cuda", torch.bfloat16)
     options = lambda: {"steps": 5, "generator": torch.Generator("cuda").manual_seed(0)}
-    expected = by_hand(tiny, pipe, (0, 2), **options())
     vmonarch.apply(pipe, VMonarchProcessor(refresh=[0, 2]))
-    if mode == "eager":
-        before = torch.cuda.memory_allocated()
-        assert torch.equal(tiny.generate(pipe, **options()), expected)
-        assert torch.cuda.memory_allocated() <= before + expected.nbytes
-        return
-    pipe.transformer.compile_repeated_blocks(fullgraph=True, mode=mode)
+    expected = tiny.generate(pipe, **options())
+    before = torch.cuda.memory_allocated()
+    assert torch.equal(tiny.generate(pipe, **options()), expected)
+    assert torch.cuda.memory_allocated() <= before + expected.nbytes
+    pipe.transformer.compile_repeated_blocks(fullgraph=True)
     for _ in range(2):
         error = tiny.generate(pipe, **options()).float() - expected.float()
         assert error.norm() < 0.02 * expected.float().norm()
