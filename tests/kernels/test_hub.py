@@ -31,34 +31,18 @@ def kernel(folder, monkeypatch):
     return kernels.get_local_kernel(folder, backend="cpu")
 
 
-def tensors(*shape, count=3):
+def tensors(*shape):
     generator = torch.Generator().manual_seed(0)
-    return [torch.randn(shape, generator=generator) for _ in range(count)]
-
-
-def monarch(ops, *qkv, **options):
-    return ops.vmonarch_attention(*qkv, grid=GRID, return_lse=True, **options)
-
-
-def biased(ops, query, key, value, query_factor, key_factor, **options):
-    return ops.flash_bias_attention(query, key, value, query_factor, key_factor, return_lse=True, **options)
-
-
-CASES = {
-    "vmonarch": (monarch, lambda: tensors(1, 8, 1, 16)),
-    "a bias": (biased, lambda: [*tensors(1, 8, 1, 16), *tensors(1, 8, 1, 3, count=2)]),
-}
+    return [torch.randn(shape, generator=generator) for _ in range(3)]
 
 
 @in_interpreter
 @quiet
-@pytest.mark.parametrize("name", CASES)
-def test_a_loaded_kernel_computes_what_vmonarch_computes_forward_and_backward(request, name):
-    function, make = CASES[name]
-    exact = [x.double() for x in make()]
-    expected = with_gradients(lambda *x: function(vmonarch, *x, implementation="torch"), exact)
-    kernel = request.getfixturevalue("kernel")
-    found = with_gradients(lambda *x: function(kernel, *x, implementation="triton"), make())
+def test_a_loaded_kernel_computes_what_vmonarch_computes_forward_and_backward(request):
+    qkv, options = tensors(1, 8, 1, 16), {"grid": GRID, "return_lse": True}
+    run = lambda ops, how: lambda *x: ops.vmonarch_attention(*x, **options, implementation=how)
+    expected = with_gradients(run(vmonarch, "torch"), [x.double() for x in qkv])
+    found = with_gradients(run(request.getfixturevalue("kernel"), "triton"), qkv)
     for x, y in zip(found, expected, strict=True):
         assert (x - y).norm() <= 1e-5 * y.norm()
 

@@ -293,12 +293,11 @@ def test_no_tensor_grows_beyond_the_budget_or_the_inputs(monkeypatch, options):
     assert largest.numel <= max(budget, q.numel() * 2)  # the N×N map would hold 524,288
 
 
-@pytest.mark.parametrize("budget", [1, 40, 700])
-def test_chunks_change_neither_result_nor_gradients(monkeypatch, budget):
+def test_chunks_change_neither_result_nor_gradients(monkeypatch):
     options = {"grid": (5, 3, 5), "exact": ExactBlocks(band=0, columns=(0,)), "coarse": 2, "return_lse": True}
-    run = lambda: with_gradients(lambda *x: vmonarch_attention(*x, **options), qkv(5 * 15))
+    run = lambda: with_gradients(lambda *x: vmonarch_attention(*x, **options), qkv(5 * 15, batch=1, heads=2))
     whole = run()
-    monkeypatch.setattr(flash_entropy_reference, "MAX_CHUNK_SCORES", budget)
+    monkeypatch.setattr(flash_entropy_reference, "MAX_CHUNK_SCORES", 1)
     torch.testing.assert_close(run(), whole, rtol=1e-11, atol=1e-11)
 
 

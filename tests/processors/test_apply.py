@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import re
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -53,17 +52,6 @@ def test_restore_leaves_nothing_behind_and_cross_attention_is_never_touched(tiny
     assert all(applied[name] is processor for name, processor in cross.items())
     vmonarch.restore(model)
     assert snapshot(model) == before
-
-
-def test_both_transformers_are_changed_and_restored(tiny):
-    pipe = tiny.pipeline("t2v-2.2")
-    stock, videos = tiny.generate(pipe), []
-    for target in (pipe.transformer, pipe.transformer_2, pipe):
-        with vmonarch.apply(target, VMonarchProcessor()) as installation:
-            videos.append(tiny.generate(pipe))
-    assert repr(installation) == "Installation(processor=VMonarchProcessor())"
-    assert not any(torch.equal(one, other) for one, other in itertools.combinations([stock, *videos], 2))
-    assert torch.equal(tiny.generate(pipe), stock)
 
 
 def test_processors_that_others_have_set_since_stay(tiny):
@@ -137,15 +125,6 @@ def test_a_name_that_is_no_preset_is_explained(name, problem, tiny):
     with pytest.raises(ValueError, match=problem):
         vmonarch.apply(transformer, name)
     vmonarch.restore(transformer)
-
-
-def test_the_default_says_what_to_use_where_there_is_no_pipeline(tiny):
-    transformer = tiny.transformer()
-    vmonarch.apply(transformer)
-    with pytest.raises(RuntimeError, match='no pipeline calls this transformer.* or the preset "vmonarch"'):
-        tiny.run(transformer)
-    vmonarch.apply(transformer, "vmonarch")
-    tiny.run(transformer)
 
 
 @pytest.mark.parametrize("grid", [(3, 3, 3), (3, 3, 2)], ids=["of-another-size", "of-equal-size"])

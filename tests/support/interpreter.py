@@ -50,7 +50,6 @@ def patch_language_once() -> list[tuple[Any, str, Any]]:
 def know_types() -> list[tuple[Any, str, Any]]:
     """It makes types and shapes anew for every number; here, those of a name once."""
     make_block, make_tensor, numpy_type = core.block_type.__init__, core.tensor.__init__, interpreter._get_np_dtype
-    broadcast = semantic.TritonSemantic.broadcast_impl_value
     blocks: dict[tuple[Any, ...], dict[str, Any]] = {}
     tensors: dict[str, dict[str, Any]] = {}
     numpy_types: dict[str, Any] = {}
@@ -74,28 +73,10 @@ def know_types() -> list[tuple[Any, str, Any]]:
             numpy_types[name] = numpy_type(type)
         return numpy_types[name]
 
-    def broadcast_blocks(self: Any, lhs: Any, rhs: Any) -> Any:
-        if not (lhs.type.is_block() and rhs.type.is_block()):
-            return broadcast(self, lhs, rhs)
-        shapes = [[*x.type.shape] for x in (lhs, rhs)]
-        if shapes[0] == shapes[1]:
-            return lhs, rhs
-        try:
-            shape = [*np.broadcast_shapes(*shapes)]
-        except ValueError:
-            return broadcast(self, lhs, rhs)
-
-        def spread(x: Any) -> Any:
-            data, scalar = np.broadcast_to(x.handle.data, shape), x.handle.dtype.scalar
-            return self.tensor(interpreter.TensorHandle(data, scalar), core.block_type(x.type.scalar, shape))
-
-        return tuple(x if own == shape else spread(x) for x, own in zip((lhs, rhs), shapes, strict=True))
-
     return [
         (core.block_type, "__init__", new_block),
         (core.tensor, "__init__", new_tensor),
         (interpreter, "_get_np_dtype", known_numpy_type),
-        (semantic.TritonSemantic, "broadcast_impl_value", broadcast_blocks),
     ]
 
 
