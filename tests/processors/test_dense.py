@@ -11,8 +11,6 @@ from diffusers.modular_pipelines import WanBlocks
 
 import vmonarch
 from vmonarch import VMonarchProcessor
-from vmonarch.call import current_call
-from vmonarch.own import Own
 from vmonarch.validation import DenseSet
 
 
@@ -35,17 +33,24 @@ def test_what_a_dense_option_means(dense, total, expected):
     assert chosen.some == bool(expected)
 
 
-@pytest.fixture
-def seen(monkeypatch):
-    """Of each call of a layer's processor, whether the step is dense."""
-    found, right = [], Own._self_attention
+def by_hand(tiny, pipe, dense, **options):
+    """Generate, with apply and restore called by hand between the steps: the oracle for dense_steps."""
+    transformers = tiny.transformers_of(pipe)
 
-    def note(*inputs):
-        found.append(current_call().dense)
-        return right(*inputs)
+    def choose(step):
+        for model in transformers:
+            applied = hasattr(model, "_vmonarch_record")
+            if step in dense and applied:
+                vmonarch.restore(model)
+            elif step not in dense and not applied:
+                vmonarch.apply(model, VMonarchProcessor())
 
-    monkeypatch.setattr(Own, "_self_attention", note)
-    return found
+    choose(0)
+    output = tiny.generate(pipe, callback_on_step_end=lambda _, step, *others: choose(step + 1) or {}, **options)
+    for model in transformers:
+        if hasattr(model, "_vmonarch_record"):
+            vmonarch.restore(model)
+    return output
 
 
 @pytest.mark.parametrize(
@@ -53,25 +58,23 @@ def seen(monkeypatch):
     [("t2v", 1, {0}), ("t2v-2.2", 0.5, {0, 1}), ("i2v-5b", [1, 3], {1, 3}), ("vace", 1, {0})],
     ids=str,
 )
-def test_dense_steps_follow_the_pipeline(tiny, seen, kind, dense_steps, dense):
+def test_dense_steps_follow_the_pipeline(tiny, kind, dense_steps, dense):
     pipe = tiny.pipeline(kind)
-    stock = tiny.generate(pipe, steps=4)
+    expected = by_hand(tiny, pipe, dense, steps=4)
+    nothing_dense = by_hand(tiny, pipe, set(), steps=4)
     vmonarch.apply(pipe, VMonarchProcessor(dense_steps=dense_steps))
-    outputs = [tiny.generate(pipe, steps=4) for _ in range(2)]
-    assert torch.equal(*outputs) and not torch.equal(outputs[0], stock)
-    of_a_step = len(seen) // 8
-    assert seen == [step in dense for _ in range(2) for step in range(4) for _ in range(of_a_step)]
-    vmonarch.apply(pipe, VMonarchProcessor(dense_steps=1.0))
-    assert torch.equal(tiny.generate(pipe, steps=4), stock)
+    for _ in range(2):
+        assert torch.equal(tiny.generate(pipe, steps=4), expected)
+    assert not torch.equal(nothing_dense, expected)
 
 
 @pytest.mark.parametrize("strength, run", [(1.0, 5), (0.6, 3), (0.2, 1)])
-def test_dense_steps_of_video_to_video_count_the_steps_that_run(tiny, seen, strength, run):
-    pipe = tiny.applied("v2v", dense_steps=1)
+def test_dense_steps_of_video_to_video_count_the_steps_that_run(tiny, strength, run):
+    pipe = tiny.pipeline("v2v")
     options = {"steps": 5, "strength": strength}
-    tiny.generate(pipe, **options)
-    of_a_step = len(seen) // run
-    assert seen == [step == 0 for step in range(run) for _ in range(of_a_step)]
+    expected = by_hand(tiny, pipe, {0}, **options)
+    vmonarch.apply(pipe, VMonarchProcessor(dense_steps=1))
+    assert torch.equal(tiny.generate(pipe, **options), expected)
     vmonarch.apply(pipe, VMonarchProcessor(dense_steps=[run]))
     with pytest.raises(ValueError, match=f"dense_steps names index {run}, but there are only {run} steps"):
         tiny.generate(pipe, **options)
