@@ -18,15 +18,6 @@ WEIGHT = "transformer.blocks.0.attn1.processor.linear.key_weight"
 LORA = "transformer.blocks.1.attn1.to_q.lora_B.weight"
 
 
-def train(model, std=0.3):
-    """As if everything that can learn had."""
-    generator = torch.Generator().manual_seed(11)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if ".processor." in name or ".lora_" in name:
-                parameter += std * torch.randn(parameter.shape, generator=generator)
-
-
 def adapted(tiny, kind="t2v", *, lora=True, **options):
     """A pipeline that learnt something, and its video."""
     pipe = tiny.pipeline(kind)
@@ -34,7 +25,7 @@ def adapted(tiny, kind="t2v", *, lora=True, **options):
         model.add_adapter(LoraConfig(r=2, lora_alpha=3, target_modules=["to_q", "to_out.0"]))
     vmonarch.apply(pipe, BasedProcessor(**{"layers": LAYERS, "feature_dim": 8, "decay": True} | options))
     for model in tiny.transformers_of(pipe):
-        train(model)
+        tiny.jitter(model)
     return pipe, tiny.generate(pipe)
 
 

@@ -29,16 +29,6 @@ def applied(tiny, **options):
     return model
 
 
-def randomise(model):
-    """As if it had learnt something."""
-    generator = torch.Generator().manual_seed(7)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if ".processor." in name:
-                parameter += 0.3 * torch.randn(parameter.shape, generator=generator)
-    return model
-
-
 def learnt(model):
     return {name: parameter for name, parameter in model.named_parameters() if ".processor." in name}
 
@@ -46,7 +36,7 @@ def learnt(model):
 @pytest.mark.parametrize("grid", [GRIDS[0], GRIDS[-1]], ids=str)
 @pytest.mark.parametrize("layers, decay", [("linear", False), ("window", False), ("both", False), ("both", True)])
 def test_attention_layers_are_what_their_parts_give(tiny, layers, decay, grid):
-    model = randomise(applied(tiny, layers=layers, decay=decay).double())
+    model = tiny.jitter(applied(tiny, layers=layers, decay=decay).double())
     processor = model.blocks[0].attn1.processor
     generator = torch.Generator().manual_seed(1)
     q, k, v = (torch.randn(2, math.prod(grid), 2, 12, generator=generator, dtype=torch.float64) for _ in range(3))
@@ -111,11 +101,11 @@ def test_logits_are_right_on_average_at_first():
 
 @pytest.mark.parametrize("way", ["deepcopy", "pickle"])
 def test_copies_have_parameters_of_their_own(tiny, way):
-    model = randomise(applied(tiny, layers=["both", "window"]))
+    model = tiny.jitter(applied(tiny, layers=["both", "window"]))
     expected = tiny.run(model)
     twin = copy.deepcopy(model) if way == "deepcopy" else pickle.loads(pickle.dumps(model))
     assert torch.equal(tiny.run(twin), expected)
-    randomise(twin)
+    tiny.jitter(twin)
     twin.blocks[0].attn1.processor.register_forward_hook(lambda *_: None)
     assert not torch.equal(tiny.run(twin), expected) and torch.equal(tiny.run(model), expected)
     assert not model.blocks[0].attn1.processor._forward_hooks
@@ -152,7 +142,7 @@ REPLACED = {
 @pytest.mark.parametrize("way", REPLACED)
 def test_what_was_learnt_is_not_replaced_unasked(tiny, way):
     # Of layers that learn nothing, too: they belong to those that do.
-    model = randomise(applied(tiny, layers=["full", "both"]))
+    model = tiny.jitter(applied(tiny, layers=["full", "both"]))
     expected, before = tiny.run(model), dict(model.attn_processors)
     with pytest.raises(ValueError, match=r"would lose.*save_adapter.*vmonarch.restore"):
         model.set_attn_processor(REPLACED[way]())

@@ -100,14 +100,6 @@ PROCESSORS = {
 }
 
 
-def jitter(model):
-    """What processors learn begins alike in all heads and channels, or as identity: move it away from there."""
-    generator = torch.Generator().manual_seed(5)
-    for name, parameter in model.named_parameters():
-        if "processor" in name:
-            parameter.data += 0.3 * torch.randn(parameter.shape, generator=generator)
-
-
 # Models with a processor and their inputs, by functions of `tiny_wan`.
 
 
@@ -117,8 +109,7 @@ def wan(processor=None, heads=2, grid=(5, 2, 3)):
     def build(tiny):
         model = tiny.transformer(num_attention_heads=heads)
         vmonarch.apply(model, PROCESSORS[processor](heads) if isinstance(processor, str) else processor or VMonarch())
-        jitter(model)
-        return model, tiny.inputs(grid, batch=2)
+        return tiny.jitter(model), tiny.inputs(grid, batch=2)
 
     return build
 
@@ -200,7 +191,7 @@ def applied_in_parallel(processor):
         model, inputs = tiny.transformer(), tiny.inputs((5, 2, 3))
         ranks.enable(model)
         vmonarch.apply(model, processor)
-        jitter(model)
+        tiny.jitter(model)
         found = {"applied": run(model, inputs), "copied": run(copy.deepcopy(model), inputs)}
         vmonarch.restore(model)
         return found | {"restored": run(model, inputs)}

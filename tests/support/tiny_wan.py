@@ -194,6 +194,16 @@ def applied_transformer(num_layers: int = 2, **options: Any) -> WanTransformer3D
     return model
 
 
+def jitter(model: Any) -> Any:
+    """What processors and LoRA layers learn begins alike in all heads, or as identity: move it away from there."""
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "processor" in name or ".lora_" in name:
+                parameter += 0.3 * torch.randn(parameter.shape, generator=generator)
+    return model
+
+
 def offload(model: Any, kind: str) -> None:
     """With the hooks that move weights, as on a machine whose accelerator is the CPU."""
     cpu = torch.device("cpu")

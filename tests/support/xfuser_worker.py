@@ -137,8 +137,7 @@ def applied(processor):
         model = ranks.convert(build(tiny, num_attention_heads=3))
         ranks.backend("SDPA")
         vmonarch.apply(model, parts.PROCESSORS[processor](3))
-        parts.jitter(model)
-        return output(tiny, ranks, place(model, ranks), PADDED)
+        return output(tiny, ranks, place(tiny.jitter(model), ranks), PADDED)
 
     return case
 
