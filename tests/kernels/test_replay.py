@@ -23,7 +23,7 @@ OPS = {
     "lite": (vmonarch.vmonarch_attention, {**GRID, **LITE}),
     "one-iteration": (vmonarch.vmonarch_attention, {**GRID, "num_iterations": 1, "exact": None}),
     "blocks": (vmonarch.monarch_attention, {"block_size": 5}),
-    "share": (vmonarch.two_resolution_attention, GRID),
+    "two-resolutions": (vmonarch.two_resolution_attention, GRID),
     "flash": (vmonarch.flash_entropy_attention, {}),
     "linear": (vmonarch.taylor_attention, {"causal": True}),
     "window": (vmonarch.window_attention, {**GRID, "window": (3, 1, 2)}),
@@ -204,18 +204,6 @@ def test_buffers_in_use_at_the_same_time_lie_apart_and_others_share():
     assert replay._packed({0: (512, 0, 1), 1: (512, 2, 3), 2: (512, 1, 2)})[1] == 1024
 
 
-GPU_CASES = {
-    "default": ("vmonarch_attention", {"grid": [4, 3, 5]}),
-    "lite": ("vmonarch_attention", {"grid": [4, 3, 5], **LITE}),
-    "one-iteration": ("vmonarch_attention", {"grid": [4, 3, 5], "num_iterations": 1}),
-    "two-resolutions": ("two_resolution_attention", {"grid": [4, 3, 5]}),
-    "flash": ("flash_entropy_attention", {}),
-    "bias": ("flash_bias_attention", {}),
-    "linear": ("taylor_attention", {"dims": 16}),
-    "window": ("window_attention", {"grid": [4, 3, 5], "window": [3, 3, 3]}),
-}
-
-
 @pytest.fixture(scope="module")
 def forks(start_forks):
     package = str(Path(vmonarch.__file__).parents[1])
@@ -223,10 +211,12 @@ def forks(start_forks):
 
 
 @pytest.mark.parametrize("architecture", [80, 90])
-@pytest.mark.parametrize("case", GPU_CASES)
-def test_compiled_kernels_are_started_with_what_an_ordinary_launch_gives_them(forks, tmp_path, case, architecture):
-    name, options = GPU_CASES[case]
-    code, output = forks(tmp_path, SCRIPT, architecture, name, json.dumps(options))
+@pytest.mark.parametrize("name", [*OPS, "bias"])
+def test_compiled_kernels_are_started_with_what_an_ordinary_launch_gives_them(forks, tmp_path, name, architecture):
+    function, options = OPS.get(name, (vmonarch.flash_bias_attention, {}))
+    sizes = {"tokens": 12, "dims": 16 if name == "linear" else 64}
+    words = architecture, function.__name__, json.dumps(options | sizes)
+    code, output = forks(tmp_path, SCRIPT, *words)
     assert code == 0, output[-3000:]
     assert int(output.splitlines()[-1]) > 0
 

@@ -29,28 +29,24 @@ TOLERANCE = {"cpu": 1e-5, "cuda": 5e-2}
 @pytest.fixture(scope="module")
 def results(request, made_once, forks, child_environment):
     """What every rank found on a device, by the name of the case: of those that are to be tested."""
-    found = {}
 
     def run(device):
-        if device not in found:
-            own = [item for item in request.session.items if item.path == request.path]
-            items = [item.callspec.params for item in own if hasattr(item, "callspec")]
-            names = [words["name"] for words in items if words.get("device") == device and "name" in words]
+        own = [item for item in request.session.items if item.path == request.path and hasattr(item, "callspec")]
+        names = [item.callspec.params["name"] for item in own if item.callspec.params.get("device") == device]
 
-            def launch(folder):
-                words = [worker.__file__, device, str(folder), *dict.fromkeys(names)]
-                if device == "cpu":
-                    code, output = forks(folder, *words, processes=worker.RANKS)
-                else:
-                    options = {"env": child_environment, "capture_output": True, "text": True, "check": False}
-                    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
-                    ended = subprocess.run([*launch, str(worker.RANKS), *words], timeout=620, **options)
-                    code, output = ended.returncode, ended.stderr
-                assert code == 0, output[-3000:]
+        def launch(folder):
+            words = [worker.__file__, device, str(folder), *names]
+            if device == "cpu":
+                code, output = forks(folder, *words, processes=worker.RANKS)
+            else:
+                options = {"env": child_environment, "capture_output": True, "text": True, "check": False}
+                launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+                ended = subprocess.run([*launch, str(worker.RANKS), *words], timeout=620, **options)
+                code, output = ended.returncode, ended.stderr
+            assert code == 0, output[-3000:]
 
-            folder = made_once(f"xfuser-{device}", launch)
-            found[device] = [torch.load(folder / f"{rank}.pt") for rank in range(worker.RANKS)]
-        return found[device]
+        folder = made_once(f"xfuser-{device}", launch)
+        return [torch.load(folder / f"{rank}.pt") for rank in range(worker.RANKS)]
 
     return run
 

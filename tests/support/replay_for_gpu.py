@@ -1,6 +1,6 @@
 """Replay calls for a GPU that is not there: kernels are started again with what an ordinary launch gives them.
 
-    python replay_for_gpu.py ARCHITECTURE OP '{"grid": [4, 3, 5], "num_iterations": 1, …}'
+    python replay_for_gpu.py ARCHITECTURE OP '{"tokens": 12, "dims": 64, "grid": [3, 2, 2], …}'
 
 The tensors lie on the CPU and are never read. A call is made as usual, then twice more, of which the last is a replay,
 forward and backward. Buffers may lie elsewhere then, but always where they were at their first use, and those that are
@@ -89,10 +89,10 @@ def main():
     launch.on_hopper = lambda device: architecture == 90
     launch.use_triton.__kwdefaults__["why_not"] = lambda *tensors: None
     trust.why_unsound = lambda: None
-    H, tokens, dims = options.pop("heads", 2), options.pop("tokens", 60), options.pop("dims", 64)
+    shape = 1, options.pop("tokens"), 2, options.pop("dims")
     number = 5 if name == "flash_bias_attention" else 3
-    inputs = [torch.zeros(1, tokens, H, dims, dtype=torch.float16, requires_grad=True) for _ in range(number)]
-    cotangent = torch.zeros(1, tokens, H, dims, dtype=torch.float16)
+    inputs = [torch.zeros(shape, dtype=torch.float16, requires_grad=True) for _ in range(number)]
+    cotangent = torch.zeros(shape, dtype=torch.float16)
 
     def call():
         launches.clear()
