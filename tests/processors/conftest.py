@@ -20,7 +20,7 @@ def used(monkeypatch):
 
 
 @pytest.fixture
-def made(monkeypatch):
+def renewed(monkeypatch):
     """The residuals as they are made."""
     found, right = [], residuals.attention_residual
 

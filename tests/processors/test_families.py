@@ -395,19 +395,19 @@ def test_pipelines_tell_the_step(name, calls):
 
 
 @pytest.mark.parametrize("name", tiny_pipelines.PIPELINES)
-def test_pipelines_share_the_last_residual_of_a_branch(name, used, made):
+def test_pipelines_share_the_last_residual_of_a_branch(name, used, renewed):
     pipe, call = tiny_pipelines.pipeline(name)
     stock = tiny_pipelines.sample(pipe, call)
     # Nor does a step cache that predicts nothing change a bit.
     assert torch.equal(sample_with(name, pipe, call, refresh=Refresh(1.0, cache=1e-9)), stock)
     plain = error(sample_with(name, pipe, call), stock)
     used.clear()
-    made.clear()
+    renewed.clear()
     shared = sample_with(name, pipe, call, refresh=(0, 2))
     # Every branch calls every layer in the same order in every step.
     added = [residual for _, residual in used if residual is not None]
-    assert len(made) + len(added) == len(used)
-    assert all(mine is last for mine, last in zip(added, made, strict=True))
+    assert len(renewed) + len(added) == len(used)
+    assert all(mine is last for mine, last in zip(added, renewed, strict=True))
     assert 0 < error(shared, stock) < 0.6 * plain
     assert torch.equal(tiny_pipelines.sample(pipe, call), stock)
 

@@ -36,7 +36,7 @@ def test_refreshes_are_spaced_at_growing_intervals(count, steps, expected):
 
 
 @pytest.mark.parametrize("kind", ["t2v", "t2v-2.2", "t2v-5b", "i2v-2.1", "vace", "v2v", "animate", "chronoedit"])
-def test_the_last_residual_of_the_branch_is_added(tiny, kind, used, made):
+def test_the_last_residual_of_the_branch_is_added(tiny, kind, used, renewed):
     # The second transformer of 2.2 begins with step 2, where it has no residual.
     pipe = tiny.applied(kind, refresh=[0] if kind == "t2v-2.2" else [0, 2])
     expected, last = tiny.generate(pipe, steps=5), []
@@ -46,7 +46,7 @@ def test_the_last_residual_of_the_branch_is_added(tiny, kind, used, made):
         step, place = divmod(number, of_a_step)
         exact = step in (0, 2)
         if exact and place == 0:
-            last, made[:of_a_step] = made[:of_a_step], []
+            last, renewed[:of_a_step] = renewed[:of_a_step], []
         assert residual is None if exact else residual is last[place]
     assert torch.equal(tiny.generate(pipe, steps=5), expected)
 

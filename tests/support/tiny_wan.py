@@ -245,13 +245,6 @@ def stop_after(step: int) -> Any:
     return callback
 
 
-def taken(seen: list[Any]) -> list[Any]:
-    """What has been noted since the last time."""
-    found = seen.copy()
-    seen.clear()
-    return found
-
-
 def image(seed: int = 0, height: int = HEIGHT, width: int = WIDTH) -> Image.Image:
     return Image.fromarray(np.random.default_rng(seed).integers(0, 255, (height, width, 3), dtype=np.uint8))
 
