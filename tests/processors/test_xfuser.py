@@ -77,7 +77,7 @@ def test_what_is_not_supported_is_refused_on_every_rank(results, device, name):
 test_what_is_told_neither_layer_nor_step_is_refused = refuses({
     "dense-steps": (
         lambda: register(VMonarchProcessor(dense_steps=2)), ValueError, "dense_steps must be 0 .*hybrid schedule"),
-    "plan": (lambda: register(VMonarchProcessor(plan=worker.parts.plan_of(2))), ValueError, "plan must be None"),
+    "plan": (lambda: register(VMonarchProcessor(plan=worker.parts.PLAN)), ValueError, "plan must be None"),
     "based": (lambda: register(BasedProcessor()), TypeError, "processor must be a VMonarchProcessor or FlashBiasPro"),
 })  # fmt: skip
 

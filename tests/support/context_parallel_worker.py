@@ -66,15 +66,11 @@ class Rank:
         return x
 
 
-# Processors, by the number of heads.
-
-METHODS = {"t1": {"num_iterations": 1}, "own": {"exact": {"band": 0}}, "full": None}
-
-
-def plan_of(heads):
-    """Rank 0 has t1 and full attention, in another order than its heads; the others own frames."""
-    first, second = (["t1", "own"], ["full", "own"]) if heads == 2 else (["t1", "full", "own"], ["full", "t1", "own"])
-    return AttentionPlan(METHODS, {"transformer": [first, second]})
+# Of three heads the first rank has t1 and full attention, in another order than its heads.
+PLAN = AttentionPlan(
+    {"t1": {"num_iterations": 1}, "own": {"exact": {"band": 0}}, "full": None},
+    {"transformer": [["t1", "full", "own"], ["full", "t1", "own"]]},
+)
 
 
 def decay_of(heads):
@@ -90,49 +86,41 @@ def table(heads, tokens):
     return tuple(torch.randn(1, tokens, heads, 2, generator=generator) for _ in range(2))
 
 
+# For three heads.
 PROCESSORS = {
-    "vmonarch-exact-blocks": lambda heads: VMonarch(exact=ExactBlocks(columns=(0,), band=0), coarse=2),
-    "vmonarch-bias": lambda heads: VMonarch(bias=decay_of(heads)),
-    "flash-bias": lambda heads: FlashBiasProcessor(decay_of(heads)),
-    "based": lambda heads: BasedProcessor(feature_dim=4, decay=True),
-    "plan": lambda heads: VMonarch(plan=plan_of(heads)),
-    "full": lambda heads: FullAttentionProcessor(),
+    "vmonarch-exact-blocks": lambda: VMonarch(exact=ExactBlocks(columns=(0,), band=0), coarse=2),
+    "vmonarch-bias": lambda: VMonarch(bias=decay_of(3)),
+    "flash-bias": lambda: FlashBiasProcessor(decay_of(3)),
+    "based": lambda: BasedProcessor(feature_dim=4, decay=True),
+    "plan": lambda: VMonarch(plan=PLAN),
+    "full": FullAttentionProcessor,
 }
 
 
 # Models with a processor and their inputs, by functions of `tiny_wan`.
 
 
-def wan(processor=None, heads=2, grid=(5, 2, 3)):
-    """One of tiny Wan models; processors are given as such, or by their names."""
+def wan(processor=VMonarch, heads=2, grid=(5, 2, 3), cache=None):
+    """One of tiny Wan models; `processor` makes the processor, `cache` is one of diffusers."""
 
     def build(tiny):
         model = tiny.transformer(num_attention_heads=heads)
-        vmonarch.apply(model, PROCESSORS[processor](heads) if isinstance(processor, str) else processor or VMonarch())
+        vmonarch.apply(model, processor())
+        if cache is not None:
+            model.enable_cache(cache)
         return tiny.jitter(model), tiny.inputs(grid, batch=2)
 
     return build
 
 
-def family(name, processor=None, grid=GRID, **config):
+def family(name, processor=VMonarch, grid=GRID, **config):
     """A model beyond the Wan family, of which one sample in two may have a shorter prompt."""
 
     def build(tiny):
         case = FAMILIES[name]
         model = case.make(**config)
-        vmonarch.apply(model, processor or VMonarch())
+        vmonarch.apply(model, processor())
         return model, case.call(grid)
-
-    return build
-
-
-def cached(config):
-    """A Wan model with a cache of diffusers."""
-
-    def build(tiny):
-        model, inputs = wan()(tiny)
-        model.enable_cache(config)
-        return model, inputs
 
     return build
 
@@ -234,8 +222,6 @@ def joint_pipeline(name, **options):
     return case
 
 
-# Two and one heads, and 23 and 22 tokens.
-UNEVEN = {"heads": 3, "grid": (5, 3, 3)}
 # 105 tokens: 53 and 52.
 ODD = (5, 7, 3)
 # With a single frame, whose tokens are all a condition of HunyuanVideo's image-to-video model.
@@ -244,20 +230,21 @@ FORWARD_ONLY = ("ltx2", "kandinsky5")
 SUPPORTED = [name for name, case in FAMILIES.items() if RECORDS[case.model].spread is not None]
 # Pipelines, some of which have names of their own.
 REFRESHED = {*SUPPORTED, "skyreels", "ltx-condition", "cosmos-transfer"} & set(tiny_pipelines.PIPELINES)
-# Of a plan the second layer is the model's own.
 THREE_HEADS = {
-    "plan": VMonarch(plan=AttentionPlan(METHODS, {"transformer": [["full", "t1", "own"], ["full"] * 3]})),
-    "two-resolution": TwoResolutionProcessor(share=0.2),
-    "flash-bias": FlashBiasProcessor(SpatioTemporalDecay(3)),
-    "dense-layers": VMonarch(dense_layers=1),
+    "plan": lambda: VMonarch(plan=PLAN),
+    "two-resolution": lambda: TwoResolutionProcessor(share=0.2),
+    "flash-bias": lambda: FlashBiasProcessor(SpatioTemporalDecay(3)),
+    "dense-layers": lambda: VMonarch(dense_layers=1),
 }
 SAME = {
+    # Two heads and one, 23 tokens and 22.
     **{
-        f"{processor}-uneven": gradients(wan(processor, **UNEVEN), ulysses_anything=True) for processor in PROCESSORS
+        f"{name}-uneven": gradients(wan(processor, heads=3, grid=(5, 3, 3)), ulysses_anything=True)
+        for name, processor in PROCESSORS.items()
     },
     "applied-in-parallel": applied_in_parallel(VMonarch()),
     "based-in-parallel": applied_in_parallel(BasedProcessor(feature_dim=4)),
-    "dense-layers": gradients(wan(VMonarch(dense_layers=1))),
+    "dense-layers": gradients(wan(lambda: VMonarch(dense_layers=1))),
     "dense-steps": pipeline("t2v", VMonarch(dense_steps=(0, 2))),
     "bias-of-tensors": pipeline("t2v", FlashBiasProcessor(table(2, 18))),
     # Ranks measure the error of their own heads, and decide alike what is exact and what is predicted.
@@ -267,7 +254,7 @@ SAME = {
     "image": pipeline("i2v-2.1", VMonarch()),
     "chronoedit": pipeline("chronoedit", VMonarch()),
     "timestep-per-token": pipeline("t2v-5b", VMonarch()),
-    "cache": forward(cached(MagCacheConfig(num_inference_steps=4, mag_ratios=[1.0] * 4))),
+    "cache": forward(wan(cache=MagCacheConfig(num_inference_steps=4, mag_ratios=[1.0] * 4))),
     "compiled": forward(wan(), compiled=True),
     **{f"joint-{name}": forward(family(name)) for name in FORWARD_ONLY},
     **{f"joint-{name}": gradients(family(name)) for name in SUPPORTED if name not in FORWARD_ONLY},
@@ -280,7 +267,7 @@ SAME = {
         f"joint-three-heads-{name}": forward(family("hunyuan", ours, num_attention_heads=3))
         for name, ours in THREE_HEADS.items()
     },
-    "joint-dense-layers-unseen-mask": forward(family("hunyuan15", VMonarch(dense_layers=1))),
+    "joint-dense-layers-unseen-mask": forward(family("hunyuan15", lambda: VMonarch(dense_layers=1))),
     "joint-gradients-three-heads": gradients(family("hunyuan-i2v", num_attention_heads=3)),
     "joint-gradients-checkpointed": gradients(family("hunyuan-i2v"), checkpointed=True),
     "joint-dense-steps": joint_pipeline("hunyuan", dense_steps=(0, 2)),
@@ -363,9 +350,10 @@ REFUSED = {
         enabled_before(lambda tiny: tiny.transformer(num_attention_heads=3), VMonarch(dense_layers=1)),
         "ValueError: dense_layers keeps the model's own attention, which shares heads evenly"),
     "bias-of-other-heads": (
-        forward(wan(FlashBiasProcessor(table(2, 30)), heads=4)), "ValueError: bias has 2 heads, but attention has 4"),
+        forward(wan(lambda: FlashBiasProcessor(table(2, 30)), heads=4)),
+        "ValueError: bias has 2 heads, but attention has 4"),
     "first-block-cache": (
-        forward(cached(FirstBlockCacheConfig(threshold=0.1))),
+        forward(wan(cache=FirstBlockCacheConfig(threshold=0.1))),
         "NotImplementedError: First Block Cache is not supported under context parallelism"),
     **{
         f"joint-{name}": (

@@ -136,7 +136,7 @@ def applied(processor):
     def case(tiny, ranks):
         model = ranks.convert(build(tiny, num_attention_heads=3))
         ranks.backend("SDPA")
-        vmonarch.apply(model, parts.PROCESSORS[processor](3))
+        vmonarch.apply(model, parts.PROCESSORS[processor]())
         return output(tiny, ranks, place(tiny.jitter(model), ranks), PADDED)
 
     return case
