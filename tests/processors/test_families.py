@@ -175,6 +175,20 @@ def test_it_is_restored_copied_and_pickled(name):
     assert torch.equal(run(twin, inputs), stock) and torch.equal(run(pickled, inputs), stock)
 
 
+@pytest.mark.parametrize(
+    "name", [name for name, case in FAMILIES.items() if hasattr(getattr(diffusers, case.model), "set_attn_processor")]
+)
+def test_set_attn_processor_applies(name):
+    model, inputs = made(name)
+    stock = run(model, inputs)
+    with vmonarch.apply(model, VMonarchProcessor()):
+        expected = run(model, inputs)
+    model.set_attn_processor(VMonarchProcessor())
+    assert torch.equal(run(model, inputs), expected)
+    vmonarch.restore(model)
+    assert torch.equal(run(model, inputs), stock)
+
+
 @pytest.mark.parametrize("name", ["hunyuan", "cogvideox", "kandinsky6"])
 def test_every_kind_of_attention_but_linear_serves_them(name):
     model, inputs = made(name)

@@ -256,8 +256,8 @@ SAME = {
     "timestep-per-token": pipeline("t2v-5b", VMonarch()),
     "cache": forward(wan(cache=MagCacheConfig(num_inference_steps=4, mag_ratios=[1.0] * 4))),
     "compiled": forward(wan(), compiled=True),
-    **{f"joint-{name}": forward(family(name)) for name in FORWARD_ONLY},
-    **{f"joint-{name}": gradients(family(name)) for name in SUPPORTED if name not in FORWARD_ONLY},
+    **{f"joint-{name}": forward(family(name)) for name in SUPPORTED},
+    **{f"joint-gradients-{name}": gradients(family(name)) for name in SUPPORTED if name not in FORWARD_ONLY},
     **{
         f"joint-odd-tokens-{name}": forward(family(name, grid=ODD), ulysses_anything=True)
         for name in ("hunyuan-i2v", "mochi", "ltx")
