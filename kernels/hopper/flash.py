@@ -203,19 +203,13 @@ def _hopper_flash_kernel(
             (_load, (
                 q_desc, k_desc, v_desc, fq_desc, fk_desc, buffers, factor_buffers, shares,
                 items_ptr, firsts_ptr, ranges_ptr, H, R > 0, Q_STAGES, STAGES, BLOCK_N,
-            )),
-            (_attend, (
-                0, buffers, factor_buffers, items_ptr, firsts_ptr, ranges_ptr,
+            )) if half is None else (_attend, (
+                half, buffers, factor_buffers, items_ptr, firsts_ptr, ranges_ptr,
                 output, lse_ptr, entropy_ptr, part_out_ptr, part_lse_ptr, part_entropy_ptr,
                 H, Sq, skipped, inverse_scale, log2_scale,
                 D, ENTROPY, HAS_PARTS, R > 0, CHAINED, CAUSAL, Q_STAGES, STAGES, BLOCK_N,
-            )),
-            (_attend, (
-                1, buffers, factor_buffers, items_ptr, firsts_ptr, ranges_ptr,
-                output, lse_ptr, entropy_ptr, part_out_ptr, part_lse_ptr, part_entropy_ptr,
-                H, Sq, skipped, inverse_scale, log2_scale,
-                D, ENTROPY, HAS_PARTS, R > 0, CHAINED, CAUSAL, Q_STAGES, STAGES, BLOCK_N,
-            )),
+            ))
+            for half in (None, 0, 1)
         ],
         [4, 4],
         [REGISTERS, REGISTERS],

@@ -246,17 +246,13 @@ def _hopper_int8_kernel(
     gl.warp_specialize(
         [
             (_attend, (
-                0, q_bufs, k_bufs, v_bufs, ones, q_full, full, empty, turn, q_scale_ptr, q_mean_ptr, k_scale_ptr,
+                half, q_bufs, k_bufs, v_bufs, ones, q_full, full, empty, turn, q_scale_ptr, q_mean_ptr, k_scale_ptr,
                 v_scale_ptr, v_rest_ptr, output, lse_ptr, counts_ptr, H, Sq, Sk, padded, D, STAGES,
-            )),
-            (_attend, (
-                1, q_bufs, k_bufs, v_bufs, ones, q_full, full, empty, turn, q_scale_ptr, q_mean_ptr, k_scale_ptr,
-                v_scale_ptr, v_rest_ptr, output, lse_ptr, counts_ptr, H, Sq, Sk, padded, D, STAGES,
-            )),
-            (_load, (
+            )) if half is not None else (_load, (
                 q_desc, k_desc, v_desc, q_bufs, k_bufs, v_bufs, q_full, full, empty, counts_ptr, H, Sq, Sk, padded,
                 D, STAGES,
-            )),
+            ))
+            for half in (0, 1, None)
         ],
         [4, 1],
         [REGISTERS, 24],

@@ -194,15 +194,11 @@ def _hopper_r_step_kernel(
             (_load, (
                 z_desc, k_desc, v_desc, buffers, numbers,
                 LAST, Z_IS_QUERY, KEYS_ARE_BLOCKS, Q_STAGES, STAGES, BLOCK_N, BLOCK_TAIL,
-            )),
-            (_attend, (
-                0, aL_desc, y_desc, bias_ptr, cL_ptr, lse_ptr, buffers, numbers, scales,
+            )) if half is None else (_attend, (
+                half, aL_desc, y_desc, bias_ptr, cL_ptr, lse_ptr, buffers, numbers, scales,
                 SUM_K, LAST, KEYS_ARE_BLOCKS, BIASED, STORE_LSE, Q_STAGES, STAGES, BLOCK_N, BLOCK_TAIL,
-            )),
-            (_attend, (
-                1, aL_desc, y_desc, bias_ptr, cL_ptr, lse_ptr, buffers, numbers, scales,
-                SUM_K, LAST, KEYS_ARE_BLOCKS, BIASED, STORE_LSE, Q_STAGES, STAGES, BLOCK_N, BLOCK_TAIL,
-            )),
+            ))
+            for half in (None, 0, 1)
         ],
         [4, 4],
         [240, 240],

@@ -295,17 +295,12 @@ def _hopper_two_resolution_kernel(
             (load_tiles, (
                 q_desc, None, k_desc, v_desc, k_mean_desc, v_mean_desc, gain_ptr, list_ptr, number_ptr, there_ptr,
                 None, buffers, bias_bufs, n, numbers, REST, FULL, SECOND, PLACES, PARTS, Q_STAGES, STAGES, BLOCK_N,
-            )),
-            (_attend, (
-                0, number_ptr, box_ptr, out_ptr, lse_ptr, places_of_out, buffers, bias_bufs, numbers,
+            )) if half is None else (_attend, (
+                half, number_ptr, box_ptr, out_ptr, lse_ptr, places_of_out, buffers, bias_bufs, numbers,
                 n.rows, n.columns, log2_scale, D, REST, FULL, BOX, SECOND, PLACES, PARTS, Q_STAGES,
                 STAGES, BLOCK_N,
-            )),
-            (_attend, (
-                1, number_ptr, box_ptr, out_ptr, lse_ptr, places_of_out, buffers, bias_bufs, numbers,
-                n.rows, n.columns, log2_scale, D, REST, FULL, BOX, SECOND, PLACES, PARTS, Q_STAGES,
-                STAGES, BLOCK_N,
-            )),
+            ))
+            for half in (None, 0, 1)
         ],
         [4, 4],
         [REGISTERS, REGISTERS],

@@ -271,19 +271,13 @@ def _hopper_keys_kernel(
                 k_bufs, v_bufs, z_bufs, daL_bufs, dy_bufs, folded_bufs,
                 bias, kept_full, kept_empty, full, empty, items, order_ptr, numbers,
                 FLASH, Z_IS_QUERY, KEYS_ARE_BLOCKS, SUM_K, SUM_V, R > 0, STAGES, BLOCK,
-            )),
-            (_sum_for_keys, (
-                0, k_bufs, v_bufs, z_bufs, daL_bufs, dy_bufs, folded_bufs, bias, kept_full, kept_empty, full, empty,
+            )) if half is None else (_sum_for_keys, (
+                half, k_bufs, v_bufs, z_bufs, daL_bufs, dy_bufs, folded_bufs, bias, kept_full, kept_empty, full, empty,
                 items, grad_key, grad_value, dfk_ptr, order_ptr, numbers, scale, log2_scale,
                 FLASH, Z_IS_QUERY, KEYS_ARE_BLOCKS, SUM_K, SUM_V, R > 0, CHAINED, ADD_K, ADD_V, STAGES,
                 BLOCK, KEEP, HEAD_DIM, RANK,
-            )),
-            (_sum_for_keys, (
-                1, k_bufs, v_bufs, z_bufs, daL_bufs, dy_bufs, folded_bufs, bias, kept_full, kept_empty, full, empty,
-                items, grad_key, grad_value, dfk_ptr, order_ptr, numbers, scale, log2_scale,
-                FLASH, Z_IS_QUERY, KEYS_ARE_BLOCKS, SUM_K, SUM_V, R > 0, CHAINED, ADD_K, ADD_V, STAGES,
-                BLOCK, KEEP, HEAD_DIM, RANK,
-            )),
+            ))
+            for half in (None, 0, 1)
         ],
         [4, 4],
         [240, 240],

@@ -318,21 +318,14 @@ def _hopper_rows_kernel(
                 z_desc, k_desc, v_desc, daL_desc, dy_desc, k_bufs, v_bufs, z_bufs, daL_bufs, dy_bufs,
                 bias, kept_full, kept_empty, full, empty, items, order_ptr, numbers,
                 FLASH, Z_IS_QUERY, KEYS_ARE_BLOCKS, SUM_K, SUM_V, R > 0, STAGES, BLOCK,
-            )),
-            (_sum_for_rows, (
-                0, k_bufs, v_bufs, z_bufs, daL_bufs, dy_bufs, bias, kept_full, kept_empty, full, empty,
+            )) if half is None else (_sum_for_rows, (
+                half, k_bufs, v_bufs, z_bufs, daL_bufs, dy_bufs, bias, kept_full, kept_empty, full, empty,
                 items, folded_ptr, statistics, part_ptr, slots, cR_ptr, daR_ptr, dcR_ptr,
                 grad_query, dfq_ptr, order_ptr, numbers, scale, log2_scale, min_mass,
                 FLASH, Z_IS_QUERY, KEYS_ARE_BLOCKS, SUM_K, SUM_V, R > 0, CHAINED, ADD_Q, HAS_PARTS,
                 STAGES, BLOCK, BLOCK_TAIL, KEEP, HEAD_DIM, RANK,
-            )),
-            (_sum_for_rows, (
-                1, k_bufs, v_bufs, z_bufs, daL_bufs, dy_bufs, bias, kept_full, kept_empty, full, empty,
-                items, folded_ptr, statistics, part_ptr, slots, cR_ptr, daR_ptr, dcR_ptr,
-                grad_query, dfq_ptr, order_ptr, numbers, scale, log2_scale, min_mass,
-                FLASH, Z_IS_QUERY, KEYS_ARE_BLOCKS, SUM_K, SUM_V, R > 0, CHAINED, ADD_Q, HAS_PARTS,
-                STAGES, BLOCK, BLOCK_TAIL, KEEP, HEAD_DIM, RANK,
-            )),
+            ))
+            for half in (None, 0, 1)
         ],
         [4, 4],
         [240, 240],

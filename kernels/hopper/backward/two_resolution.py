@@ -165,17 +165,12 @@ def _hopper_two_resolution_queries_kernel(
             (load_tiles, (
                 q_desc, do_desc, k_desc, v_desc, k_mean_desc, v_mean_desc, gain_ptr, list_ptr, number_ptr, there_ptr,
                 do_bufs, buffers, bias_bufs, n, numbers, REST, FULL, SECOND, BLOCK_N, PARTS, 1, STAGES, BLOCK_N,
-            )),
-            (_sum_for_queries, (
-                0, number_ptr, box_ptr, out_ptr, lse_ptr, dlse_ptr, delta_ptr, folded_ptr, dq_ptr, do_bufs, buffers,
+            )) if half is None else (_sum_for_queries, (
+                half, number_ptr, box_ptr, out_ptr, lse_ptr, dlse_ptr, delta_ptr, folded_ptr, dq_ptr, do_bufs, buffers,
                 bias_bufs, numbers, S, all_rows, n.rows, n.columns, scale, log2_scale, D, REST, FULL, BOX, SECOND,
                 PARTS, STAGES,
-            )),
-            (_sum_for_queries, (
-                1, number_ptr, box_ptr, out_ptr, lse_ptr, dlse_ptr, delta_ptr, folded_ptr, dq_ptr, do_bufs, buffers,
-                bias_bufs, numbers, S, all_rows, n.rows, n.columns, scale, log2_scale, D, REST, FULL, BOX, SECOND,
-                PARTS, STAGES,
-            )),
+            ))
+            for half in (None, 0, 1)
         ],
         [4, 4],
         [240, 240],
@@ -338,17 +333,12 @@ def _hopper_two_resolution_keys_kernel(
             (_load_for_keys, (
                 q_desc, do_desc, k_desc, v_desc, folded_desc, list_ptr, number_ptr, order_ptr, query_box_ptr, q_bufs,
                 do_bufs, k_bufs, v_bufs, folded_bufs, kept_full, kept_empty, full, empty, n, numbers, SECOND, STAGES,
-            )),
-            (_sum_for_keys, (
-                0, number_ptr, order_ptr, box_ptr, log2_number_ptr, dk_mean_ptr, dv_mean_ptr, dk_ptr, dv_ptr, q_bufs,
+            )) if half is None else (_sum_for_keys, (
+                half, number_ptr, order_ptr, box_ptr, log2_number_ptr, dk_mean_ptr, dv_mean_ptr, dk_ptr, dv_ptr, q_bufs,
                 do_bufs, k_bufs, v_bufs, folded_bufs, kept_full, kept_empty, full, empty, numbers, all_keys, n.rows,
                 n.columns, scale, log2_scale, D, REST, ADD, BOX, STAGES,
-            )),
-            (_sum_for_keys, (
-                1, number_ptr, order_ptr, box_ptr, log2_number_ptr, dk_mean_ptr, dv_mean_ptr, dk_ptr, dv_ptr, q_bufs,
-                do_bufs, k_bufs, v_bufs, folded_bufs, kept_full, kept_empty, full, empty, numbers, all_keys, n.rows,
-                n.columns, scale, log2_scale, D, REST, ADD, BOX, STAGES,
-            )),
+            ))
+            for half in (None, 0, 1)
         ],
         [4, 4],
         [240, 240],
