@@ -25,7 +25,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from vmonarch.kernels.common.replay import launcher
 from vmonarch.kernels.common.tiles import strided
-from vmonarch.kernels.hopper.attend import BLOCK_M, HALF, head_of
+from vmonarch.kernels.hopper.attend import BLOCK_M, HALF, allocate_barriers, head_of
 from vmonarch.kernels.hopper.gluon import async_load
 from vmonarch.kernels.int8 import op
 
@@ -233,13 +233,9 @@ def _hopper_int8_kernel(
         one = gl.where(key < left, 1.0, 0.0)[None, :] + gl.zeros([8, _N], gl.float32, blocked)
         ones.index(i).store(one.to(gl.float8e4nv))
     q_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    turn = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     mbarrier.init(q_full, count=1)
-    for i in gl.static_range(STAGES):
-        mbarrier.init(full.index(i), count=1)
-        mbarrier.init(empty.index(i), count=2)
+    full, empty = allocate_barriers(STAGES)
+    turn = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(2):
         mbarrier.init(turn.index(i), count=1)
     fence_async_shared()

@@ -46,6 +46,7 @@ _STAGES = gl.constexpr(3)
 _TILE = gl.constexpr(TILE)
 
 _inverse = gluon.jit(portable._inverse.fn)
+_own_tiles = gluon.jit(portable._own_tiles.fn)
 _unit_for = gluon.jit(portable._unit_for.fn)
 
 
@@ -338,14 +339,7 @@ def _hopper_read_kernel(
     column_tiles: gl.constexpr = (E + _TILE - 1) // _TILE
     pid = gl.program_id(0)
     first_e = pid % column_tiles * _TILE
-    own = pid // column_tiles
-    part = (own // programs).to(gl.int64)
-    bh = part // chunks
-    start = (part % chunks).to(gl.int32) * chunk
-    stop = gl.minimum(start + chunk, S)
-    tiles = (stop - start + _TILE - 1) // _TILE
-    first_tile = tiles * (own % programs) // programs
-    last_tile = tiles * (own % programs + 1) // programs
+    part, bh, start, stop, first_tile, last_tile = _own_tiles(pid // column_tiles, chunks, chunk, S, programs, _TILE)
     x_ptr = head_of(xs, bh // H, bh % H)
     out_ptr = head_of(output, bh // H, bh % H)
     F: gl.constexpr = 1 + D + D * D
@@ -426,16 +420,9 @@ def _hopper_gradient_kernel(
     low: gl.constexpr = accumulator_layout(_ONE)
     high: gl.constexpr = accumulator_layout(_PAIRS)
     e_tiles: gl.constexpr = (E + _TILE - 1) // _TILE
-    pid = gl.program_id(0)
-    part = (pid // programs).to(gl.int64)
-    bh = part // chunks
+    part, bh, start, stop, first_tile, last_tile = _own_tiles(gl.program_id(0), chunks, chunk, S, programs, _TILE)
     b = (bh // H).to(gl.int32)
     head = (bh % H).to(gl.int32)
-    start = (part % chunks).to(gl.int32) * chunk
-    stop = gl.minimum(start + chunk, S)
-    tiles = (stop - start + _TILE - 1) // _TILE
-    first_tile = tiles * (pid % programs) // programs
-    last_tile = tiles * (pid % programs + 1) // programs
     x_ptr = head_of(xs, bh // H, bh % H)
     F: gl.constexpr = 1 + D + D * D
     read = part if OWN else bh

@@ -16,7 +16,14 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from vmonarch.kernels.common.blocks import Places
 from vmonarch.kernels.common.launch import block_dim
 from vmonarch.kernels.common.replay import launcher
-from vmonarch.kernels.hopper.attend import BLOCK_M, HALF, divides_exactly, factor_descriptors, shared_layout
+from vmonarch.kernels.hopper.attend import (
+    BLOCK_M,
+    HALF,
+    allocate_barriers,
+    divides_exactly,
+    factor_descriptors,
+    shared_layout,
+)
 
 # Rows or keys of the two warpgroups of a program.
 TILE = BLOCK_M
@@ -38,17 +45,13 @@ def r_item(item, row_tiles, heads, blocks, positions, offset):
 
 
 @gluon.jit
-def allocate_barriers(STAGES: gl.constexpr):
+def allocate_all_barriers(STAGES: gl.constexpr):
     """`full` and `empty` barriers of what the program keeps and of the stages; see the package."""
     kept_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     kept_empty = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     mbarrier.init(kept_full, count=1)
     mbarrier.init(kept_empty, count=2)
-    for i in gl.static_range(STAGES):
-        mbarrier.init(full.index(i), count=1)
-        mbarrier.init(empty.index(i), count=2)
+    full, empty = allocate_barriers(STAGES)
     fence_async_shared()
     return kept_full, kept_empty, full, empty
 

@@ -31,7 +31,7 @@ from vmonarch.kernels.hopper.backward.common import (
     SIZES,
     TILE,
     add_rows,
-    allocate_barriers,
+    allocate_all_barriers,
     allocate_factors,
     bias_arguments,
     folded_descriptor,
@@ -261,7 +261,7 @@ def _hopper_keys_kernel(
     folded_bufs = gl.allocate_shared_memory(gl.float32, [2 * STAGES, 1, BLOCK], folded_desc.layout)
     fk_bufs, fq_bufs = allocate_factors(z_bufs, R, 2, STAGES, BLOCK)
     bias = (fq_desc, fk_desc, fq_bufs, fk_bufs, shares, inverse_scale)
-    kept_full, kept_empty, full, empty = allocate_barriers(STAGES)
+    kept_full, kept_empty, full, empty = allocate_all_barriers(STAGES)
     items = (items_ptr, ranges_ptr)
     numbers = (row_tiles, heads, tokens, blocks, positions, offset, keys, padded)
     gl.warp_specialize(

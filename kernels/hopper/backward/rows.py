@@ -25,6 +25,7 @@ from vmonarch.kernels.hopper.attend import (
     own_items,
     rows_descriptor,
     shared_layout,
+    skip_keys,
     stages_that_fit,
 )
 from vmonarch.kernels.hopper.backward.common import (
@@ -32,7 +33,7 @@ from vmonarch.kernels.hopper.backward.common import (
     SIZES,
     TILE,
     add_rows,
-    allocate_barriers,
+    allocate_all_barriers,
     allocate_factors,
     bias_arguments,
     r_item,
@@ -277,10 +278,7 @@ def _sum_for_rows(
                 gl.store(dcR_ptr + at, gl.where(cR >= min_mass, -product, 0.0), mask=i < rows)
                 add_rows(daR_ptr, HEAD_DIM, row, row + rows, dz, HEAD_DIM, False)
         else:
-            for _ in range(tiles):
-                mbarrier.wait(full.index(n % STAGES), n // STAGES & 1)
-                mbarrier.arrive(empty.index(n % STAGES))
-                n += 1
+            n = skip_keys(full, empty, full, empty, n, key, key_stop, False, STAGES, BLOCK)
             mbarrier.arrive(kept_empty)
         item = next_item
         t += 1
@@ -309,7 +307,7 @@ def _hopper_rows_kernel(
     dy_bufs = gl.allocate_shared_memory(dtype, [2, _HALF, D], layout) if SUM_V else z_bufs
     fq_bufs, fk_bufs = allocate_factors(k_bufs, R, 2, STAGES, BLOCK)
     bias = (fq_desc, fk_desc, fq_bufs, fk_bufs, shares, inverse_scale)
-    kept_full, kept_empty, full, empty = allocate_barriers(STAGES)
+    kept_full, kept_empty, full, empty = allocate_all_barriers(STAGES)
     items = (items_ptr, ranges_ptr)
     numbers = (row_tiles, heads, tokens, blocks, positions, offset, keys, padded)
     gl.warp_specialize(

@@ -29,7 +29,7 @@ from vmonarch.kernels.hopper.attend import (
     operand_layout,
     shared_layout,
 )
-from vmonarch.kernels.hopper.backward.common import NOWHERE, allocate_barriers, folded_descriptor
+from vmonarch.kernels.hopper.backward.common import NOWHERE, allocate_all_barriers, folded_descriptor
 from vmonarch.kernels.hopper.gluon import async_load
 from vmonarch.kernels.hopper.two_resolution import (
     copy_tile,
@@ -327,7 +327,7 @@ def _hopper_two_resolution_keys_kernel(
     q_bufs = gl.allocate_shared_memory(dtype, [2 * STAGES, _HALF, BLOCK_D], layout)
     do_bufs = gl.allocate_shared_memory(dtype, [2 * STAGES, _HALF, BLOCK_D], layout)
     folded_bufs = gl.allocate_shared_memory(gl.float32, [4 * STAGES, 1, _HALF], folded_desc.layout)
-    kept_full, kept_empty, full, empty = allocate_barriers(STAGES)
+    kept_full, kept_empty, full, empty = allocate_all_barriers(STAGES)
     gl.warp_specialize(
         [
             (_load_for_keys, (
