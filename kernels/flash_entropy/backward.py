@@ -142,8 +142,6 @@ def _grad_q_tile(
     log2_scale,
     HEAD_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
     BLOCK_N: tl.constexpr,
     RANK: tl.constexpr,
     CAUSAL: tl.constexpr,
@@ -153,7 +151,7 @@ def _grad_q_tile(
     PRECISION: tl.constexpr,
 ):
     """Add what one tile of keys contributes to dQ / scale and dφq."""
-    k = load_tile(key, b, h, first_key, stop, BLOCK_N, HEAD_DIM, BLOCK_D, ALL_KEYS)
+    k = load_tile(key, b, h, first_key, stop, BLOCK_N, HEAD_DIM, q.shape[1], ALL_KEYS)
     fk = load_factor(key_factor, b, h, first_key, stop, k, RANK, ALL_KEYS)
     scores = scores_of_keys(
         q, k, fq, fk, first_key, stop, last_key, log2_number_ptr, key_mask, b, log2_scale,
@@ -164,7 +162,7 @@ def _grad_q_tile(
     if SUM_KEYS:
         grad_p = tl.dot(daL, tl.trans(k), grad_p, input_precision=PRECISION)
     if value is not None:
-        v = load_tile(value, b, h, first_key, stop, BLOCK_N, VALUE_DIM, BLOCK_DV, ALL_KEYS)
+        v = load_tile(value, b, h, first_key, stop, BLOCK_N, VALUE_DIM, grad_out.shape[1], ALL_KEYS)
         grad_p = tl.dot(grad_out, tl.trans(v), grad_p, input_precision=PRECISION)  # [M, N]
     p = probabilities(scores, lse, log2_scale)
     grad_s = _grad_scores(p, scores, grad_p, lse, delta, grad_entropy, log2_scale, ENTROPY_GRAD).to(k.dtype)
@@ -259,18 +257,13 @@ def _backward_q_kernel(
         acc_f = tl.zeros([BLOCK_M, RANK], tl.float32)
     for r in range(ranges):
         start, whole, stop = keys_of_range(ranges_ptr + 2 * r, last_key, key_mask, CAUSAL, BLOCK_M, BLOCK_N)
-        for first_key in range(start, whole, BLOCK_N):
-            acc, acc_f = _grad_q_tile(
-                q, fq, grad_out, daL, lse, delta, grad_entropy, key, value, key_factor, log2_number_ptr, key_mask, b, h,
-                first_key, stop, last_key, acc, acc_f, log2_scale, HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_DV, BLOCK_N,
-                RANK, CAUSAL, True, ENTROPY_GRAD, SUM_KEYS, PRECISION,
-            )  # fmt: skip
-        for first_key in range(whole, stop, BLOCK_N):
-            acc, acc_f = _grad_q_tile(
-                q, fq, grad_out, daL, lse, delta, grad_entropy, key, value, key_factor, log2_number_ptr, key_mask, b, h,
-                first_key, stop, last_key, acc, acc_f, log2_scale, HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_DV, BLOCK_N,
-                RANK, CAUSAL, False, ENTROPY_GRAD, SUM_KEYS, PRECISION,
-            )  # fmt: skip
+        for tail in tl.static_range(2):
+            for first_key in range(whole if tail else start, stop if tail else whole, BLOCK_N):
+                acc, acc_f = _grad_q_tile(
+                    q, fq, grad_out, daL, lse, delta, grad_entropy, key, value, key_factor, log2_number_ptr, key_mask,
+                    b, h, first_key, stop, last_key, acc, acc_f, log2_scale, HEAD_DIM, VALUE_DIM, BLOCK_N, RANK, CAUSAL,
+                    not tail, ENTROPY_GRAD, SUM_KEYS, PRECISION,
+                )  # fmt: skip
 
     if part_ptr is not None:
         if slot >= 0:
@@ -355,8 +348,6 @@ def _grad_kv_tile(
     log2_scale,
     HEAD_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr,
     RANK: tl.constexpr,
     CAUSAL: tl.constexpr,
@@ -366,7 +357,7 @@ def _grad_kv_tile(
     PRECISION: tl.constexpr,
 ):
     """Add what one tile of queries contributes to dK / scale, dφk and dV; with aL to dK, which is a value, too."""
-    q = load_tile(query, b, h, first_row, stop, BLOCK_M, HEAD_DIM, BLOCK_D, ALL_ROWS)
+    q = load_tile(query, b, h, first_row, stop, BLOCK_M, HEAD_DIM, k.shape[1], ALL_ROWS)
     fq = load_factor(query_factor, b, h, first_row, stop, q, RANK, ALL_ROWS)
     rows = first_row + tl.arange(0, BLOCK_M)
     if ALL_ROWS:
@@ -388,11 +379,11 @@ def _grad_kv_tile(
     p_t = probabilities(scores_t, lse, log2_scale)
     grad_p_t = tl.zeros(scores_t.shape, tl.float32)
     if grad_aL is not None:
-        daL = load_tile(grad_aL, b, h, first_row, stop, BLOCK_M, HEAD_DIM, BLOCK_D, ALL_ROWS)
+        daL = load_tile(grad_aL, b, h, first_row, stop, BLOCK_M, HEAD_DIM, k.shape[1], ALL_ROWS)
         grad_p_t = tl.dot(k, tl.trans(daL), grad_p_t, input_precision=PRECISION)  # [N, M]
         grad_k = tl.dot(p_t.to(q.dtype), daL, grad_k, input_precision=PRECISION)
     if grad_output is not None:
-        grad_out = load_tile(grad_output, b, h, first_row, stop, BLOCK_M, VALUE_DIM, BLOCK_DV, ALL_ROWS)
+        grad_out = load_tile(grad_output, b, h, first_row, stop, BLOCK_M, VALUE_DIM, grad_v.shape[1], ALL_ROWS)
         if RANK == 0:
             grad_p_t = tl.dot(v, tl.trans(grad_out), grad_p_t, input_precision=PRECISION)
         # With factors registers are short: what p is for comes first.
@@ -481,30 +472,25 @@ def _backward_kv_kernel(
     for r in range(ranges):
         start = tl.load(ranges_ptr + 2 * r)
         stop = tl.load(ranges_ptr + 2 * r + 1)
-        if CAUSAL:
-            # Queries from `first` on attend to some of these keys, and from `start` on to all.
-            first = tl.maximum(0, key_start + Sq - Sk) // BLOCK_M * BLOCK_M
-            start = tl.cdiv(tl.maximum(0, key_start + BLOCK_N - 1 + Sq - Sk), BLOCK_M) * BLOCK_M
-            for first_row in range(first, tl.minimum(start, stop), BLOCK_M):
+        # Rows of which some keys are attended to, whole tiles of others, and what is left.
+        for part in tl.static_range(0 if CAUSAL else 1, 3):
+            if part == 0:
+                first = tl.maximum(0, key_start + Sq - Sk) // BLOCK_M * BLOCK_M
+                start = tl.cdiv(tl.maximum(0, key_start + BLOCK_N - 1 + Sq - Sk), BLOCK_M) * BLOCK_M
+                last = tl.minimum(start, stop)
+            elif part == 1:
+                first = start
+                last = start + tl.maximum(0, stop - start) // BLOCK_M * BLOCK_M
+            else:
+                first = last
+                last = stop
+            for first_row in range(first, last, BLOCK_M):
                 grad_k, grad_fk, grad_v = _grad_kv_tile(
                     k, fk, v, log2_number, query, query_factor, grad_output, grad_aL, lse_ptr, delta_ptr,
                     grad_entropy_ptr, b, h, first_row, stop, Sk - Sq, key_start, grad_k, grad_fk, grad_v, scale,
-                    log2_scale, HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_DV, BLOCK_M, RANK, True, False, ENTROPY_GRAD,
-                    NUMBERS, PRECISION,
+                    log2_scale, HEAD_DIM, VALUE_DIM, BLOCK_M, RANK, part == 0, part == 1, ENTROPY_GRAD, NUMBERS,
+                    PRECISION,
                 )  # fmt: skip
-        whole = start + tl.maximum(0, stop - start) // BLOCK_M * BLOCK_M
-        for first_row in range(start, whole, BLOCK_M):
-            grad_k, grad_fk, grad_v = _grad_kv_tile(
-                k, fk, v, log2_number, query, query_factor, grad_output, grad_aL, lse_ptr, delta_ptr,
-                grad_entropy_ptr, b, h, first_row, stop, Sk - Sq, key_start, grad_k, grad_fk, grad_v, scale, log2_scale,
-                HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_DV, BLOCK_M, RANK, False, True, ENTROPY_GRAD, NUMBERS, PRECISION,
-            )  # fmt: skip
-        for first_row in range(whole, stop, BLOCK_M):
-            grad_k, grad_fk, grad_v = _grad_kv_tile(
-                k, fk, v, log2_number, query, query_factor, grad_output, grad_aL, lse_ptr, delta_ptr,
-                grad_entropy_ptr, b, h, first_row, stop, Sk - Sq, key_start, grad_k, grad_fk, grad_v, scale, log2_scale,
-                HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_DV, BLOCK_M, RANK, False, False, ENTROPY_GRAD, NUMBERS, PRECISION,
-            )  # fmt: skip
 
     if key_mask is not None:
         key_mask_ptr = key_mask.ptr + b * key_mask.stride_b + (first_key + keys) * key_mask.stride_s

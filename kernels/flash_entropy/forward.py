@@ -173,8 +173,6 @@ def _attend_tile(
     log2_scale,
     HEAD_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
     BLOCK_N: tl.constexpr,
     RANK: tl.constexpr,
     CAUSAL: tl.constexpr,
@@ -184,7 +182,7 @@ def _attend_tile(
     PRECISION: tl.constexpr,
 ):
     """Take one tile of keys into the running sums of a row block."""
-    k = load_tile(key, b, h, first_key, stop, BLOCK_N, HEAD_DIM, BLOCK_D, ALL_KEYS)
+    k = load_tile(key, b, h, first_key, stop, BLOCK_N, HEAD_DIM, q.shape[1], ALL_KEYS)
     fk = load_factor(key_factor, b, h, first_key, stop, k, RANK, ALL_KEYS)
     if q.dtype == tl.int8:
         tl.static_assert(_SCALE_BLOCK % BLOCK_N == 0)
@@ -199,7 +197,7 @@ def _attend_tile(
     if SUM_KEYS:
         acc_k = tl.dot(p.to(k.dtype), k, acc_k * alpha[:, None], input_precision=PRECISION)
     if value is not None:
-        v = load_tile(value, b, h, first_key, stop, BLOCK_N, VALUE_DIM, BLOCK_DV, ALL_KEYS)
+        v = load_tile(value, b, h, first_key, stop, BLOCK_N, VALUE_DIM, acc.shape[1], ALL_KEYS)
         acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision=PRECISION)
     return acc, acc_k, row_max, row_sum, row_entropy
 
@@ -276,18 +274,13 @@ def _forward_kernel(
     row_entropy = tl.zeros([BLOCK_M], tl.float32)
     for r in range(ranges):
         start, whole, stop = keys_of_range(ranges_ptr + 2 * r, last_key, key_mask, CAUSAL, BLOCK_M, BLOCK_N)
-        for first_key in range(start, whole, BLOCK_N):
-            acc, acc_k, row_max, row_sum, row_entropy = _attend_tile(
-                q, fq, key, value, key_factor, log2_number_ptr, key_mask, b, h, first_key, stop, last_key, acc, acc_k,
-                row_max, row_sum, row_entropy, log2_scale, HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_DV, BLOCK_N, RANK,
-                CAUSAL, True, ENTROPY, SUM_KEYS, PRECISION,
-            )  # fmt: skip
-        for first_key in range(whole, stop, BLOCK_TAIL):
-            acc, acc_k, row_max, row_sum, row_entropy = _attend_tile(
-                q, fq, key, value, key_factor, log2_number_ptr, key_mask, b, h, first_key, stop, last_key, acc, acc_k,
-                row_max, row_sum, row_entropy, log2_scale, HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_DV, BLOCK_TAIL, RANK,
-                CAUSAL, False, ENTROPY, SUM_KEYS, PRECISION,
-            )  # fmt: skip
+        for tail in tl.static_range(2):
+            for first_key in range(whole if tail else start, stop if tail else whole, BLOCK_TAIL if tail else BLOCK_N):
+                acc, acc_k, row_max, row_sum, row_entropy = _attend_tile(
+                    q, fq, key, value, key_factor, log2_number_ptr, key_mask, b, h, first_key, stop, last_key, acc,
+                    acc_k, row_max, row_sum, row_entropy, log2_scale, HEAD_DIM, VALUE_DIM,
+                    BLOCK_TAIL if tail else BLOCK_N, RANK, CAUSAL, not tail, ENTROPY, SUM_KEYS, PRECISION,
+                )  # fmt: skip
 
     inverse = (1.0 / tl.where(row_sum == 0, 1.0, row_sum))[:, None]
     out = acc * inverse

@@ -42,17 +42,17 @@ _LEAST_MASS_IN_FLOAT16 = 2**-8
 
 @triton.jit
 def _program(places, tiles, heads, BLOCK: tl.constexpr):
-    """First block, position, head and batch of this program."""
+    """First block, position, head and batch of this program, and row (b, h, 0, j) in the block tensors.
+
+    Block k is k·b rows further.
+    """
     pid = tl.program_id(0)
     head = pid // tiles % heads
     group = pid // tiles // heads
-    return pid % tiles * BLOCK, group % places.positions, head, group // places.positions
-
-
-@triton.jit
-def _first_row(places, batch, head, heads, j):
-    """Row (b, h, 0, j) in the block tensors; block k is k·b rows further."""
-    return ((batch * heads + head) * places.blocks).to(tl.int64) * places.positions + j
+    first = pid % tiles * BLOCK
+    j = group % places.positions
+    batch = group // places.positions
+    return first, j, head, batch, ((batch * heads + head) * places.blocks).to(tl.int64) * places.positions + j
 
 
 @triton.jit
@@ -124,8 +124,7 @@ def _l_rows_kernel(
     EXACT: None; "rows" if rows of L are exact throughout, with their outputs in `out` already, or not at all; "blocks".
     """
     places = plain_places(places)
-    first_l, j, head, batch = _program(places, row_tiles, heads, BLOCK_M)
-    first_row = _first_row(places, batch, head, heads, j)
+    first_l, j, head, batch, first_row = _program(places, row_tiles, heads, BLOCK_M)
     q_ptr = head_of(query, batch, head)
     aL_ptr += first_row * D
     cL_ptr += first_row
@@ -188,8 +187,7 @@ def _l_centroids_kernel(
     largest of its column, so that no column vanishes in float16, however small its sum.
     """
     places = plain_places(places)
-    first_k, j, head, batch = _program(places, column_tiles, heads, BLOCK_N)
-    first_row = _first_row(places, batch, head, heads, j)
+    first_k, j, head, batch, first_row = _program(places, column_tiles, heads, BLOCK_N)
     q_ptr = head_of(query, batch, head)
     first_token = (batch * heads + head).to(tl.int64) * places.tokens
     lse_ptr += first_token
@@ -293,8 +291,7 @@ def _l_backward_rows_kernel(
     and what `_l_backward_columns_kernel` writes is written here, in place of δ.
     """
     places = plain_places(places)
-    first_l, j, head, batch = _program(places, row_tiles, heads, BLOCK_M)
-    first_row = _first_row(places, batch, head, heads, j)
+    first_l, j, head, batch, first_row = _program(places, row_tiles, heads, BLOCK_M)
     q_ptr = head_of(query, batch, head)
     dq_ptr = head_of(grad_query, batch, head)
     aL_ptr += first_row * D
@@ -393,8 +390,7 @@ def _l_backward_columns_kernel(
 ):  # fmt: skip
     """Gradients of aL and y where the blocks are several tiles, from the δ of the rows."""
     places = plain_places(places)
-    first_k, j, head, batch = _program(places, column_tiles, heads, BLOCK_N)
-    first_row = _first_row(places, batch, head, heads, j)
+    first_k, j, head, batch, first_row = _program(places, column_tiles, heads, BLOCK_N)
     q_ptr = head_of(query, batch, head)
     if LAST:
         do_ptr = head_of(grad_output, batch, head)

@@ -14,10 +14,7 @@ from vmonarch.kernels.common.blocks import Places
 @triton.jit
 def plain_places(places):
     """The inverse of `unspecialised`."""
-    return Places(
-        places.tokens >> 4, places.blocks >> 4, places.positions >> 4, places.cells >> 4, places.offset >> 4,
-        places.height >> 4, places.width >> 4, places.cells_w >> 4,
-    )  # fmt: skip
+    return Places(*[number >> 4 for number in places])
 
 
 @triton.jit

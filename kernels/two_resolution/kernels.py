@@ -29,10 +29,7 @@ GAINS = tl.constexpr(128)
 @triton.jit
 def plain(n):
     """The inverse of `unspecialised`."""
-    return Tiling(
-        n.frames >> 4, n.rows >> 4, n.columns >> 4, n.tiles_t >> 4, n.tiles_h >> 4, n.tiles_w >> 4,
-        n.queries_t >> 4, n.queries_h >> 4, n.queries_w >> 4, n.query_frames >> 4,
-    )  # fmt: skip
+    return Tiling(*[number >> 4 for number in n])
 
 
 @triton.jit

@@ -59,10 +59,7 @@ class Neighbourhood(NamedTuple):
 @triton.jit
 def _plain(n):
     """The inverse of `unspecialised`."""
-    return Neighbourhood(
-        n.frames >> 4, n.rows >> 4, n.columns >> 4, n.skipped >> 4, n.back_t >> 4, n.back_h >> 4, n.back_w >> 4,
-        n.ahead_t >> 4, n.ahead_h >> 4, n.ahead_w >> 4,
-    )  # fmt: skip
+    return Neighbourhood(*[number >> 4 for number in n])
 
 
 @triton.jit
