@@ -11,19 +11,18 @@ from vmonarch.kernels.flash_entropy.reference import in_row_chunks, softmax_part
 
 
 def _attend(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, masked: torch.Tensor | None
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, masked: torch.Tensor | None, last_key: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Softmax attention.
 
     Args:
-        query: [G, M, D + R + 1], [q·scale | φq | number of the last key that the row attends to].
-        key: [G, N, D + R], [k | φk]. value: [G, N, E]. masked: [G, N].
+        query: [G, M, D + R], [q·scale | φq]. key: [G, N, D + R], [k | φk]. value: [G, N, E]. masked: [G, N].
+        last_key: [G, M, 1], number of the last key that the row attends to.
 
     Returns:
         (lse [G, M], out [G, M, E]).
     """
-    scores = query[..., :-1] @ key.transpose(-1, -2)
-    last_key = query[..., -1:]
+    scores = query @ key.transpose(-1, -2)
     scores = scores.masked_fill(torch.arange(key.shape[1], device=key.device) > last_key, -torch.inf)
     if masked is not None:
         scores = scores.masked_fill(masked.unsqueeze(-2), -torch.inf)
@@ -50,10 +49,10 @@ def flash_bias_attention_reference(
     B, Sq, H, _ = query.shape
     Sk = key.shape[1]
     scaled_query = to_groups(query) * scale
-    last_key = torch.arange(Sk - Sq if causal else Sk - 1, Sk, device=query.device).to(scaled_query)
-    last_key = last_key[:, None].expand(B * H, Sq, 1)
-    extended_query = torch.cat([scaled_query, to_groups(query_factor.expand(B, -1, H, -1)), last_key], -1)
+    last_key = torch.arange(Sk - Sq if causal else Sk - 1, Sk, device=query.device)[:, None]
+    extended_query = torch.cat([scaled_query, to_groups(query_factor.expand(B, -1, H, -1))], -1)
     extended_key = torch.cat([to_groups(key), to_groups(key_factor.expand(B, -1, H, -1))], -1)
     masked = None if key_mask is None else ~key_mask.repeat_interleave(H, 0)
-    lse, out = in_row_chunks(_attend, extended_query, extended_key, to_groups(value), masked)
+    by_row = (last_key.expand(B * H, Sq, 1),)
+    lse, out = in_row_chunks(_attend, extended_query, extended_key, to_groups(value), masked, by_row=by_row)
     return out.unflatten(0, (B, H)).transpose(1, 2).to(query.dtype), lse.unflatten(0, (B, H))

@@ -61,11 +61,9 @@ def saved_shapes(
     (B, S, H, D), E, dtype = query.shape, value.shape[3], query.dtype
     t, u = call.options.num_iterations, call.l_updates
     none: tuple[int, ...] = (0,)
-    if not save:
-        return [(none, dtype)] * 2 + [(none, torch.float32)] * 2 + [(none, dtype), (none, torch.float32)]
     block = (B * H * call.places.blocks, call.places.positions)
     exact = call.exact
-    return [
+    shapes = [
         ((u + t - 1, *block, D), dtype),
         ((*block, E), dtype),
         ((u + 2 * t - 1, *block), torch.float32),
@@ -73,6 +71,7 @@ def saved_shapes(
         (none if exact is None or exact.whole_rows else (B, S, H, E), dtype),
         (none if exact is None else (B, H, S), torch.float32),
     ]
+    return shapes if save else [(none, dtype) for _, dtype in shapes]
 
 
 class Rows:

@@ -11,7 +11,7 @@ Tokens are [B, S, H, D] with any strides but the last; block tensors are [B·H·
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, overload
+from typing import Any
 
 import torch
 import triton
@@ -146,13 +146,7 @@ class RStep:
         keys = self.call.places.cells if pooled else self.call.places.positions
         return min(block, max(16, triton.next_power_of_2(keys % block)))
 
-    @overload
-    def _rows(self, blocks: torch.Tensor) -> torch.Tensor: ...
-
-    @overload
-    def _rows(self, blocks: torch.Tensor | None) -> torch.Tensor | None: ...
-
-    def _rows(self, blocks: torch.Tensor | None) -> torch.Tensor | None:
+    def _rows(self, blocks: Any) -> Any:
         """A block tensor [B·H·m, ·, D] as [B, m·(·), H, D]; None for none."""
         B, _, H, _ = self.key.shape
         return None if blocks is None else blocks.view(B, H, -1, blocks.shape[2]).transpose(1, 2)
