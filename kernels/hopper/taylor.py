@@ -420,9 +420,16 @@ def _hopper_gradient_kernel(
     low: gl.constexpr = accumulator_layout(_ONE)
     high: gl.constexpr = accumulator_layout(_PAIRS)
     e_tiles: gl.constexpr = (E + _TILE - 1) // _TILE
-    part, bh, start, stop, first_tile, last_tile = _own_tiles(gl.program_id(0), chunks, chunk, S, programs, _TILE)
+    pid = gl.program_id(0)
+    part = (pid // programs).to(gl.int64)
+    bh = part // chunks
     b = (bh // H).to(gl.int32)
     head = (bh % H).to(gl.int32)
+    start = (part % chunks).to(gl.int32) * chunk
+    stop = gl.minimum(start + chunk, S)
+    tiles = (stop - start + _TILE - 1) // _TILE
+    first_tile = tiles * (pid % programs) // programs
+    last_tile = tiles * (pid % programs + 1) // programs
     x_ptr = head_of(xs, bh // H, bh % H)
     F: gl.constexpr = 1 + D + D * D
     read = part if OWN else bh
@@ -498,50 +505,35 @@ def _hopper_gradient_kernel(
 
 
 def states(
-    x: torch.Tensor, v: torch.Tensor, c: torch.Tensor | None, weight: torch.Tensor | None, chunk: int,
-    root_scale: float, least_weight: float,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Sums of every chunk: [B·H, chunks, F, E] and [B·H, chunks, F]; x [B, S, H, d'], v [B, S, H, E].
-
-    c and the weight, which divides what a token adds, are [B, H, S], or both None for 1.
-    """
-    B, S, H, D = x.shape
-    E, F, chunks = v.shape[3], 1 + D + D**2, triton.cdiv(S, chunk)
-    s = x.new_empty(B * H, chunks, F, E, dtype=torch.float32)
-    z = x.new_empty(B * H, chunks, F, dtype=torch.float32)
-    launcher(_hopper_state_kernel, (triton.cdiv(E, TILE) * chunks * B * H,))(
-        strided(x), rows_descriptor(v, TILE, TILE), c, weight, s, z, H, S, chunks, chunk, root_scale, least_weight,
-        D=D, E=E, num_warps=4,
-    )  # fmt: skip
-    return s, z
+    x: torch.Tensor, v: torch.Tensor, c: torch.Tensor | None, weight: torch.Tensor | None, s: torch.Tensor,
+    z: torch.Tensor, numbers: tuple[float, ...],
+) -> None:  # fmt: skip
+    """Write the sums of every chunk; arguments as in `kernels.taylor.op`, numbers those of the kernel from H on."""
+    D, E = x.shape[3], v.shape[3]
+    launcher(_hopper_state_kernel, (triton.cdiv(E, TILE) * z.shape[0] * z.shape[1],))(
+        strided(x), rows_descriptor(v, TILE, TILE), c, weight, s, z, *numbers, D=D, E=E, num_warps=4
+    )
 
 
 def read(
-    x: torch.Tensor, s: torch.Tensor, z: torch.Tensor, out: torch.Tensor, weight: torch.Tensor | None,
-    numbers: tuple[int, int, int], root_scale: float, least_weight: float, own: bool,
+    x: torch.Tensor, s: torch.Tensor, z: torch.Tensor, out: torch.Tensor, weight: torch.Tensor | None, programs: int,
+    numbers: tuple[float, ...], own: bool,
 ) -> None:  # fmt: skip
-    """φ(x)·state into out [B, S, H, E]; divided by the weight, which is written, if `weight` [B, H, S].
-
-    Args:
-        numbers: chunks, tokens per chunk, programs per chunk.
-    """
-    B, S, H, D = x.shape
-    E = out.shape[3]
-    launcher(_hopper_read_kernel, (triton.cdiv(E, TILE) * numbers[2] * numbers[0] * B * H,))(
-        strided(x), s, z, strided(out), weight, H, S, *numbers, root_scale, least_weight,
-        D=D, E=E, OWN=own, NORMALISE=weight is not None, num_warps=4,
-    )  # fmt: skip
+    """φ(x)·state into out [B, S, H, E]; divided by the weight, which is written, if `weight` [B, H, S]."""
+    D, E = x.shape[3], out.shape[3]
+    launcher(_hopper_read_kernel, (triton.cdiv(E, TILE) * programs,))(
+        strided(x), s, z, strided(out), weight, *numbers, D=D, E=E, OWN=own, NORMALISE=weight is not None, num_warps=4
+    )
 
 
 def gradient(
     x: torch.Tensor, g: torch.Tensor, h: torch.Tensor | None, weight: torch.Tensor | None, s: torch.Tensor,
-    z: torch.Tensor, dx: torch.Tensor, numbers: tuple[int, int, int], root_scale: float, least_weight: float, own: bool,
+    z: torch.Tensor, dx: torch.Tensor, programs: int, numbers: tuple[float, ...], own: bool,
 ) -> None:  # fmt: skip
     """dx [B, S, H, d'] of Σ (g·v + h·c)·w over the tokens of the state, divided by the weight [B, H, S] if there is
     one; arguments as in `read`.
     """
-    B, S, H, D = x.shape
-    launcher(_hopper_gradient_kernel, (numbers[2] * numbers[0] * B * H,))(
-        strided(x), rows_descriptor(g, TILE, TILE), h, weight, s, z, dx, H, S, *numbers, root_scale, least_weight,
-        D=D, E=g.shape[3], OWN=own, num_warps=4,
+    launcher(_hopper_gradient_kernel, (programs,))(
+        strided(x), rows_descriptor(g, TILE, TILE), h, weight, s, z, dx, *numbers, D=x.shape[3], E=g.shape[3], OWN=own,
+        num_warps=4,
     )  # fmt: skip

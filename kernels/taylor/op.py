@@ -106,19 +106,20 @@ class _Launch:
         """
         B, S, H, _ = x.shape
         chunk = self.chunk(S)
-        if self.on_hopper(v):
-            from vmonarch.kernels.hopper.taylor import states
-
-            return states(x, v, c, weight, chunk, math.sqrt(self.scale), LEAST_WEIGHT)
         chunks = triton.cdiv(S, chunk)
         s = x.new_empty(B * H, chunks, self.rows, self.width, dtype=torch.float32)
         z = x.new_empty(B * H, chunks, self.rows, dtype=torch.float32)
+        numbers = (H, S, chunks, chunk, math.sqrt(self.scale), LEAST_WEIGHT)
+        if self.on_hopper(v):
+            from vmonarch.kernels.hopper.taylor import states
+
+            states(x, v, c, weight, s, z, numbers)
+            return s, z
         blocks = self.blocks()
         a_tiles = blocks["BLOCK_D"] // blocks["BLOCK_A"]
         launcher(state_kernel, (triton.cdiv(self.width, blocks["BLOCK_E"]) * a_tiles * chunks * B * H,))(
-            strided(x), strided(v), c, weight, s, z, H, S, chunks, chunk, math.sqrt(self.scale), LEAST_WEIGHT,
-            BLOCK_N=self.options()["BLOCK_N"], **blocks,
-        )  # fmt: skip
+            strided(x), strided(v), c, weight, s, z, *numbers, BLOCK_N=self.options()["BLOCK_N"], **blocks
+        )
         return s, z
 
     def read(
@@ -130,21 +131,18 @@ class _Launch:
         Args:
             back: x is a key, which reads what queries y sum up, divided by their weight, which is given.
         """
-        B, S, H, _ = x.shape
-        out = x.new_empty(B, S, H, self.width)
-        numbers = chunks, chunk, programs = self._programs(S)
+        out = x.new_empty(*x.shape[:3], self.width)
+        own, programs, numbers = self._numbers(x)
         if not self.causal and self.on_hopper():
             from vmonarch.kernels.hopper.taylor import read
 
-            read(x, s, z, out, None if back else weight, numbers, math.sqrt(self.scale), LEAST_WEIGHT, self.frames > 0)
+            read(x, s, z, out, None if back else weight, programs, numbers, own)
             return out
         blocks = self.blocks()
         columns = triton.cdiv(self.width, blocks["BLOCK_E"])
-        launcher(read_kernel, (columns * programs * chunks * B * H,))(
-            strided(x), strided(y), strided(v), s, z, strided(out), weight,
-            H, S, chunks, chunk, programs, math.sqrt(self.scale), LEAST_WEIGHT,
-            CAUSAL=self.causal, OWN=self.causal or self.frames > 0, BACK=back,
-            BLOCK_M=self.options()["BLOCK_M"], **blocks,
+        launcher(read_kernel, (columns * programs,))(
+            strided(x), strided(y), strided(v), s, z, strided(out), weight, *numbers,
+            CAUSAL=self.causal, OWN=own, BACK=back, BLOCK_M=self.options()["BLOCK_M"], **blocks,
         )  # fmt: skip
         return out
 
@@ -157,36 +155,33 @@ class _Launch:
         Args:
             x, g, h: of one side. y, v, c, s, z: of the other. weight: of the queries, which are x, or y if `back`.
         """
-        B, S, H, _ = x.shape
         dx = x.new_empty(x.shape)
-        numbers = chunks, chunk, programs = self._programs(S)
+        own, programs, numbers = self._numbers(x)
         if not self.causal and self.on_hopper(g):
             from vmonarch.kernels.hopper.taylor import gradient
 
-            of_rows = None if back else weight
-            gradient(x, g, h, of_rows, s, z, dx, numbers, math.sqrt(self.scale), LEAST_WEIGHT, self.frames > 0)
+            gradient(x, g, h, None if back else weight, s, z, dx, programs, numbers, own)
             return dx
         blocks = self.blocks()
         # Pairs are results there, and need twice the registers; the sums of all of them lie in shared memory.
         blocks |= {"BLOCK_A": max(1, blocks["BLOCK_A"] // 2), "num_stages": 1}
-        launcher(gradient_kernel, (programs * chunks * B * H,))(
-            strided(x), strided(g), h, strided(y), strided(v), c, weight, s, z, dx,
-            H, S, chunks, chunk, programs, math.sqrt(self.scale), LEAST_WEIGHT,
-            CAUSAL=self.causal, OWN=self.causal or self.frames > 0, BACK=back, BLOCK_M=self.options()["BLOCK_M"],
-            **blocks,
+        launcher(gradient_kernel, (programs,))(
+            strided(x), strided(g), h, strided(y), strided(v), c, weight, s, z, dx, *numbers,
+            CAUSAL=self.causal, OWN=own, BACK=back, BLOCK_M=self.options()["BLOCK_M"], **blocks,
         )  # fmt: skip
         return dx
 
-    def _programs(self, tokens: int) -> tuple[int, int, int]:
-        """Chunks of the tokens that are read for, one if they read the same state; tokens per chunk; programs for each.
+    def _numbers(self, x: torch.Tensor) -> tuple[bool, int, tuple[float, ...]]:
+        """Whether each chunk of the tokens reads its own state, the programs of all, and a kernel's numbers from H on.
 
         A program begins by loading a state, so there are no more of them than keep the chip busy.
         """
-        B, _, H, _ = self.like.shape
+        B, S, H, _ = x.shape
         own = self.causal or self.frames > 0
-        chunk = self.chunk(tokens) if own else tokens
-        chunks, tiles = triton.cdiv(tokens, chunk), triton.cdiv(chunk, self.options()["BLOCK_M"])
-        return chunks, chunk, min(tiles, triton.cdiv(PROGRAMS, chunks * B * H))
+        chunk = self.chunk(S) if own else S
+        chunks, tiles = triton.cdiv(S, chunk), triton.cdiv(chunk, self.options()["BLOCK_M"])
+        programs = min(tiles, triton.cdiv(PROGRAMS, chunks * B * H))
+        return own, programs * chunks * B * H, (H, S, chunks, chunk, programs, math.sqrt(self.scale), LEAST_WEIGHT)
 
 
 def _weight_gradient(
