@@ -37,10 +37,10 @@ from vmonarch.kernels.flash_entropy.segments import (
     Segment,
     Work,
     all_pairs,
-    column_work,
     one_range,
     processors,
     row_work,
+    transposed,
 )
 
 
@@ -99,8 +99,6 @@ def row_deltas(
     if rows is None:
         rows = row_work(all_pairs(Sq, Sq), block_rows, block_rows, 1, 1, 1, out.device)
     num_items = rows.items.shape[0]
-    if num_items == 0:
-        return
     launcher(_delta_kernel, (num_items * delta.shape[0] * H,))(
         strided(grad_out), strided(out), grad_lse, entropy, grad_entropy, delta, rows.items, num_items, H, Sq,
         VALUE_DIM=Dv, BLOCK_DV=block_dim(Dv), BLOCK_M=block_rows, num_warps=4,
@@ -651,7 +649,7 @@ def flash_backward(
     BLOCK_M, BLOCK_N = row_options["BLOCK_M"], row_options["BLOCK_N"]
     rows = row_work(segments, BLOCK_M, BLOCK_N, B * H, processors(device), splits, device)
     rows_once = rows if rows.merges is None else row_work(segments, BLOCK_M, BLOCK_N, 1, 1, 1, device)
-    columns = column_work(segments, column_options["BLOCK_M"], column_options["BLOCK_N"], device)
+    columns = row_work(transposed(segments), column_options["BLOCK_N"], column_options["BLOCK_M"], 1, 1, 1, device)
     out = unit_stride(out)
     lse = lse.contiguous()
     entropy, grad_lse, grad_entropy = (
@@ -668,15 +666,14 @@ def flash_backward(
     if rows.merges is not None:
         parts = query.new_empty(B * H, rows.slots, BLOCK_M, D, dtype=torch.float32)
     row_deltas(grad_out, out, grad_lse, entropy, grad_entropy, delta, rows_once, BLOCK_M)
-    num_items = rows.items.shape[0]
-    if num_items > 0 and on_hopper:
+    if on_hopper:
         folded = hopper_kernels.fold(lse, delta, Sq, scale)
         hopper_kernels.launch_rows(
-            query, key, value, None, grad_out, folded, dq, tiles=(num_items, B * H), heads=H, scale=scale,
+            query, key, value, None, grad_out, folded, dq, tiles=(rows.items.shape[0], B * H), heads=H, scale=scale,
             work=rows, tokens=Sq, parts=parts, add=add_to_q, half_tiles=half_tiles[0], factors=bias.factors,
             dfq=dfq,
         )  # fmt: skip
-    elif num_items > 0:
+    else:
         portable.rows(rows, row_options, dq, add=add_to_q, parts=parts, dfq=dfq)
     if rows.merges is not None:
         # The kernel for Hopper has the scale in already.
@@ -684,14 +681,13 @@ def flash_backward(
             strided(dq), parts, rows.merges, H, 1.0 if on_hopper else scale, HEAD_DIM=D, BLOCK_D=block_dim(D),
             BLOCK_M=BLOCK_M, ROWS=COMBINE_ROWS, ACCUMULATE=add_to_q, num_warps=4,
         )  # fmt: skip
-    num_items = columns.items.shape[0]
-    if num_items > 0 and on_hopper:
+    if on_hopper:
         hopper_kernels.launch_keys(
-            query, key, value, None, grad_out, folded, dk, dv, tiles=(num_items, B * H), heads=H, scale=scale,
-            work=columns, tokens=Sq, add=(add_to_k, add_to_v), half_tiles=half_tiles[1], factors=bias.factors,
-            dfk=dfk,
+            query, key, value, None, grad_out, folded, dk, dv, tiles=(columns.items.shape[0], B * H), heads=H,
+            scale=scale, work=columns, tokens=Sq, add=(add_to_k, add_to_v), half_tiles=half_tiles[1],
+            factors=bias.factors, dfk=dfk,
         )  # fmt: skip
-    elif num_items > 0:
+    else:
         portable.columns(columns, column_options, dk, dv, add=(add_to_k, add_to_v), dfk=dfk)
     return dq, dk, dv
 

@@ -458,7 +458,7 @@ def flash_forward(
 
     Args:
         query: [B, Sq, H, D]. key: [B, Sk, H, D]. value: [B, Sk, H, Dv].
-        segments: queries in none get out 0, lse -inf and entropy 0.
+        segments: at least one; queries in none get out 0, lse -inf and entropy 0.
         scale: softmax scale, at least 0.
         entropy: whether to compute the entropy.
         out: [B, Sq, H, Dv] of any dtype to write into, only the rows of the segments; a new tensor if None.
@@ -501,13 +501,12 @@ def flash_forward(
     lse = statistic(-torch.inf)
     row_entropy = statistic(0.0) if entropy else None
     parts = new_parts(query, work.slots * (B * H if work.firsts is None else 1), BLOCK_M, Dv, entropy)
-    num_items = work.items.shape[0]
-    if on_hopper and num_items > 0:
+    if on_hopper:
         hopper_kernels.flash(
             query, key, value, work, scale=scale, out=out, lse=lse, entropy=row_entropy,
             parts=parts, options=options, factors=bias.factors, causal=bias.causal, programs=bias.programs,
         )  # fmt: skip
-    elif num_items > 0:
+    else:
         launch_forward(query, key, value, work, options, scale, out, lse, row_entropy, parts=parts, bias=bias)
     combine_parts(parts, work.merges, BLOCK_M, out, lse, row_entropy)
     return out, lse, row_entropy

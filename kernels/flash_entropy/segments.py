@@ -216,12 +216,6 @@ def row_work(
     )
 
 
-@kept
-def column_work(segments: tuple[Segment, ...], block_rows: int, block_columns: int, device: torch.device) -> Work:
-    """One item per block of keys with the ranges of queries that attend to it, never split."""
-    return row_work(transposed(segments), block_columns, block_rows, 1, 1, 1, device)
-
-
 @functools.cache
 def processors(device: torch.device) -> int:
     """Programs that run at a time: the streaming multiprocessors; one in the interpreter."""

@@ -19,14 +19,12 @@ class _ExactPart:
 
     Args:
         segments: the pattern for the flash kernels.
-        table: for every frame, 1 for each of the m key blocks that is answered exactly.
         whole_rows: whether every frame is answered exactly throughout or not at all.
         rows: frames that attend to all keys in two resolutions, which are in no segment.
         aware: whether all L-steps know of it, or only the last.
     """
 
     segments: tuple[Segment, ...]
-    table: tuple[tuple[int, ...], ...]
     whole_rows: bool
     rows: tuple[int, ...]
     aware: bool
@@ -72,7 +70,6 @@ def _exact_part(pattern: ExactBlocks | None, places: Places, coarse_rows: bool =
     )
     return _ExactPart(
         segments,
-        tuple(tuple(int(k in attended) for k in range(places.blocks)) for attended in key_frames),
         all(len(attended) in (0, places.blocks) for attended in key_frames),
         rows,
         pattern.aware,
@@ -82,11 +79,11 @@ def _exact_part(pattern: ExactBlocks | None, places: Places, coarse_rows: bool =
 @kept
 def exact_table_of(pattern: ExactBlocks | None, places: Places, device: torch.device) -> torch.Tensor | None:
     """int32 [T, ⌈m/32⌉] on the device, a bit per block, 1 in exact ones; kept, so that repeated calls copy nothing."""
-    exact = _exact_part(pattern, places)
-    if exact is None:
+    if pattern is None or _exact_part(pattern, places) is None:
         return None
-    table = torch.zeros(len(exact.table), -(-places.blocks // 32) * 32, dtype=torch.int64)
-    table[:, : places.blocks] = torch.tensor(exact.table)
+    table = torch.zeros(places.blocks, -(-places.blocks // 32) * 32, dtype=torch.int64)
+    for l, attended in enumerate(pattern.key_frames(places.blocks)):
+        table[l, list(attended)] = 1
     words = (table.unflatten(1, (-1, 32)) << torch.arange(32)).sum(-1)
     # Bit 31 is the sign.
     return torch.where(words >= 2**31, words - 2**32, words).to(device, torch.int32)

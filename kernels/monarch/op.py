@@ -16,7 +16,7 @@ import torch
 
 from vmonarch.grid import LatentGrid
 from vmonarch.kernels.common.blocks import Places
-from vmonarch.kernels.common.launch import learns, needs_operator, unit_stride
+from vmonarch.kernels.common.launch import learns, needs_operator, positively_scaled, unit_stride
 from vmonarch.kernels.common.operators import new_results, operator
 from vmonarch.kernels.common.replay import replayed
 from vmonarch.kernels.flash_entropy.backward import flash_backward
@@ -375,8 +375,8 @@ def monarch_attention_triton(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(out [B, S, H, E], lse [B, H, S]) by the kernels, arguments already checked."""
     if call.scale < 0:
-        # The kernels take the maximum of raw scores, which only a scale that is not negative keeps in order.
-        query, call = -query, dataclasses.replace(call, scale=-call.scale)
+        query, scale = positively_scaled(query, call.scale)
+        call = dataclasses.replace(call, scale=scale)
     tensors = (query, key, value)
     if needs_operator(*tensors):
         out, lse, *_ = _operator(*tensors, key_mask, *_encode(call), learns(*tensors))
