@@ -16,17 +16,15 @@ from __future__ import annotations
 import functools
 import threading
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-
-from vmonarch.kernels.common.tiny_case import Case
 
 # With each of these the kernels compile for all architectures; docs/kernels.md says which ran on a GPU.
 # The extra `tested` in pyproject.toml has their bounds.
@@ -36,6 +34,24 @@ TOLERANCES = {torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.05}
 # Of ptxas.
 FIRST_SOUND = (12, 9)
 HOPPER = 90
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+class Case(NamedTuple):
+    """The tiny case of an op, by which its kernels are checked: `tiny_case(gpu)` in the op's `api.py` gives it.
+
+    On a GPU it is as large as kernels for Hopper want it, in the interpreter as small as can be.
+    `call(*inputs, implementation=…)` gives the results; all inputs get gradients if there are any.
+    """
+
+    inputs: Shapes
+    call: Callable[..., tuple[torch.Tensor, ...]]
+    gradients: bool = True
+
+
+def qkv_shapes(queries: int, keys: int, head_dim: int) -> Shapes:
+    """Query, key and value [1, S, 2, D]."""
+    return {"query": (1, queries, 2, head_dim), "key": (1, keys, 2, head_dim), "value": (1, keys, 2, head_dim)}
 
 
 @dataclass(frozen=True)

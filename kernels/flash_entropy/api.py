@@ -9,7 +9,7 @@ import torch
 from vmonarch.autocast import without_autocast
 from vmonarch.kernels.common.checks import check_qkv
 from vmonarch.kernels.common.launch import use_triton
-from vmonarch.kernels.common.tiny_case import Case, qkv_shapes
+from vmonarch.kernels.common.trust import Case, qkv_shapes
 from vmonarch.kernels.flash_entropy.reference import flash_entropy_attention_reference
 from vmonarch.validation import check_flag, check_implementation, resolve_scale
 

@@ -10,7 +10,7 @@ import torch
 from vmonarch.autocast import without_autocast
 from vmonarch.kernels.common.checks import check_key_mask, check_qkv
 from vmonarch.kernels.common.launch import learns, use_triton
-from vmonarch.kernels.common.tiny_case import Case, qkv_shapes
+from vmonarch.kernels.common.trust import Case, qkv_shapes
 from vmonarch.kernels.int8.reference import int8_attention_reference
 from vmonarch.validation import check_flag, check_implementation, resolve_scale
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from vmonarch.kernels.common.launch import use_triton
-from vmonarch.kernels.common.tiny_case import Case
+from vmonarch.kernels.common.trust import Case
 from vmonarch.kernels.merge.reference import merge_partials_reference
 from vmonarch.validation import check_implementation
 

@@ -12,7 +12,7 @@ from vmonarch.grid import LatentGrid
 from vmonarch.kernels.common.blocks import block_layout, grid_places, sequence_places
 from vmonarch.kernels.common.checks import check_factors, check_key_mask, check_qkv
 from vmonarch.kernels.common.launch import use_triton
-from vmonarch.kernels.common.tiny_case import Case, qkv_shapes
+from vmonarch.kernels.common.trust import Case, qkv_shapes
 from vmonarch.kernels.flash_bias.factors import extended
 from vmonarch.kernels.monarch.reference import monarch_attention_reference
 from vmonarch.options import VMonarchOptions, takes_options

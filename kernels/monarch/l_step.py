@@ -22,6 +22,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from vmonarch.kernels.common.blocks import Places
 from vmonarch.kernels.common.launch import (
     block_dim,
     dot_precision,
@@ -34,7 +35,6 @@ from vmonarch.kernels.common.replay import launcher
 from vmonarch.kernels.common.softmax import log2_partition, log2_scale_of, online_softmax
 from vmonarch.kernels.common.tiles import head_of, load_rows, store_rows, strided
 from vmonarch.kernels.monarch.call import MonarchCall, exact_table_of
-from vmonarch.kernels.monarch.places import plain_places, token_at
 
 # Divided by such a mass, what float16 rounds to 0 counts for less than its precision.
 _LEAST_MASS_IN_FLOAT16 = 2**-8
@@ -78,7 +78,8 @@ def _tokens(places, l, j, FULL: tl.constexpr):
         token = l * places.positions + j
         valid = l < places.blocks
     else:
-        token, valid = token_at(places, l, j)
+        token = l * places.positions - places.offset + j
+        valid = (j < places.positions) & (token >= 0) & (token < places.tokens)
         valid = valid & (l < places.blocks)
     return token, valid
 
@@ -123,7 +124,7 @@ def _l_rows_kernel(
 
     EXACT: None; "rows" if rows of L are exact throughout, with their outputs in `out` already, or not at all; "blocks".
     """
-    places = plain_places(places)
+    places = Places(*[number >> 4 for number in places])
     first_l, j, head, batch, first_row = _program(places, row_tiles, heads, BLOCK_M)
     q_ptr = head_of(query, batch, head)
     aL_ptr += first_row * D
@@ -186,7 +187,7 @@ def _l_centroids_kernel(
     ONE_TILE: the softmax is done here; else `lse_ptr` has the log-partitions. RELATIVE: products are of L over the
     largest of its column, so that no column vanishes in float16, however small its sum.
     """
-    places = plain_places(places)
+    places = Places(*[number >> 4 for number in places])
     first_k, j, head, batch, first_row = _program(places, column_tiles, heads, BLOCK_N)
     q_ptr = head_of(query, batch, head)
     first_token = (batch * heads + head).to(tl.int64) * places.tokens
@@ -290,7 +291,7 @@ def _l_backward_rows_kernel(
     v is y or daR; δ = do·o - dlse, or Σ_k L dL. ONE_TILE: all blocks are in the tile. Then Σ_k L dL stands for do·o,
     and what `_l_backward_columns_kernel` writes is written here, in place of δ.
     """
-    places = plain_places(places)
+    places = Places(*[number >> 4 for number in places])
     first_l, j, head, batch, first_row = _program(places, row_tiles, heads, BLOCK_M)
     q_ptr = head_of(query, batch, head)
     dq_ptr = head_of(grad_query, batch, head)
@@ -389,7 +390,7 @@ def _l_backward_columns_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
     """Gradients of aL and y where the blocks are several tiles, from the δ of the rows."""
-    places = plain_places(places)
+    places = Places(*[number >> 4 for number in places])
     first_k, j, head, batch, first_row = _program(places, column_tiles, heads, BLOCK_N)
     q_ptr = head_of(query, batch, head)
     if LAST:

@@ -17,6 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
+from vmonarch.kernels.common.blocks import Places
 from vmonarch.kernels.common.launch import block_dim, hopper_fits, launch_options, unspecialised
 from vmonarch.kernels.common.replay import launcher
 from vmonarch.kernels.common.tiles import head_of, load_rows, store_rows, strided
@@ -24,7 +25,6 @@ from vmonarch.kernels.flash_entropy.backward import Portable, row_deltas
 from vmonarch.kernels.flash_entropy.forward import Bias, launch_forward
 from vmonarch.kernels.flash_entropy.segments import Segment, row_work
 from vmonarch.kernels.monarch.call import MonarchCall
-from vmonarch.kernels.monarch.places import plain_places, token_in_cell
 
 
 @triton.jit
@@ -33,13 +33,21 @@ def _parts_of(group, places, heads):
     return group % places.blocks, group // places.blocks % heads, group // places.blocks // heads
 
 
+@triton.jit
+def _token_in_cell(places, block, cell, step_h, step_w, COARSE: tl.constexpr):
+    """Token at offset (step_h, step_w) inside pooled `cell` of a frame, and whether there is one."""
+    row = cell // places.cells_w * COARSE + step_h
+    column = cell % places.cells_w * COARSE + step_w
+    return (block * places.height + row) * places.width + column, (row < places.height) & (column < places.width)
+
+
 @triton.jit(do_not_specialize=["heads", "cell_tiles"])
 def _pool_kernel(
     key, pooled_ptr, bias_ptr, heads, places, cell_tiles,
     D: tl.constexpr, COARSE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Mean key of every cell, and log2 of the number of its keys."""
-    places = plain_places(places)
+    places = Places(*[number >> 4 for number in places])
     pid = tl.program_id(0)
     group = pid // cell_tiles
     cell = pid % cell_tiles * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -49,7 +57,7 @@ def _pool_kernel(
     total = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     count = tl.zeros([BLOCK_N], tl.float32)
     for step in tl.static_range(COARSE * COARSE):
-        token, valid = token_in_cell(places, block, cell, step // COARSE, step % COARSE, COARSE)
+        token, valid = _token_in_cell(places, block, cell, step // COARSE, step % COARSE, COARSE)
         valid = valid & inside
         total += load_rows(k_ptr, key.stride_s, token, valid, D, BLOCK_D, True).to(tl.float32)
         count += valid.to(tl.float32)
@@ -67,7 +75,7 @@ def _unpool_kernel(
     D: tl.constexpr, COARSE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Add to every key's gradient its share of its cell's."""
-    places = plain_places(places)
+    places = Places(*[number >> 4 for number in places])
     pid = tl.program_id(0)
     group = pid // cell_tiles
     cell = pid % cell_tiles * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -79,7 +87,7 @@ def _unpool_kernel(
     bias = tl.load(bias_ptr + block * places.cells + cell, mask=inside, other=0.0)
     share = d_pooled * tl.exp2(-tl.where(bias == -float("inf"), 0.0, bias))[:, None]
     for step in tl.static_range(COARSE * COARSE):
-        token, valid = token_in_cell(places, block, cell, step // COARSE, step % COARSE, COARSE)
+        token, valid = _token_in_cell(places, block, cell, step // COARSE, step % COARSE, COARSE)
         store_rows(dk_ptr, grad_key.stride_s, token, valid & inside, share, D, BLOCK_D, ADD=True)
 
 

@@ -8,7 +8,7 @@ import torch
 
 from vmonarch.autocast import without_autocast
 from vmonarch.kernels.common.launch import KERNEL_DTYPES, TRITON_INSTALLED, interpreted, use_triton
-from vmonarch.kernels.common.tiny_case import Case
+from vmonarch.kernels.common.trust import Case
 from vmonarch.kernels.norm_rotary.reference import norm_rotary_reference
 from vmonarch.validation import check_implementation, check_positive_integer
 

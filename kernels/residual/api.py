@@ -8,7 +8,7 @@ import torch
 
 from vmonarch.kernels.common.checks import check_tensor
 from vmonarch.kernels.common.launch import carry_tangents, learns, use_triton
-from vmonarch.kernels.common.tiny_case import Case
+from vmonarch.kernels.common.trust import Case
 from vmonarch.kernels.residual.reference import (
     Residual,
     add_residual_reference,

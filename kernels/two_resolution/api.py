@@ -12,7 +12,7 @@ from vmonarch.autocast import without_autocast
 from vmonarch.grid import LatentGrid
 from vmonarch.kernels.common.checks import check_key_mask, check_qkv
 from vmonarch.kernels.common.launch import use_triton
-from vmonarch.kernels.common.tiny_case import Case, qkv_shapes
+from vmonarch.kernels.common.trust import Case, qkv_shapes
 from vmonarch.kernels.two_resolution.reference import two_resolution_attention_reference
 from vmonarch.kernels.two_resolution.tiling import Tiling, tiling_of
 from vmonarch.options import TwoResolutionOptions

@@ -13,7 +13,7 @@ from vmonarch.autocast import without_autocast
 from vmonarch.grid import LatentGrid
 from vmonarch.kernels.common.checks import check_qkv
 from vmonarch.kernels.common.launch import use_triton
-from vmonarch.kernels.common.tiny_case import Case, qkv_shapes
+from vmonarch.kernels.common.trust import Case, qkv_shapes
 from vmonarch.kernels.window.reference import Window, window_attention_reference
 from vmonarch.validation import check_flag, check_implementation, check_positive_integer, resolve_scale
 

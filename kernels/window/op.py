@@ -57,12 +57,6 @@ class Neighbourhood(NamedTuple):
 
 
 @triton.jit
-def _plain(n):
-    """The inverse of `unspecialised`."""
-    return Neighbourhood(*[number >> 4 for number in n])
-
-
-@triton.jit
 def _tokens_of(brick, n, first_column, BT: tl.constexpr, BH: tl.constexpr, BW: tl.constexpr):
     """Tokens [M] of a brick, whether they exist, their frames, rows and columns; columns begin at `first_column`."""
     bricks_w = tl.cdiv(n.columns - first_column, BW)
@@ -143,7 +137,7 @@ def window_kernel(
     BT: tl.constexpr, BH: tl.constexpr, BW: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
     """out and lse of one brick of queries of one head."""
-    n = _plain(neighbourhood)
+    n = Neighbourhood(*[number >> 4 for number in neighbourhood])
     brick, bh, b, head = item_of_a_head(bricks, H)
     token, exists, t, h, w = _tokens_of(brick, n, n.skipped, BT, BH, BW)
     row = token - n.skipped
@@ -177,7 +171,7 @@ def window_rows_kernel(
     BT: tl.constexpr, BH: tl.constexpr, BW: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
     """dq [B, Sq, H, D], contiguous, of one brick of queries; and δ = rowsum(dO ∘ O) - dlse for the keys' kernel."""
-    n = _plain(neighbourhood)
+    n = Neighbourhood(*[number >> 4 for number in neighbourhood])
     brick, bh, b, head = item_of_a_head(bricks, H)
     token, exists, t, h, w = _tokens_of(brick, n, n.skipped, BT, BH, BW)
     row = token - n.skipped
@@ -213,7 +207,7 @@ def window_keys_kernel(
     BT: tl.constexpr, BH: tl.constexpr, BW: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
     """dk [B, Sk, H, D] and dv [B, Sk, H, E], contiguous, of one brick of keys; tiles are [keys, queries]."""
-    n = _plain(neighbourhood)
+    n = Neighbourhood(*[number >> 4 for number in neighbourhood])
     brick, bh, b, head = item_of_a_head(bricks, H)
     keys, there, kt, kh, kw = _tokens_of(brick, n, 0, BT, BH, BW)
     k = load_rows(head_of(key, b, head), key.stride_s, keys, there, D, BLOCK_D, True)

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_map_only
 
 from vmonarch import first_order_attention, flash_entropy_attention, monarch_attention
 from vmonarch.kernels.common import launch
-from vmonarch.kernels.common.tiny_case import Case
+from vmonarch.kernels.common.trust import Case
 from vmonarch.kernels.flash_entropy import reference as softmax
 from vmonarch.kernels.residual.api import attention_residual
 
