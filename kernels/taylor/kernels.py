@@ -37,10 +37,7 @@ def _pairs(xa, x):
 @triton.jit
 def _load_scaled(ptr, stride, rows, inside, first_a, root_scale, D: tl.constexpr, BLOCK: tl.constexpr):
     """√scale·x of the dims from `first_a` on, in float32: [N, BLOCK]."""
-    dims = first_a + tl.arange(0, BLOCK)
-    pointers = ptr + rows.to(tl.int64)[:, None] * stride + dims[None, :]
-    x = tl.load(pointers, mask=inside[:, None] & (dims < D)[None, :], other=0.0)
-    return x.to(tl.float32) * root_scale
+    return _load_columns(ptr, stride, rows, inside, first_a, D, BLOCK).to(tl.float32) * root_scale
 
 
 @triton.jit

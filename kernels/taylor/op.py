@@ -122,6 +122,20 @@ class _Launch:
         )
         return s, z
 
+    def seen(self, sums: torch.Tensor, *, back: bool) -> torch.Tensor:
+        """What tokens read of the sums of all chunks [B·H, chunks, …]: each frame a mixture of those of all, causal
+        tokens those before their chunk, or `back`, after it; else their sum [B·H, …].
+        """
+        if self.frame_weights is not None:
+            weights = self.frame_weights.mT if back else self.frame_weights
+            weights = weights.float().repeat(sums.shape[0] // weights.shape[0], 1, 1)
+            return (weights @ sums.flatten(2)).view(sums.shape)
+        if self.causal:
+            sums = sums.flip(1) if back else sums
+            before = torch.cat([torch.zeros_like(sums[:, :1]), sums[:, :-1].cumsum(1)], 1)
+            return before.flip(1) if back else before
+        return sums.sum(1)
+
     def read(
         self, x: torch.Tensor, y: torch.Tensor, v: torch.Tensor, weight: torch.Tensor, s: torch.Tensor,
         z: torch.Tensor, *, back: bool,
@@ -194,22 +208,6 @@ def _weight_gradient(
     return delta.neg_()
 
 
-def _before(sums: torch.Tensor) -> torch.Tensor:
-    """Sums of all chunks before each, [B·H, chunks, …]."""
-    return torch.cat([torch.zeros_like(sums[:, :1]), sums[:, :-1].cumsum(1)], 1)
-
-
-def _after(sums: torch.Tensor) -> torch.Tensor:
-    """Sums of all chunks after each."""
-    return _before(sums.flip(1)).flip(1)
-
-
-def _mixed(sums: torch.Tensor, frame_weights: torch.Tensor) -> torch.Tensor:
-    """Σ_u frame_weights[h, t, u]·sums[·, u] for every frame t; sums [B·H, T, …]."""
-    weights = frame_weights.float().repeat(sums.shape[0] // frame_weights.shape[0], 1, 1)
-    return (weights @ sums.flatten(2)).view(sums.shape)
-
-
 @replayed
 def _forward(
     query: torch.Tensor,
@@ -222,13 +220,7 @@ def _forward(
     """(out [B, Sq, H, E], weight [B, H, Sq])."""
     B, Sq, H, _ = query.shape
     launch = _Launch(query, value.shape[3], frame_weights, scale, causal)
-    s, z = launch.states(key, value)
-    if causal:
-        s, z = _before(s), _before(z)
-    elif frame_weights is None:
-        s, z = s.sum(1), z.sum(1)
-    else:
-        s, z = _mixed(s, frame_weights), _mixed(z, frame_weights)
+    s, z = (launch.seen(x, back=False) for x in launch.states(key, value))
     weight = query.new_empty(B, H, Sq, dtype=torch.float32)
     out = launch.read(query, key, value, weight, s, z, back=False)
     return out, weight
@@ -253,13 +245,8 @@ def _backward(*inputs: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, t
         products = (s_queries * of_row).flatten(2) @ s_keys.flatten(2).mT
         products += (z_queries * of_row[:, 0]) @ z_keys.mT
         d_frames = products.unflatten(0, (-1, frame_weights.shape[0])).sum(0).to(frame_weights.dtype)
-        s_keys, z_keys = (_mixed(x, frame_weights) for x in (s_keys, z_keys))
-        s_queries, z_queries = (_mixed(x, frame_weights.mT) for x in (s_queries, z_queries))
-    elif launch.causal:
-        s_keys, z_keys = _before(s_keys), _before(z_keys)
-        s_queries, z_queries = _after(s_queries), _after(z_queries)
-    else:
-        s_keys, z_keys, s_queries, z_queries = (x.sum(1) for x in (s_keys, z_keys, s_queries, z_queries))
+    s_keys, z_keys = (launch.seen(x, back=False) for x in (s_keys, z_keys))
+    s_queries, z_queries = (launch.seen(x, back=True) for x in (s_queries, z_queries))
     dq = launch.gradient(query, grad_out, h, key, value, None, weight, s_keys, z_keys, back=False)
     dk = launch.gradient(key, value, None, query, grad_out, h, weight, s_queries, z_queries, back=True)
     dv = launch.read(key, query, grad_out, weight, s_queries, z_queries, back=True)
