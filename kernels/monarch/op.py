@@ -31,14 +31,14 @@ from vmonarch.options import ExactBlocks, VMonarchOptions, row_options
 
 @dataclass
 class _Buffers:
-    """Intermediates by iteration. In training each has its own memory; in inference it is used again."""
+    """Intermediates by iteration. In training each has its own memory; in inference it is used again, or is None."""
 
-    aL: list[torch.Tensor]
-    z: list[torch.Tensor]
-    cL: list[torch.Tensor]
-    lse_r: list[torch.Tensor]
-    cR: list[torch.Tensor]
-    lse_l: list[torch.Tensor]
+    aL: list[Any]
+    z: list[Any]
+    cL: list[Any]
+    lse_r: list[Any]
+    cR: list[Any]
+    lse_l: list[Any]
 
 
 def _slices(call: MonarchCall, blocks: torch.Tensor, stats: torch.Tensor, row_stats: torch.Tensor) -> _Buffers:
@@ -163,7 +163,6 @@ def forward(
     places, t = call.places, call.options.num_iterations
     groups, b = B * H * places.blocks, places.positions
     out, lse = new_results(query, key, value)
-    own = t if save else 1
     saved = []
     if save:
         saved = [query.new_empty(shape, dtype=dtype) for shape, dtype in saved_shapes(query, value, call, save)]
@@ -183,28 +182,21 @@ def forward(
         # In an R-step that sums the keys, a row tile of the last z is read by the program that writes the same rows of
         # y, and by no other.
         y = blocks[1] if t > 1 and D == E and call.options.last_l_update else query.new_empty(groups, b, E)
-        buffers = _Buffers([blocks[0]], [blocks[-1]], [stats[0]], [], [], [])
+        none = [None] * t
+        buffers = _Buffers([blocks[0]] * t, [blocks[-1]] * t, [stats[0]] * t, none, none, [lse] * t)
 
     r, l = RStep(key, value, key_mask, call), LStep(query, call)
     pooled = r.pooled()
+    known = lse_exact if exact is not None and exact.aware else None
     z = query
     for i in range(t - 1):
-        n = i % own
-        aL, cL = buffers.aL[n], buffers.cL[n]
-        r.forward(z, pooled, aL=aL, cL=cL, lse=buffers.lse_r[n] if save else None)
-        z = buffers.z[n]
-        l.centroids(
-            aL,
-            cL,
-            z=z,
-            lse=buffers.lse_l[n] if save else lse,
-            cR=buffers.cR[n] if save else None,
-            lse_exact=lse_exact if exact is not None and exact.aware else None,
-        )
+        aL, cL = buffers.aL[i], buffers.cL[i]
+        r.forward(z, pooled, aL=aL, cL=cL, lse=buffers.lse_r[i])
+        z = buffers.z[i]
+        l.centroids(aL, cL, z=z, lse=buffers.lse_l[i], cR=buffers.cR[i], lse_exact=known)
     aL, cL = buffers.aL[-1], buffers.cL[-1]
-    last_lse = buffers.lse_r[-1] if save else None
     sums = dict(aL=aL, cL=cL) if call.options.last_l_update else {}
-    r.forward(z, None, y=y, lse=last_lse, **sums)
+    r.forward(z, None, y=y, lse=buffers.lse_r[-1], **sums)
     l.output(aL, cL, y, out=out, lse=lse, lse_exact=lse_exact, out_exact=out_exact)
     if save and lse_exact is not None:
         saved[5] = lse_exact
@@ -212,26 +204,10 @@ def forward(
 
 
 @replayed
-def _backward(
-    grad_out: torch.Tensor,
-    grad_lse: torch.Tensor | None,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    key_mask: torch.Tensor | None,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    blocks: torch.Tensor,
-    y: torch.Tensor,
-    stats: torch.Tensor,
-    row_stats: torch.Tensor,
-    out_exact: torch.Tensor | None,
-    lse_exact: torch.Tensor | None,
-    numbers: list[int],
-    reals: list[float],
-    _save: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _backward(*inputs: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of query, key and value; R and L are recomputed from z, aL and the log-partitions."""
+    grad_out, grad_lse, query, key, value, key_mask, out, lse, *saved, numbers, reals, _save = inputs
+    blocks, y, stats, row_stats, out_exact, lse_exact = saved
     call = _decode(numbers, reals)
     t = call.options.num_iterations
     buffers = _slices(call, blocks, stats, row_stats)
