@@ -383,44 +383,6 @@ def test_the_tables_of_fidelity_are_those_of_their_videos():
             }
 
 
-def test_seconds_of_peers_are_those_of_their_kernels_and_kinds_of_steps():
-    record, bench = (json.loads((BENCHMARKS / f"{name}.json").read_text()) for name in ("fidelity", "peers-h200"))
-    (table,) = (table for table in record["tables"] if table["name"] == "peers")
-    header, *_ = (times["header"] for times in bench["tables"] if times["name"] == "times")
-    kernels = {"full": "cudnn", "sol": "sol-tau1", "sol:tau=2": "sol-tau2", "sol:tau=null,share=0.1": "sol-top10"}
-    kernels |= {
-        "block-topk": "vsa-fastvideo",
-        "two-resolution": "two-resolution",
-        "cached": None,
-        "reuse:refresh=0.32": None,
-    }
-    kernels |= {"vmonarch": "vmonarch", "vmonarch-dense-start": "vmonarch"}
-    for shape, layers, column in (("16x28x52", 30, "attention, s, 1.3B"), ("24x44x80:40", 40, "14B")):
-        (cells,) = (cells for cells in bench["tables"][0]["rows"] if cells[0].startswith(f"{shape} "))
-        ms = {name: float(cell.split()[0]) for name, cell in zip(header[1:], cells[1:], strict=True)} | {None: 0}
-        for cells in table["rows"]:
-            shown = dict(zip(table["header"], cells, strict=True))
-            method = shown["method"].strip("`")
-            if method in ("vmoba", "full-triton"):
-                assert shown[column] == "–"
-                continue
-            rows = fidelity_rows(record["evaluations"]["peers"], method)
-            exact, predicted = (
-                statistics.fmean(len(row[f"{kind}_steps"]) for row in rows) for kind in ("exact", "predicted")
-            )
-            if method in (
-                "near-lossless",
-                "fast",
-            ):  # Exact steps keep residuals; those of fast after the sixth are int8.
-                later = exact - 6 if method == "fast" else 0
-                total = (50 - predicted) * ms["vmonarch-t1"] + (exact - later) * ms["cudnn"] + later * ms["int8"]
-            else:
-                other = kernels[re.sub("[:,]dense_steps=.*", "", method)]
-                total = exact * ms["cudnn"] + (50 - exact) * ms[other]
-            seconds = 2 * layers * total / 1000
-            assert shown[column] == (f"{seconds:.1f}" if seconds < 100 else f"{seconds:.0f}")
-
-
 def test_the_table_of_seconds_adds_up_as_many_steps_of_each_kind_as_videos_had():
     record, fidelity = (json.loads((BENCHMARKS / f"{name}.json").read_text()) for name in ("e2e", "fidelity"))
     (table,) = (table for table in record["tables"] if table["name"] == "video")

@@ -56,7 +56,7 @@ class Refresh(Settings):
             size of that output: 0.1 for 10 %. None: every step is computed. A step that a tolerance makes exact is
             computed in any case, and one of `steps` that is predicted leaves it to the next.
         precision: of exact attention: None, that of the model; or "int8", products of eight bits (`int8_attention`) in
-            all steps but the first 12 %.
+            all steps but the first 12 %. Dense steps and layers have that of the model.
 
     A step in which a layer has no residual is exact in any case: the first, the first of the second transformer in a
     pipeline of two, and the first after one that a cache has skipped.

@@ -9,7 +9,7 @@ import torch
 
 from vmonarch.autocast import without_autocast
 from vmonarch.kernels.common.checks import check_key_mask, check_qkv
-from vmonarch.kernels.common.launch import learns, use_triton
+from vmonarch.kernels.common.launch import carry_tangents, learns, use_triton
 from vmonarch.kernels.common.trust import Case, qkv_shapes
 from vmonarch.kernels.int8.reference import int8_attention_reference
 from vmonarch.validation import check_flag, check_implementation, resolve_scale
@@ -48,7 +48,7 @@ def int8_attention(
 
     Raises:
         TypeError, ValueError: an argument is not as described; the message names it.
-        NotImplementedError: gradients are wanted; or the kernels cannot take the tensors, which are not on a CPU or
+        NotImplementedError: derivatives are wanted; or the kernels cannot take the tensors, which are not on a CPU or
             have implementation="triton". The message says why.
 
     Source: Zhang et al., SageAttention2 (2024), for int8 scores of keys less their mean.
@@ -58,9 +58,9 @@ def int8_attention(
     check_flag("return_lse", return_lse)
     check_implementation(implementation)
     scale = resolve_scale(scale, query.shape[-1])
-    if learns(query, key, value):
+    if learns(query, key, value) or carry_tangents(query, key, value):
         raise NotImplementedError(
-            "int8_attention has no gradient (supported: torch.no_grad(), tensors that require none, or 16 bits)"
+            "int8_attention has no derivatives (supported: torch.no_grad() outside of forward-mode AD, or 16 bits)"
         )
     attend = int8_attention_reference
     if implementation == "auto" and query.device.type not in ("cpu", "meta"):

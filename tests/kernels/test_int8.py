@@ -118,9 +118,13 @@ def test_bytes_stand_for_the_tensors(masked):
         assert not keys[b, :, n:].any() and not values[b, :, n:].any() and not values[..., 24:].any()
 
 
-def test_gradients_and_devices_without_kernels_are_refused():
-    with pytest.raises(NotImplementedError, match="int8_attention has no gradient"):
-        int8_attention(*(x.requires_grad_() for x in tensors("normal", 3, 4, 8)))
+def test_derivatives_and_devices_without_kernels_are_refused():
+    for refused in (
+        lambda *x: int8_attention(*(each.requires_grad_() for each in x)),
+        lambda *x: torch.func.jvp(int8_attention, x, x),
+    ):
+        with pytest.raises(NotImplementedError, match="int8_attention has no derivatives"):
+            refused(*tensors("normal", 3, 4, 8))
     with FakeTensorMode():
         elsewhere = [torch.empty(1, 4, 2, 16, device="mps") for _ in range(3)]
     with pytest.raises(NotImplementedError, match='refresh.precision="int8".*the tensors are on mps'):
