@@ -11,16 +11,16 @@ from pathlib import Path
 
 # By folder: the most lines that it may have now, and the aim.
 MOST_LINES = {
-    "vmonarch": (7_123, 6_500),
+    "vmonarch": (7_124, 6_500),
     "vmonarch/cli": (975, 900),
-    "kernels": (13_310, 12_500),
-    "pipelines": (3_044, 2_700),
-    "finetune": (3_048, 2_700),
+    "kernels": (13_311, 12_500),
+    "pipelines": (3_047, 2_700),
+    "finetune": (3_056, 2_700),
     "eval": (5_915, 6_300),
-    "configs": (587, 400),
+    "configs": (588, 400),
     "examples": (138, 200),
-    "tests": (18_574, 19_000),
-    "": (51_806, 51_000),
+    "tests": (18_555, 19_000),
+    "": (51_794, 51_000),
 }
 MOST_CHARACTERS_A_LINE, MOST_FILES, MOST_WORDS = (47, 47), (426, 430), (35_994, 36_000)
 ROOT = Path(__file__).resolve().parents[1]

@@ -283,6 +283,7 @@ def _as(hint: Any, value: Any) -> Any:
             items = parts[:1] * len(value) if Ellipsis in parts else parts
             return tuple(_as(item, entry) for item, entry in zip(items, value, strict=True))
     elif hint in (int, float, str):
+        value = plain(value)
         whole = hint is not int or not isinstance(value, float)
         if whole and isinstance(value, (int, float, str)) and not isinstance(value, bool):
             return hint(value)

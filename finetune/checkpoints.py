@@ -20,6 +20,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from accelerate import PartialState
 from filelock import FileLock, Timeout
+from safetensors import SafetensorError, safe_open
 
 from vmonarch import files
 from vmonarch.configs import InputError
@@ -135,9 +136,16 @@ def read_tensors(folder: Path, tensors: Mapping[str, torch.Tensor]) -> None:
     """Fill tensors with those that a folder has under their names, however they were spread when they were written.
 
     Raises:
-        CheckpointError: a file cannot be read, or a tensor is missing or of another shape.
+        CheckpointError: a file cannot be read, or one is missing or of another shape.
     """
     problem = f"{folder} cannot be loaded; without it, the one before serves"
+    for file in sorted(folder.glob("*.safetensors")):
+        try:
+            # torch does not say which file is damaged.
+            with safe_open(file, "pt"):
+                pass
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(f"{problem}: {file.name}: {error}") from error
     _together(problem, dcp.load, tensors, storage_reader=dcp.HuggingFaceStorageReader(str(folder)))
 
 

@@ -163,6 +163,9 @@ def find_model(name: str, revision: str | None = None) -> ModelFolder:
         for key, entry in index.items()
         if isinstance(entry, list) and len(entry) == 2 and entry[0]
     }
+    for required in ("transformer", "vae", "text_encoder", "tokenizer", "scheduler"):
+        if required not in components and not (required == "transformer" and "transformer_2" in components):
+            raise ModelError(f"{path / 'model_index.json'} names no {required}")
     for component, (library, _) in components.items():
         if library not in _LIBRARIES:
             problem = f"it is of {library}; supported: classes of {' and '.join(_LIBRARIES)}"
@@ -173,9 +176,8 @@ def find_model(name: str, revision: str | None = None) -> ModelFolder:
         if component in MODELS and not any((path / component).glob("*.safetensors")):
             problem = "has no weights; safetensors files are supported, pickled ones are not"
             raise ModelError(f"{path / component} {problem}")
-    with cannot_be_loaded(path):
-        outline = _outline(path, pipeline, components)
-        transformer, *others = transformers_in(outline).values()
+    outline = _outline(path, pipeline, components)
+    transformer, *others = transformers_in(outline).values()
     if diffusers_class(transformer) is None:
         problem = f"of class {type(transformer).__name__}, no transformer of a {pipeline}"
         raise ModelError(f"{path / 'transformer'} cannot be used: {problem}")
@@ -210,10 +212,11 @@ def _outline(path: Path, pipeline: str, components: Mapping[str, tuple[str, str]
     parts: dict[str, Any] = dict.fromkeys(name for name in MODELS if name in components)
     for name in ("transformer", "transformer_2", "vae"):
         if name in components:
-            cls = getattr(diffusers, components[name][1])
-            with torch.device("meta"):
+            with cannot_be_loaded(path / name), torch.device("meta"):
+                cls = getattr(diffusers, components[name][1])
                 parts[name] = cls.from_config(cls.load_config(path / name, local_files_only=True))
-    return getattr(diffusers, pipeline).from_pretrained(path, local_files_only=True, **parts)
+    with cannot_be_loaded(path):
+        return getattr(diffusers, pipeline).from_pretrained(path, local_files_only=True, **parts)
 
 
 @contextlib.contextmanager

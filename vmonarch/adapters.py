@@ -154,6 +154,7 @@ def load_adapter(pipe_or_transformer: Any, path: str | Path, **options: Any) -> 
         for transformer in with_lora.values():
             if getattr(transformer, "peft_config", None):
                 transformer.unload_lora()
+            vars(transformer).pop("_hf_peft_config_loaded", None)
         raise
     with torch.no_grad():
         for name, transformer in transformers.items():

@@ -62,7 +62,7 @@ class Refresh(Settings):
     pipeline of two, and the first after one that a cache has skipped.
 
     Raises:
-        TypeError, ValueError: an option has an unsupported value.
+        InputError, TypeError, ValueError: an option has an unsupported value.
     """
 
     steps: Any = None

@@ -69,6 +69,7 @@ def simplified(segments: tuple[Segment, ...]) -> tuple[Segment, ...]:
     return tuple(joined)
 
 
+@functools.lru_cache(maxsize=128)
 def transposed(segments: tuple[Segment, ...]) -> tuple[Segment, ...]:
     """The pattern seen from the keys: which ranges of queries attend to every range of keys.
 

@@ -106,7 +106,7 @@ def test_what_flash_attention_3_does_not_support_is_said(change, fa3):
     [
         {},
         {"exact": ExactBlocks(rows=(0, 2), band=1, aware=False), "dense_steps": 0.25, "dense_layers": [1, 0]},
-        {"exact": {"band": np.int64(1)}, "coarse": np.int32(2), "min_mass": np.float32(0.5)},
+        {"exact": {"band": np.int64(1)}, "min_mass": np.float32(0.5), "refresh": {"tolerance": np.float32(0.1)}},
         {"grid": (np.int64(3), 2, 3), "dense_steps": np.array([1, 2]), "refresh": {"steps": np.float32(0.5)}},
     ],
     ids=["defaults", "exact-blocks", "options-of-numpy", "steps-of-numpy"],
