@@ -17,10 +17,10 @@ MOST_LINES = {
     "pipelines": (3_047, 2_700),
     "finetune": (3_056, 2_700),
     "eval": (5_915, 6_300),
-    "configs": (588, 400),
+    "configs": (587, 400),
     "examples": (138, 200),
     "tests": (18_555, 19_000),
-    "": (51_794, 51_000),
+    "": (51_793, 51_000),
 }
 MOST_CHARACTERS_A_LINE, MOST_FILES, MOST_WORDS = (47, 47), (426, 430), (35_994, 36_000)
 ROOT = Path(__file__).resolve().parents[1]

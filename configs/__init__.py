@@ -284,8 +284,7 @@ def _as(hint: Any, value: Any) -> Any:
             return tuple(_as(item, entry) for item, entry in zip(items, value, strict=True))
     elif hint in (int, float, str):
         value = plain(value)
-        whole = hint is not int or not isinstance(value, float)
-        if whole and isinstance(value, (int, float, str)) and not isinstance(value, bool):
+        if isinstance(value, str) or type(value) is int or type(value) is float and hint is not int:
             return hint(value)
     elif hint is Any or isinstance(value, origin or hint):
         return value
