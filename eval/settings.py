@@ -32,7 +32,7 @@ def check_names(argument: str, names: Sequence[str], known: Collection[str]) -> 
         if name not in known:
             raise InputError(argument, f"must be of {', '.join(known)}; got {name!r}{suggest(name, known)}")
     if not names or len(set(names)) < len(names):
-        raise InputError(argument, f"must be one or several different ones, got {', '.join(names) or 'none'}")
+        raise InputError(argument, f"must be of {', '.join(known)}, each once; got {', '.join(names) or 'none'}")
 
 
 @dataclass(frozen=True)
