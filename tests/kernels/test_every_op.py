@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 import torch
-from op_checks import OPS, assert_bits, by_implementation, in_interpreter, quiet, tiny_case, with_gradients
+from op_checks import OPS, assert_bits, by_implementation, everywhere, in_interpreter, quiet, tiny_case, with_gradients
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
@@ -126,18 +126,11 @@ def test_autocast_rounds_no_result_and_no_gradient(op):
     assert_bits(with_gradients(under_autocast, inputs), with_gradients(attend, inputs))
 
 
-@pytest.mark.parametrize(
-    ("how", "device"),
-    [
-        ("torch", "cpu"),
-        pytest.param("triton", "cpu", marks=in_interpreter),
-        pytest.param("triton", "cuda", marks=pytest.mark.gpu),
-    ],
-)
+@everywhere
 @pytest.mark.parametrize("op", ATTENTION)
-def test_nan_in_a_head_shows_there_and_leaves_the_other_as_it_is(op, how, device):
+def test_nan_in_a_head_shows_there_and_leaves_the_other_as_it_is(op, implementation, device):
     case, inputs, _ = drawn(op, torch.float32 if device == "cpu" else torch.float16, torch.device(device))
-    run = partial(outcome, case, how)
+    run = partial(outcome, case, implementation)
     clean = run(inputs)
     for n in range(len(inputs)):
         spoilt = [x.clone() for x in inputs]

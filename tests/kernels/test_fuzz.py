@@ -22,7 +22,7 @@ import random
 
 import pytest
 import torch
-from op_checks import in_interpreter, quiet
+from op_checks import everywhere, quiet
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
@@ -280,14 +280,7 @@ def check(name, number, implementation, device="cpu"):
 
 @quiet
 @pytest.mark.parametrize("number", range(CASES))
-@pytest.mark.parametrize(
-    ("how", "device"),
-    [
-        ("torch", "cpu"),
-        pytest.param("triton", "cpu", marks=in_interpreter),
-        pytest.param("triton", "cuda", marks=pytest.mark.gpu),
-    ],
-)
+@everywhere
 @pytest.mark.parametrize("op", OPS)
-def test_a_random_call_is_as_precise_as_its_dtype(op, how, device, number):
-    check(op, number, how, device)
+def test_a_random_call_is_as_precise_as_its_dtype(op, implementation, device, number):
+    check(op, number, implementation, device)

@@ -2,20 +2,12 @@
 
 import pytest
 import torch
-from op_checks import call_of, in_interpreter, refuses
+from op_checks import call_of, everywhere, in_interpreter, refuses
 
 from vmonarch.kernels.residual.api import Residual, add_residual, attention_residual, renew_residual
 from vmonarch.kernels.residual.reference import add_residual_reference, attention_residual_reference
 
 ON_GPU = pytest.mark.gpu
-EVERYWHERE = pytest.mark.parametrize(
-    "implementation, device",
-    [
-        ("torch", "cpu"),
-        pytest.param("triton", "cpu", marks=in_interpreter),
-        pytest.param("triton", "cuda", marks=ON_GPU),
-    ],
-)
 NAN, INF = float("nan"), float("inf")
 
 
@@ -109,7 +101,7 @@ def test_more_than_2_to_the_31_elements():
     assert not approximate[:, :-2].any()
 
 
-@EVERYWHERE
+@everywhere
 @pytest.mark.parametrize("layout", ["contiguous", "heads-first", "part"])
 def test_the_sum_is_written_in_place_and_nothing_beside_it(implementation, device, layout):
     exact, approximate = outputs(device=device)
@@ -122,7 +114,7 @@ def test_the_sum_is_written_in_place_and_nothing_beside_it(implementation, devic
     assert torch.equal(out, expected) and torch.equal(memory.isnan(), others)
 
 
-@EVERYWHERE
+@everywhere
 def test_nan_and_infinity_show_in_the_sum(implementation, device):
     exact, approximate = outputs(device=device)
     exact[0, 1, 2, 3], exact[0, 2, 0, 0], approximate[1, 3, 1, -1] = NAN, INF, NAN

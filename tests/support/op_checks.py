@@ -16,6 +16,14 @@ OPS = sorted(file.parent.name for file in APIS if "use_triton(" in file.read_tex
 
 in_interpreter = pytest.mark.skipif(not interpreted(), reason="needs TRITON_INTERPRET=1 when triton is imported")
 by_implementation = pytest.mark.parametrize("implementation", ["torch", pytest.param("triton", marks=in_interpreter)])
+everywhere = pytest.mark.parametrize(
+    ("implementation", "device"),
+    [
+        ("torch", "cpu"),
+        pytest.param("triton", "cpu", marks=in_interpreter),
+        pytest.param("triton", "cuda", marks=pytest.mark.gpu),
+    ],
+)
 # The interpreter computes masked elements too, and NumPy complains about theirs.
 quiet = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
