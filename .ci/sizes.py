@@ -19,8 +19,8 @@ MOST_LINES = {
     "eval": (5_915, 6_300),
     "configs": (587, 400),
     "examples": (138, 200),
-    "tests": (18_522, 19_000),
-    "": (51_767, 51_000),
+    "tests": (18_525, 19_000),
+    "": (51_770, 51_000),
 }
 MOST_CHARACTERS_A_LINE, MOST_FILES, MOST_WORDS = (47, 47), (426, 430), (35_993, 36_000)
 ROOT = Path(__file__).resolve().parents[1]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Collection, Iterator
 from functools import partial
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -32,6 +33,7 @@ class Report:
         steps: how many denoising steps there were; None where no option needs to know them.
         exact: the steps of exact attention, with the error of residual sharing measured there, of the size of exact
             attention's output; None where none was measured.
+        eight_bits: those of them that `refresh.precision` computed in eight bits.
         predicted: the steps in which `refresh.cache` predicted the transformer's output.
         forward: the computed steps that measured how wrong that would have been, with the error, of the output's size.
         work: attention FLOPs over those of full attention; None where they depend on the data or no call was made.
@@ -42,6 +44,7 @@ class Report:
     grid: tuple[int, int, int] | None
     steps: int | None
     exact: dict[int, float | None]
+    eight_bits: tuple[int, ...]
     predicted: tuple[int, ...]
     forward: dict[int, float]
     work: float | None
@@ -53,11 +56,9 @@ class Report:
         return dataclasses.asdict(self) | pairs
 
     def __str__(self) -> str:
-        parts = []
-        if self.steps is not None:
-            parts.append(f"{len(self.exact)} of {self.steps} steps exact ({_ranges(self.exact)})")
-        if self.predicted:
-            parts.append(f"{len(self.predicted)} predicted ({_ranges(self.predicted)})")
+        parts = [] if self.steps is None else [f"{len(self.exact)} of {self.steps} steps exact ({_ranges(self.exact)})"]
+        for what, steps in (("of them in eight bits", self.eight_bits), ("predicted", self.predicted)):
+            parts += [f"{len(steps)} {what} ({_ranges(steps)})"] * bool(steps)
         for what, found in (("sharing", self.exact), ("prediction", self.forward)):
             if errors := [error for error in found.values() if error is not None]:
                 parts.append(f"error of {what} {min(errors):.3f} to {max(errors):.3f}")
@@ -109,6 +110,7 @@ def report(pipe_or_transformer: Any) -> Report:
         grid=None if grid is None else (*grid,),
         steps=steps or None,
         exact=dict(sorted(exact.items())),
+        eight_bits=tuple(step for run in runs for step in run.schedule.exact if run.schedule.precision(step)),
         predicted=predicted,
         forward={step: e for run in runs for step, e in run.schedule.forward.items() if e is not None},
         work=work,
@@ -143,10 +145,5 @@ def _share(element: Any, grid: LatentGrid | None, head_dim: int) -> float | None
 
 def _ranges(numbers: Collection[int]) -> str:
     """Numbers in increasing order, those that follow each other as first–last."""
-    parts: list[list[int]] = []
-    for number in sorted(numbers):
-        if parts and parts[-1][-1] == number - 1:
-            parts[-1] = [parts[-1][0], number]
-        else:
-            parts.append([number])
-    return ", ".join("–".join(map(str, part)) for part in parts)
+    runs = ([n for _, n in run] for _, run in groupby(enumerate(sorted(numbers)), lambda pair: pair[1] - pair[0]))
+    return ", ".join(f"{run[0]}–{run[-1]}" if run[1:] else f"{run[0]}" for run in runs)
