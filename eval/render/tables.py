@@ -19,8 +19,9 @@ BLOCK = re.compile(r"(<!-- table: (?P<file>[^\s#]+)#?(?P<name>\S*) -->\n).*?(<!-
 
 
 def markdown(heading: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A markdown table, all columns but the first aligned to the right."""
-    lines = [heading, ["---", *("---:" for _ in heading[1:])], *rows]
+    """A markdown table, columns with numbers aligned to the right."""
+    columns = [any(re.match(r"[*+−-]*\d", cell) for cell in column) for column in zip(*rows, strict=True)]
+    lines = [heading, ["---:" if numbers else "---" for numbers in columns], *rows]
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
@@ -55,8 +56,7 @@ def mark(results: dict[str, Any]) -> str:
     found = commits(results)
     if not found or "unknown" in found:
         return " The commit is unknown."
-    dirty = sorted(commit[:7] for commit in found if commit.endswith("-dirty"))
-    return f" The tree had changes on top of {', '.join(dirty)}." if dirty else ""
+    return " The tree had changes." if any(commit.endswith("-dirty") for commit in found) else ""
 
 
 def table_text(results: dict[str, Any], name: str = "") -> str:
