@@ -337,12 +337,11 @@ def test_the_tables_of_fidelity_are_those_of_their_videos():
         for cells in table["rows"]:
             shown = {"steps": "50"} | dict(zip(table["header"], cells, strict=True))
             method = LABELS.get(shown["method"], shown["method"].strip("`"))
-            others = {
+            evaluation = {
                 "cached": "50 steps, each computed" if "cache=null" in method else "50 steps",
                 "fidelity": "peers" if shown["steps"] == "50" else "20 steps",
                 "length": f"{shown.get('frames')} frames",
-            }
-            evaluation = others.get(table["name"], table["name"])
+            }.get(table["name"], table["name"])
             rows = [item["results"][method] for item in record["evaluations"][evaluation]["items"]]
             mean = lambda name, rows=rows: statistics.fmean(row[name] for row in rows)
             predicted = statistics.fmean(len(row.get("predicted_steps", ())) for row in rows) / int(shown["steps"])

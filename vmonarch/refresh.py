@@ -116,16 +116,13 @@ class Refresh(Settings):
         """The steps of a run of `steps` that refresh; with a tolerance, the i-th exact step is no earlier than these.
 
         Raises:
-            ValueError: there are fewer steps than asked for, or none of them can have the `precision`.
+            ValueError: there are fewer steps than asked for.
         """
         chosen = DenseSet("refresh", self.at_most if self.steps is None else self.steps)
         if self.steps is None and isinstance(chosen.dense, int):
             return spaced_steps(min(chosen.dense, steps), steps)
         found = tuple(step for step in range(steps) if chosen.contains(step, steps))
-        found = found if isinstance(chosen.dense, tuple) else spaced_steps(len(found), steps)
-        if self.precision and self.steps is not None and found[-1] < START * steps:
-            raise ValueError(f"refresh.precision must be None if the first 12 % of {steps} steps hold all exact ones")
-        return found
+        return found if isinstance(chosen.dense, tuple) else spaced_steps(len(found), steps)
 
 
 @dataclasses.dataclass

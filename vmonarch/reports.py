@@ -33,7 +33,7 @@ class Report:
         steps: how many denoising steps there were; None where no option needs to know them.
         exact: the steps of exact attention, with the error of residual sharing measured there, of the size of exact
             attention's output; None where none was measured.
-        eight_bits: those of them that `refresh.precision` computed in eight bits.
+        eight_bits: those of them that were computed in eight bits; None where `refresh.precision` does not ask for it.
         predicted: the steps in which `refresh.cache` predicted the transformer's output.
         forward: the computed steps that measured how wrong that would have been, with the error, of the output's size.
         work: attention FLOPs over those of full attention; None where they depend on the data or no call was made.
@@ -44,7 +44,7 @@ class Report:
     grid: tuple[int, int, int] | None
     steps: int | None
     exact: dict[int, float | None]
-    eight_bits: tuple[int, ...]
+    eight_bits: tuple[int, ...] | None
     predicted: tuple[int, ...]
     forward: dict[int, float]
     work: float | None
@@ -57,8 +57,10 @@ class Report:
 
     def __str__(self) -> str:
         parts = [] if self.steps is None else [f"{len(self.exact)} of {self.steps} steps exact ({_ranges(self.exact)})"]
-        for what, steps in (("of them in eight bits", self.eight_bits), ("predicted", self.predicted)):
-            parts += [f"{len(steps)} {what} ({_ranges(steps)})"] * bool(steps)
+        if self.eight_bits is not None:
+            parts.append(f"{len(self.eight_bits)} of them in eight bits ({_ranges(self.eight_bits) or 'none'})")
+        if self.predicted:
+            parts.append(f"{len(self.predicted)} predicted ({_ranges(self.predicted)})")
         for what, found in (("sharing", self.exact), ("prediction", self.forward)):
             if errors := [error for error in found.values() if error is not None]:
                 parts.append(f"error of {what} {min(errors):.3f} to {max(errors):.3f}")
@@ -96,6 +98,7 @@ def report(pipe_or_transformer: Any) -> Report:
     dense = DenseSet("dense_steps", spec.dense_steps)
     exact: dict[int, float | None] = dict.fromkeys(step for step in range(steps) if dense.contains(step, steps))
     exact |= {step: error for run in runs for step, error in run.schedule.exact.items()}
+    eight_bits = tuple(step for run in runs for step in run.schedule.exact if run.schedule.precision(step))
     predicted = tuple(sorted(step for run in runs for step in run.schedule.predicted))
     # Without runs all steps count; a run begins with an exact one. Renewals compute approximate attention, too.
     of_run = lambda schedule: range(min(schedule.exact, default=0), schedule.step + 1)
@@ -110,7 +113,7 @@ def report(pipe_or_transformer: Any) -> Report:
         grid=None if grid is None else (*grid,),
         steps=steps or None,
         exact=dict(sorted(exact.items())),
-        eight_bits=tuple(step for run in runs for step in run.schedule.exact if run.schedule.precision(step)),
+        eight_bits=eight_bits if runs and runs[0].schedule.refresh.precision else None,
         predicted=predicted,
         forward={step: e for run in runs for step, e in run.schedule.forward.items() if e is not None},
         work=work,

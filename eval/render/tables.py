@@ -51,16 +51,10 @@ def commits(results: dict[str, Any]) -> set[str]:
     return set(re.findall(r'"([0-9a-f]{40}(?:-dirty)?|unknown)"', json.dumps(results)))
 
 
-def mark(results: dict[str, Any]) -> str:
-    """What a caption says of results that no commit alone can repeat; empty for all others."""
-    found = commits(results)
-    if not found or "unknown" in found:
-        return " The commit is unknown."
-    return " The tree had changes." if any(commit.endswith("-dirty") for commit in found) else ""
-
-
 def table_text(results: dict[str, Any], name: str = "") -> str:
     """The tables of a results file that have a name, or those that have none, with their caption.
+
+    Results that no commit alone can repeat are called so.
 
     Raises:
         KeyError: there is no such table, or it has no caption.
@@ -68,12 +62,13 @@ def table_text(results: dict[str, Any], name: str = "") -> str:
     parts = [part for part in results["tables"] if part.get("name", "") == name]
     if not parts:
         raise KeyError(f"no table {name!r}")
-    texts = []
-    for part in parts:
-        title = f"{part['title']}\n\n" if "title" in part else ""
-        texts.append(title + markdown(part["header"], part["rows"]))
+    title = lambda part: f"{part['title']}\n\n" if "title" in part else ""
+    texts = [title(part) + markdown(part["header"], part["rows"]) for part in parts]
     first, *more = (parts[-1].get("caption") or results["caption"]).split("\n")
-    return "\n".join([*texts, "\n".join([first + mark(results), *more]) + "\n"])
+    found = commits(results)
+    changed = " The tree had changes." if any(commit.endswith("-dirty") for commit in found) else ""
+    changed = changed if found and "unknown" not in found else " The commit is unknown."
+    return "\n".join([*texts, "\n".join([first + changed, *more]) + "\n"])
 
 
 def render(text: str, folder: Path) -> str:
