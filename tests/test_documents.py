@@ -367,10 +367,9 @@ def test_the_tables_of_fidelity_are_those_of_their_videos():
             assert {name: shown.get(name, value) for name, value in expected.items()} == expected
 
 
-def test_the_table_of_seconds_adds_up_as_many_steps_of_each_kind_as_videos_had():
+def test_the_tables_of_seconds_add_up_as_many_steps_of_each_kind_as_videos_had():
     record, fidelity = (json.loads((BENCHMARKS / f"{name}.json").read_text()) for name in ("e2e", "fidelity"))
-    (table,) = (table for table in record["tables"] if table["name"] == "video")
-    items = fidelity["evaluations"]["proxy-peers"]["items"]
+    tables = {table["name"]: table for table in record["tables"]}
     measured = {}
     for case in (case for run in record["runs"] for case in run["cases"]):
         rows = {row["method"]: row for row in case["rows"] if row["mode"] == "compiled" and row.get("video_s")}
@@ -378,25 +377,24 @@ def test_the_table_of_seconds_adds_up_as_many_steps_of_each_kind_as_videos_had()
             measured[case["setting"]] = rows["full"], rows[name], rows["vmonarch"]
         if "cached" in rows:
             longer = rows["cached"]["kinds"]["exact"]["step_s"]["median"] / rows["full"]["step_s"]["median"]
-    for cells in table["rows"]:
-        shown = dict(zip(table["header"], cells, strict=True))
+    runs = (("video", 50, "proxy-peers"), ("twenty", 20, "20 steps"))
+    for table, steps, evaluation, cells in ((*run, cells) for run in runs for cells in tables[run[0]]["rows"]):
+        shown = dict(zip(tables[table]["header"], cells, strict=True))
         full, row, every = measured[shown["setting"]]
         seconds = {"all computed, s": row["video_s"], "VMonarch, every step, s": every["video_s"]}
         for preset in ("cached", "near-lossless", "fast"):
-            results = [item["results"][preset] for item in items]
-            counts = [[len(row[f"{kind}_steps"]) for row in results] for kind in ("exact", "predicted")]
-            exact, predicted = map(statistics.fmean, counts)
-            steps = {"kept": exact, "approximate": 50 - exact - predicted}
-            denoising = sum(count * row["kinds"][kind]["step_s"]["median"] for kind, count in steps.items())
-            if preset == "cached":
-                denoising = exact * longer * full["step_s"]["median"]
+            results = [item["results"][preset] for item in fidelity["evaluations"][evaluation]["items"]]
+            mean = lambda kind, results=results: statistics.fmean(len(row[f"{kind}_steps"]) for row in results)
+            kept, rough = (row["kinds"][kind]["step_s"]["median"] for kind in ("kept", "approximate"))
+            kept = longer * full["step_s"]["median"] if preset == "cached" else kept
+            denoising = mean("exact") * kept + (steps - mean("exact") - mean("predicted")) * rough
             seconds[f"{preset}, s"] = row["video_s"] - row["denoise_s"] + denoising
-        for name, found in seconds.items():
-            assert shown[name] == f"{found:.1f} ({full['video_s'] / found:.2f}×)"
-        assert shown["full attention, s"] == f"{full['video_s']:.1f}"
-    (short,) = (table for table in record["tables"] if table["name"] == "short")
-    columns = [table["header"].index(name) for name in short["header"][1:]]
-    assert [row[1:] for row in short["rows"]] == [[row[column] for column in columns] for row in table["rows"]]
+        of_full = full["video_s"] - (50 - steps) * full["step_s"]["median"]
+        for name in seconds.keys() & shown.keys():
+            assert shown[name] == f"{seconds[name]:.1f} ({of_full / seconds[name]:.2f}×)"
+        assert shown["full attention, s"] == f"{of_full:.1f}"
+    at = [tables["video"]["header"].index(name) for name in tables["short"]["header"][1:]]
+    assert [row[1:] for row in tables["short"]["rows"]] == [[row[i] for i in at] for row in tables["video"]["rows"]]
 
 
 # Results, the site, and what names tests.
