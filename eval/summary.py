@@ -125,11 +125,11 @@ def summary_rows(
         "method": [label + " (reference)" * (label == record["reference"]) for label in labels],
         "attention FLOPs": [shown_number(record["attention_flops"][label], 1, "{} %", factor=100) for label in labels],
     }
-    results = [row for item in record["items"] for row in item["results"]]
+    of = lambda label: [row for item in record["items"] for row in item["results"] if row["method"] == label]
     for key, heading in (("exact_steps", "exact steps"), ("predicted_steps", "predicted")):
-        counts = {label: [len(row[key]) for row in results if row["method"] == label and row[key]] for label in labels}
-        if any(counts.values()):
-            columns[heading] = [shown_number(sum(of) / len(of) if of else None) for of in counts.values()]
+        counts = [[len(row[key]) for row in of(label) if row[key] is not None] for label in labels]
+        if any(map(any, counts)):
+            columns[heading] = [shown_number(sum(own) / len(own) if own else None) for own in counts]
     for key in measures:
         found, measure = [record["statistics"][label][key] for label in labels], MEASURES[key]
         if any(found):

@@ -97,8 +97,8 @@ def report(pipe_or_transformer: Any) -> Report:
     steps = next((run.schedule.steps for run in runs), next(iter(applied.values())).steps)
     dense = DenseSet("dense_steps", spec.dense_steps)
     exact: dict[int, float | None] = dict.fromkeys(step for step in range(steps) if dense.contains(step, steps))
+    eight_bits = {step for run in runs for step in run.schedule.exact if run.schedule.precision(step)} - exact.keys()
     exact |= {step: error for run in runs for step, error in run.schedule.exact.items()}
-    eight_bits = tuple(step for run in runs for step in run.schedule.exact if run.schedule.precision(step))
     predicted = tuple(sorted(step for run in runs for step in run.schedule.predicted))
     # Without runs all steps count; a run begins with an exact one. Renewals compute approximate attention, too.
     of_run = lambda schedule: range(min(schedule.exact, default=0), schedule.step + 1)
@@ -113,7 +113,7 @@ def report(pipe_or_transformer: Any) -> Report:
         grid=None if grid is None else (*grid,),
         steps=steps or None,
         exact=dict(sorted(exact.items())),
-        eight_bits=eight_bits if runs and runs[0].schedule.refresh.precision else None,
+        eight_bits=tuple(sorted(eight_bits)) if runs and runs[0].schedule.refresh.precision else None,
         predicted=predicted,
         forward={step: e for run in runs for step, e in run.schedule.forward.items() if e is not None},
         work=work,

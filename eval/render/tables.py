@@ -19,14 +19,14 @@ BLOCK = re.compile(r"(<!-- table: (?P<file>[^\s#]+)#?(?P<name>\S*) -->\n).*?(<!-
 
 
 def markdown(heading: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A markdown table, columns with numbers aligned to the right."""
-    columns = [any(re.match(r"[*+−-]*\d", cell) for cell in column) for column in zip(*rows, strict=True)]
-    lines = [heading, ["---:" if numbers else "---" for numbers in columns], *rows]
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+    """A markdown table; columns of numbers, which words may follow, are aligned to the right."""
+    number = re.compile(r"[*+−-]*\d[\d.,]*(e[+-]\d+)?[%×*]*( .*)?").fullmatch
+    rule = ["---:" if any(map(number, column)) else "---" for column in zip(heading, *rows, strict=True)]
+    return "".join(f"| {' | '.join(line)} |\n" for line in (heading, rule, *rows))
 
 
 def aligned(heading: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """`markdown` with columns of one width, for terminals; no line break at the end."""
+    """For terminals: columns of one width, all but the first aligned to the right; no line break at the end."""
     widths = [max(map(len, column)) for column in zip(heading, *rows, strict=True)]
     rule = ["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:])]
     pad = lambda row: [row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True))]
@@ -45,9 +45,7 @@ def shown_number(value: Any, decimals: int = 1, form: str = "{}", *, factor: flo
 
 
 def commits(results: dict[str, Any]) -> set[str]:
-    """Of the trees that results were made with: the field `commit` at their top, else what every run has recorded."""
-    if own := results.get("commit"):
-        return {own}
+    """Of the trees that results were made with, as every run has recorded them."""
     return set(re.findall(r'"([0-9a-f]{40}(?:-dirty)?|unknown)"', json.dumps(results)))
 
 
@@ -66,9 +64,11 @@ def table_text(results: dict[str, Any], name: str = "") -> str:
     texts = [title(part) + markdown(part["header"], part["rows"]) for part in parts]
     first, *more = (parts[-1].get("caption") or results["caption"]).split("\n")
     found = commits(results)
-    changed = " The tree had changes." if any(commit.endswith("-dirty") for commit in found) else ""
-    changed = changed if found and "unknown" not in found else " The commit is unknown."
-    return "\n".join([*texts, "\n".join([first + changed, *more]) + "\n"])
+    if not found or "unknown" in found:
+        first += " The commit is unknown."
+    elif any(commit.endswith("-dirty") for commit in found):
+        first += " The tree had changes."
+    return "\n".join([*texts, "\n".join([first, *more]) + "\n"])
 
 
 def render(text: str, folder: Path) -> str:

@@ -164,9 +164,9 @@ def test_exact_steps_after_the_first_are_in_eight_bits(tiny, monkeypatch):
         assert asked == [(step, precision if step > 1 else None) for step in (0, 1, 2, 5) for _ in range(4)]
     assert 0 < (found[1] - found[0]).norm() < 0.05 * found[0].norm()
     assert "4 of 10 steps exact (0–2, 5); 2 of them in eight bits (2, 5); attention" in str(vmonarch.report(pipe))
-    vmonarch.apply(pipe, VMonarchProcessor(refresh=Refresh([0, 1], precision="int8")))
+    vmonarch.apply(pipe, VMonarchProcessor(refresh=Refresh([0, 1, 9], precision="int8"), dense_steps=[9]))
     tiny.generate(pipe, steps=10)
-    assert "2 of 10 steps exact (0–1); 0 of them in eight bits (none); " in str(vmonarch.report(pipe))
+    assert "3 of 10 steps exact (0–1, 9); 0 of them in eight bits (none); " in str(vmonarch.report(pipe))
 
 
 def test_the_report_says_what_ran(tiny):
