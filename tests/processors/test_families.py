@@ -336,7 +336,8 @@ def test_kandinskys_sparse_attention_gives_way_where_its_order_does_not_matter(c
     for options in ({}, {"num_iterations": 1, "exact": {"band": 0}}):
         vmonarch.apply(model, VMonarchProcessor(**options))
         expected = run(model, inputs)
-        assert error(run(model, inputs | {"sparse_params": sparse}), expected) < 1e-5
+        # Sums in another order, of float32: 1.2e-5 on some processors. A wrong order of tokens: 1e-2.
+        assert error(run(model, inputs | {"sparse_params": sparse}), expected) < 1e-4
         assert error(run(model, inputs | {"sparse_params": sparse | {"to_fractal": False}}), expected) < 1e-5
     ordered = [{"coarse": 2}, {"row_share": 0.5}, {"bias": SpatioTemporalDecay(2)}]
     for processor in (*(VMonarchProcessor(**options) for options in ordered), TwoResolutionProcessor()):

@@ -235,6 +235,11 @@ KANDINSKY: Inputs = {
     "patch_size": (1, 2, 2), "model_dim": 32, "ff_dim": 32, "num_text_blocks": 1, "num_visual_blocks": 2,
     "axes_dims": (4, 6, 6),
 }  # fmt: skip
+COSMOS3: Inputs = {
+    "head_dim": 12, "hidden_size": 24, "intermediate_size": 24, "latent_channel": 2, "latent_patch_size": 1,
+    "num_attention_heads": 4, "num_hidden_layers": 2, "num_key_value_heads": 2, "patch_latent_dim": 2,
+    "rope_axes_dim": [2, 2, 2], "vocab_size": 32,
+}  # fmt: skip
 SAMPLE: Inputs = {"sample_width": 12, "sample_height": 8}
 COGVIDEOX: Inputs = {
     **SAMPLE,
@@ -326,24 +331,7 @@ FAMILIES = {
         },
         cosmos,
     ),
-    "cosmos3": Tiny(
-        "Cosmos3OmniTransformer",
-        {
-            "head_dim": 12,
-            "hidden_size": 24,
-            "intermediate_size": 24,
-            "latent_channel": 2,
-            "latent_patch_size": 1,
-            "num_attention_heads": 4,
-            "num_hidden_layers": 2,
-            "num_key_value_heads": 2,
-            "patch_latent_dim": 2,
-            "rope_axes_dim": [2, 2, 2],
-            "vocab_size": 32,
-        },
-        cosmos3,
-        before=TEXT,
-    ),
+    "cosmos3": Tiny("Cosmos3OmniTransformer", COSMOS3, cosmos3, before=TEXT),
     "cogvideox": Tiny("CogVideoXTransformer3DModel", COGVIDEOX, cogvideox, before=TEXT),
     # Without a face.
     "consisid": Tiny("ConsisIDTransformer3DModel", COGVIDEOX, cogvideox, before=TEXT),
