@@ -13,16 +13,16 @@ from pathlib import Path
 MOST_LINES = {
     "vmonarch": (7_124, 6_500),
     "vmonarch/cli": (975, 900),
-    "kernels": (13_311, 12_500),
+    "kernels": (12_736, 12_500),
     "pipelines": (3_047, 2_700),
     "finetune": (3_056, 2_700),
     "eval": (5_915, 6_300),
     "configs": (587, 400),
     "examples": (138, 200),
-    "tests": (18_525, 19_000),
-    "": (51_770, 51_000),
+    "tests": (18_521, 19_000),
+    "": (51_191, 51_000),
 }
-MOST_CHARACTERS_A_LINE, MOST_FILES, MOST_WORDS = (47, 47), (426, 430), (35_993, 36_000)
+MOST_CHARACTERS_A_LINE, MOST_FILES, MOST_WORDS = (47, 47), (425, 430), (35_993, 36_000)
 ROOT = Path(__file__).resolve().parents[1]
 
 

@@ -213,12 +213,6 @@ def on_hopper(device: torch.device) -> bool:
     return device.type == "cuda" and not interpreted() and torch.cuda.get_device_capability(device) == (9, 0)
 
 
-@functools.cache
-def multiplies_fp8(device: torch.device) -> bool:
-    """Whether portable kernels multiply in fp8: on Ada and newer, but on Hopper that gains nothing."""
-    return interpreted() or (8, 9) <= torch.cuda.get_device_capability(device) != (9, 0)
-
-
 @contextmanager
 def launch_overrides(options: Mapping[str, Mapping[str, int]]) -> Iterator[None]:
     """Use these launch options, by kernel name, in place of the tables': for tuning and for tests.

@@ -118,16 +118,37 @@ def _grad_scores(p, scores, grad_p, lse, delta, grad_entropy, log2_scale, ENTROP
 
 @triton.jit
 def _grad_q_tile(
-    q, fq, grad_out, daL, lse, delta, grad_entropy, key, value, key_factor, log2_number_ptr, key_mask, b, h, first_key,
-    stop, last_key, acc, acc_f, log2_scale, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_N: tl.constexpr,
-    RANK: tl.constexpr, CAUSAL: tl.constexpr, ALL_KEYS: tl.constexpr, ENTROPY_GRAD: tl.constexpr,
-    SUM_KEYS: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Add what one tile of keys contributes to dQ / scale and dφq.
-
-    Args:
-        q, daL: [M, D]. fq: [M, R]. grad_out: [M, Dv]. lse, delta, grad_entropy: [M, 1]. acc: [M, D]. acc_f: [M, R].
-    """
+    q,  # [M, D]
+    fq,  # [M, R]
+    grad_out,  # [M, Dv]
+    daL,  # [M, D]
+    lse,  # [M, 1]
+    delta,  # [M, 1]
+    grad_entropy,  # [M, 1]
+    key,
+    value,
+    key_factor,
+    log2_number_ptr,
+    key_mask,
+    b,
+    h,
+    first_key,
+    stop,
+    last_key,
+    acc,  # [M, D]
+    acc_f,  # [M, R]
+    log2_scale,
+    HEAD_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    RANK: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    ALL_KEYS: tl.constexpr,
+    ENTROPY_GRAD: tl.constexpr,
+    SUM_KEYS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Add what one tile of keys contributes to dQ / scale and dφq."""
     k = load_tile(key, b, h, first_key, stop, BLOCK_N, HEAD_DIM, q.shape[1], ALL_KEYS)
     fk = load_factor(key_factor, b, h, first_key, stop, k, RANK, ALL_KEYS)
     scores = scores_of_keys(

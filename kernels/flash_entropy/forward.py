@@ -153,12 +153,35 @@ def keys_of_range(range_ptr, last_key, key_mask, CAUSAL: tl.constexpr, BLOCK_M: 
 
 @triton.jit
 def _attend_tile(
-    q, fq, key, value, key_factor, log2_number_ptr, key_mask, b, h, first_key, stop, last_key, acc, acc_k, row_max,
-    row_sum, row_entropy, log2_scale, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_N: tl.constexpr,
-    RANK: tl.constexpr, CAUSAL: tl.constexpr, ALL_KEYS: tl.constexpr, ENTROPY: tl.constexpr, SUM_KEYS: tl.constexpr,
+    q,  # [M, D]
+    fq,  # [M, R]
+    key,
+    value,
+    key_factor,
+    log2_number_ptr,
+    key_mask,
+    b,
+    h,
+    first_key,
+    stop,
+    last_key,
+    acc,  # [M, Dv]
+    acc_k,  # [M, D]
+    row_max,
+    row_sum,
+    row_entropy,
+    log2_scale,
+    HEAD_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    RANK: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    ALL_KEYS: tl.constexpr,
+    ENTROPY: tl.constexpr,
+    SUM_KEYS: tl.constexpr,
     PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Take one tile of keys into the running sums of a row block: q [M, D], fq [M, R], acc [M, Dv], acc_k [M, D]."""
+):
+    """Take one tile of keys into the running sums of a row block."""
     k = load_tile(key, b, h, first_key, stop, BLOCK_N, HEAD_DIM, q.shape[1], ALL_KEYS)
     fk = load_factor(key_factor, b, h, first_key, stop, k, RANK, ALL_KEYS)
     if q.dtype == tl.int8:
@@ -174,17 +197,8 @@ def _attend_tile(
     if SUM_KEYS:
         acc_k = tl.dot(p.to(k.dtype), k, acc_k * alpha[:, None], input_precision=PRECISION)
     if value is not None:
-        if value.ptr.dtype.element_ty == tl.float8e4nv:
-            dims = tl.arange(0, acc.shape[1])
-            v_ptr = head_of(value, b, h) + first_key // 16 * 16
-            v = load_rows(v_ptr, value.stride_s, dims, dims, BLOCK_N, BLOCK_N, False)
-            # The largest weight becomes the largest byte. Tensor cores add these products with 14 bits: each tile has
-            # a sum of its own.
-            of_tile = tl.dot((p * 448.0).to(v.dtype), tl.trans(v), max_num_imprecise_acc=BLOCK_N)
-            acc = acc * alpha[:, None] + of_tile
-        else:
-            v = load_tile(value, b, h, first_key, stop, BLOCK_N, VALUE_DIM, acc.shape[1], ALL_KEYS)
-            acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision=PRECISION)
+        v = load_tile(value, b, h, first_key, stop, BLOCK_N, VALUE_DIM, acc.shape[1], ALL_KEYS)
+        acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision=PRECISION)
     return acc, acc_k, row_max, row_sum, row_entropy
 
 
@@ -411,14 +425,13 @@ def launch_forward(
     """Launch the portable kernel, which writes what is given of its results.
 
     Args:
-        query: [B, Sq, H, D]. key: [B, Sk, H, D]. value: [B, Sk, H, Dv], or None with aL alone; or bytes
-            [B, Dv, H, Sk or more], for 448 · out.
+        query: [B, Sq, H, D]. key: [B, Sk, H, D]. value: [B, Sk, H, Dv], or None with aL alone.
         work: at least one item. options: of the launch.
         out: [B, Sq, H, Dv]. lse, entropy, cL: [B, H, Sq]. aL: [B, Sq, H, D].
         parts: of `new_parts`.
     """
     B, Sq, H, D = query.shape
-    Dv, values = 1 if out is None else out.shape[3], key if value is None else value
+    Dv, values = (1, key) if value is None else (value.shape[3], value)
     items = work.items.shape[0]
     launcher(_forward_kernel, (items * B * H,))(
         strided(query), strided(key), strided(value), *bias.arguments(), strided(out), lse, entropy, strided(aL), cL,

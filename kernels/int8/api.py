@@ -1,4 +1,4 @@
-"""Exact attention in eight bits: int8 scores, and on Hopper, Ada and Blackwell fp8 weights and values."""
+"""Exact attention in eight bits: int8 scores, and on Hopper fp8 weights and values."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def int8_attention(
     """Softmax attention to all keys with products of eight bits, for inference.
 
     Scores are of int8: queries with a scale for each token, keys with one for each 256, less their mean, which no
-    softmax sees. In 16 bits, if E = D, weights and values are of fp8 (e4m3) on Ada, Hopper and newer, on Hopper with
-    approximate weights; elsewhere these keep their dtype. Results are the same, bit for bit, each time.
+    softmax sees. On Hopper, weights and values are of fp8 (e4m3), and the weights are approximate; elsewhere these
+    keep their dtype. Results are the same, bit for bit, each time.
 
     Args:
         query: [B, Sq, H, D].

@@ -12,21 +12,14 @@ import torch
 import triton
 import triton.language as tl
 
-from vmonarch.kernels.common.launch import (
-    HOPPER_DTYPES,
-    block_dim,
-    hopper_enabled,
-    launch_options,
-    multiplies_fp8,
-    positively_scaled,
-)
+from vmonarch.kernels.common.launch import block_dim, hopper_enabled, positively_scaled
 from vmonarch.kernels.common.operators import new_results, operator
 from vmonarch.kernels.common.replay import launcher, replayed
 from vmonarch.kernels.common.softmax import LOG2_E
 from vmonarch.kernels.common.tiles import head_of, nearest_int8, strided
-from vmonarch.kernels.flash_entropy.forward import Bias, launch_forward
+from vmonarch.kernels.flash_entropy.forward import Bias, flash_forward
 from vmonarch.kernels.flash_entropy.reference import SCALE_BLOCK
-from vmonarch.kernels.flash_entropy.segments import all_pairs, row_work
+from vmonarch.kernels.flash_entropy.segments import all_pairs
 from vmonarch.kernels.int8.reference import ROTATED, attended_first
 
 HOPPER_DIMS = (64, 128)
@@ -43,7 +36,7 @@ class Quantised:
             softmax scale · log2 e in it.
         query_mean: [B, H, Sq], q · (mean of the keys) · scale · log2 e, which scores lack.
         key: int8 [B, H, padded, D], less its mean over tokens. key_scale: [B, H, padded / N].
-        value: e4m3 [B, H, D, padded], for Hopper in another order inside of 16 tokens; None where values keep 16 bits.
+        value: e4m3 [B, H, D, padded] for Hopper, in another order inside of 16 tokens; None elsewhere.
         value_scale: [B, H, D]. value_rest: [B, H, D], the mean over tokens of what rounding took from values.
         counts: int32 [B], keys of each sample; None if there are `keys` of each.
     """
@@ -160,9 +153,9 @@ def _quantise_kernel(
     query, key, value, counts_ptr, mean_ptr, largest_ptr, q8_ptr, q_scale_ptr, q_mean_ptr, k8_ptr, k_scale_ptr,
     v8_ptr, v_scale_ptr, rest_ptr, H, Sq, Sk, padded, log2_scale,
     D: tl.constexpr, BLOCK_D: tl.constexpr, N: tl.constexpr, ROWS: tl.constexpr, ROTATED: tl.constexpr,
-    PRECISION: tl.constexpr, PERMUTED: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """A tile of N queries (program 0 of axis 2), of keys (1) or of values (2), with other places if PERMUTED."""
+    """A tile of N queries (program 0 of axis 2), of keys (1) or of values (2), which get other places inside of 16."""
     tile = tl.program_id(1)
     bh = tl.program_id(0).to(tl.int64)
     what = tl.program_id(2)
@@ -206,7 +199,7 @@ def _quantise_kernel(
             rest = tl.zeros([BLOCK_D], tl.float32)
             for i in range(N // ROWS):
                 place = tile * N + i * ROWS + tl.arange(0, ROWS)
-                tokens = key_of_place(place) if PERMUTED else place
+                tokens = key_of_place(place)
                 v = _rows(value, bh, H, tokens, dims, D, keys).to(tl.float32) * inverse[None, :]
                 v8 = v.to(tl.float8e4nv)
                 rest += tl.sum(v - v8.to(tl.float32), 0)
@@ -224,9 +217,8 @@ def quantise(
     *,
     scale: float,
     values: bool,
-    permuted: bool = True,
 ) -> Quantised:
-    """Bytes of query [B, Sq, H, D], key [B, Sk, H, D]; with `values` of value [B, Sk, H, D], perhaps `permuted`."""
+    """Bytes of query [B, Sq, H, D], key [B, Sk, H, D] and, with `values`, of value [B, Sk, H, D]."""
     B, Sq, H, D = query.shape
     Sk, N, BLOCK_D = key.shape[1], SCALE_BLOCK, block_dim(D)
     blocks, chunks = triton.cdiv(Sk, N), triton.cdiv(Sk, _CHUNK)
@@ -255,7 +247,7 @@ def quantise(
     # Of wide heads, loads that are begun ahead take more room than they save time.
     launcher(_quantise_kernel, (B * H, max(blocks, triton.cdiv(Sq, N)), 2 + values))(
         q, k, v, counts, mean, largest, q8, q_scale, q_mean, k8, k_scale, v8, v_scale, rests, H, Sq, Sk, padded,
-        scale * LOG2_E, N=N, ROWS=rows, ROTATED=ROTATED, PRECISION="tf32x3", PERMUTED=permuted, num_warps=4,
+        scale * LOG2_E, N=N, ROWS=rows, ROTATED=ROTATED, PRECISION="tf32x3", num_warps=4,
         num_stages=3 if BLOCK_D <= 64 else 1, **sizes,
     )  # fmt: skip
     if values:
@@ -269,32 +261,26 @@ def _forward(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(out [B, Sq, H, E], lse [B, H, Sq])."""
     key, value, counts = attended_first(key, value, key_mask)
-    out, lse = new_results(query, key, value)
-    Sq, D, Sk, E = query.shape[1], query.shape[3], value.shape[1], value.shape[3]
-    on_hopper = hopper_enabled("int8", query.device, query.dtype) and D == E and D in HOPPER_DIMS
-    fp8 = on_hopper or D == E and query.dtype in HOPPER_DTYPES and multiplies_fp8(query.device)
-    made = quantise(query, key, value, counts, scale=scale, values=fp8, permuted=on_hopper)
+    on_hopper = hopper_enabled("int8", query.device, query.dtype) and value.shape[3] == query.shape[3] in HOPPER_DIMS
+    bytes_of = quantise(query, key, value, counts, scale=scale, values=on_hopper)
     if on_hopper:
         from vmonarch.kernels.hopper.int8 import attend
 
-        attend(made, out, lse)
+        out, lse = new_results(query, key, value)
+        attend(bytes_of, out, lse)
         return out, lse
-    q8, k8, *scales = (x.transpose(1, 2) for x in (made.query, made.key, made.query_scale, made.key_scale))
-    there = None if counts is None else torch.arange(Sk, device=key.device) < counts[:, None]
-    options = launch_options("flash_bias_forward", query.device, query.dtype, max(D, E))
-    work = row_work(all_pairs(Sq, Sk), options["BLOCK_M"], options["BLOCK_N"], 1, 1, 1, query.device)
-    written, values = out, value
-    if made.value is not None:
-        written, values = torch.empty_like(out, dtype=torch.float32), made.value.transpose(1, 2)
+    q8, k8, *scales = (
+        x.transpose(1, 2) for x in (bytes_of.query, bytes_of.key, bytes_of.query_scale, bytes_of.key_scale)
+    )
+    there = None if counts is None else torch.arange(key.shape[1], device=key.device) < counts[:, None]
+    bias = Bias(key_mask=there, programs=0, scales=(scales[0], scales[1]))
+    out = query.new_empty(*query.shape[:3], value.shape[3])
     # The scales make logits in units of log 2.
-    launch_forward(
-        q8, k8[:, :Sk], values, work, options, 1 / LOG2_E, written, lse,
-        bias=Bias(key_mask=there, programs=0, scales=(scales[0], scales[1])),
+    _, lse, _ = flash_forward(
+        q8, k8[:, : key.shape[1]], value, all_pairs(query.shape[1], key.shape[1]), scale=1 / LOG2_E, entropy=False,
+        out=out, splits=1, bias=bias,
     )  # fmt: skip
-    if made.value_scale is not None and made.value_rest is not None:
-        v_scale, v_rest = (x[:, None, :, :D] for x in (made.value_scale, made.value_rest))
-        out.copy_(torch.addcmul(v_rest, written, v_scale / 448))
-    return out, lse.add_(made.query_mean, alpha=1 / LOG2_E)
+    return out, lse.add_(bytes_of.query_mean, alpha=1 / LOG2_E)
 
 
 _operator = operator(

@@ -12,15 +12,7 @@ from typing import Any
 import torch
 import triton
 
-from vmonarch.kernels.common.launch import (
-    HOPPER_HEAD_DIM,
-    block_dim,
-    dot_precision,
-    hopper_enabled,
-    launch_options,
-    tma_fits,
-    unit_stride,
-)
+from vmonarch.kernels.common.launch import block_dim, dot_precision, launch_options, unit_stride
 from vmonarch.kernels.common.operators import operator
 from vmonarch.kernels.common.replay import launcher, replayed
 from vmonarch.kernels.common.tiles import strided
@@ -31,8 +23,6 @@ from vmonarch.kernels.taylor.reference import LEAST_WEIGHT, log_partition
 # Programs that the tokens are spread over, at least: several times the processors of any chip. The fewer, the less is
 # written and read of sums; these are four for every processor of an H200.
 PROGRAMS = 528
-# d' that the kernels for Hopper take.
-HOPPER_DIM = 16
 
 
 @dataclass(frozen=True)
@@ -60,15 +50,6 @@ class _Launch:
         """F."""
         dims = self.like.shape[3]
         return 1 + dims + dims**2
-
-    def on_hopper(self, *tensors: torch.Tensor) -> bool:
-        """Whether the kernels for Hopper take these tensors [B, S, H, ·], which they copy by descriptors."""
-        return (
-            self.like.shape[3] <= HOPPER_DIM
-            and self.width <= HOPPER_HEAD_DIM
-            and hopper_enabled("taylor", self.like.device, self.like.dtype)
-            and tma_fits(*tensors)
-        )
 
     def options(self) -> dict[str, int]:
         # The tables have four warps for tiles of 64 rows: with eight, Triton 3.6 shares products 16 wide out among two
@@ -110,11 +91,6 @@ class _Launch:
         s = x.new_empty(B * H, chunks, self.rows, self.width, dtype=torch.float32)
         z = x.new_empty(B * H, chunks, self.rows, dtype=torch.float32)
         numbers = (H, S, chunks, chunk, math.sqrt(self.scale), LEAST_WEIGHT)
-        if self.on_hopper(v):
-            from vmonarch.kernels.hopper.taylor import states
-
-            states(x, v, c, weight, s, z, numbers)
-            return s, z
         blocks = self.blocks()
         a_tiles = blocks["BLOCK_D"] // blocks["BLOCK_A"]
         launcher(state_kernel, (triton.cdiv(self.width, blocks["BLOCK_E"]) * a_tiles * chunks * B * H,))(
@@ -147,11 +123,6 @@ class _Launch:
         """
         out = x.new_empty(*x.shape[:3], self.width)
         own, programs, numbers = self._numbers(x)
-        if not self.causal and self.on_hopper():
-            from vmonarch.kernels.hopper.taylor import read
-
-            read(x, s, z, out, None if back else weight, programs, numbers, own)
-            return out
         blocks = self.blocks()
         columns = triton.cdiv(self.width, blocks["BLOCK_E"])
         launcher(read_kernel, (columns * programs,))(
@@ -171,11 +142,6 @@ class _Launch:
         """
         dx = x.new_empty(x.shape)
         own, programs, numbers = self._numbers(x)
-        if not self.causal and self.on_hopper(g):
-            from vmonarch.kernels.hopper.taylor import gradient
-
-            gradient(x, g, h, None if back else weight, s, z, dx, programs, numbers, own)
-            return dx
         blocks = self.blocks()
         # Pairs are results there, and need twice the registers; the sums of all of them lie in shared memory.
         blocks |= {"BLOCK_A": max(1, blocks["BLOCK_A"] // 2), "num_stages": 1}
@@ -232,9 +198,7 @@ def _backward(*inputs: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, t
     grad_out, grad_weight, query, key, value, frame_weights, out, weight, *numbers = inputs
     launch = _Launch(query, value.shape[3], frame_weights, *numbers)
     d_frames = query.new_empty(0)
-    # Gradients of sums and of slices come expanded or strided, which neither kernels nor descriptors take.
-    if grad_out.stride(-1) != 1 or not tma_fits(grad_out):
-        grad_out = grad_out.contiguous()
+    grad_out = unit_stride(grad_out)
     h = _weight_gradient(grad_out, grad_weight, out, weight)
     # Sums of the keys, which queries read, and of the queries, which keys read.
     s_keys, z_keys = launch.states(key, value)

@@ -46,10 +46,19 @@ def model(place, kind):
 
 def settings(place, output, kind="t2v", clips="clips", **changes):
     values = {
-        "model": str(model(place, kind)), "output_dir": str(output), "data": {"path": str(place / clips)}, "steps": 6,
-        "batch_size": 2, "precision": "fp32", "trackers": [], "log_every": 1, "gradient_checkpointing": False,
-        "optimizer": {"learning_rate": 1e-3}, "validation": {"every": 0}, "checkpoints": {"every": 100},
-    }  # fmt: skip
+        "model": str(model(place, kind)),
+        "output_dir": str(output),
+        "steps": 6,
+        "batch_size": 2,
+        "precision": "fp32",
+        "trackers": [],
+        "log_every": 1,
+        "gradient_checkpointing": False,
+        "data": {"path": str(place / clips)},
+        "optimizer": {"learning_rate": 1e-3},
+        "validation": {"every": 0},
+        "checkpoints": {"every": 100},
+    }
     return build_config(FinetuneConfig, values, changes)
 
 

@@ -222,24 +222,41 @@ def minimax_h3(T: int, H: int, W: int) -> Inputs:
 
 # What models are told of these, unless a family says otherwise.
 COMMON: Inputs = {
-    "in_channels": 4, "out_channels": 4, "num_attention_heads": 2, "attention_head_dim": 12, "num_layers": 2,
-    "num_refiner_layers": 1, "ffn_dim": 32, "text_dim": 16, "text_embed_dim": 16, "rope_axes_dim": (4, 4, 4),
-}  # fmt: skip
+    "in_channels": 4,
+    "out_channels": 4,
+    "num_attention_heads": 2,
+    "attention_head_dim": 12,
+    "num_layers": 2,
+    "num_refiner_layers": 1,
+    "ffn_dim": 32,
+    "text_dim": 16,
+    "text_embed_dim": 16,
+    "rope_axes_dim": (4, 4, 4),
+}
 HUNYUAN: Inputs = {
-    "attention_head_dim": 10, "num_layers": 1, "num_single_layers": 1, "patch_size": 2, "patch_size_t": 1,
-    "guidance_embeds": True, "pooled_projection_dim": 8, "rope_axes_dim": (2, 4, 4),
-}  # fmt: skip
+    "attention_head_dim": 10,
+    "num_layers": 1,
+    "num_single_layers": 1,
+    "patch_size": 2,
+    "patch_size_t": 1,
+    "guidance_embeds": True,
+    "pooled_projection_dim": 8,
+    "rope_axes_dim": (2, 4, 4),
+}
 LTX: Inputs = {"attention_head_dim": 8, "cross_attention_dim": 16, "caption_channels": 16}
 KANDINSKY: Inputs = {
-    "in_visual_dim": 4, "out_visual_dim": 4, "in_text_dim": 16, "in_text_dim2": 8, "time_dim": 16,
-    "patch_size": (1, 2, 2), "model_dim": 32, "ff_dim": 32, "num_text_blocks": 1, "num_visual_blocks": 2,
+    "in_visual_dim": 4,
+    "out_visual_dim": 4,
+    "in_text_dim": 16,
+    "in_text_dim2": 8,
+    "time_dim": 16,
+    "patch_size": (1, 2, 2),
+    "model_dim": 32,
+    "ff_dim": 32,
+    "num_text_blocks": 1,
+    "num_visual_blocks": 2,
     "axes_dims": (4, 6, 6),
-}  # fmt: skip
-COSMOS3: Inputs = {
-    "head_dim": 12, "hidden_size": 24, "intermediate_size": 24, "latent_channel": 2, "latent_patch_size": 1,
-    "num_attention_heads": 4, "num_hidden_layers": 2, "num_key_value_heads": 2, "patch_latent_dim": 2,
-    "rope_axes_dim": [2, 2, 2], "vocab_size": 32,
-}  # fmt: skip
+}
 SAMPLE: Inputs = {"sample_width": 12, "sample_height": 8}
 COGVIDEOX: Inputs = {
     **SAMPLE,
@@ -331,7 +348,24 @@ FAMILIES = {
         },
         cosmos,
     ),
-    "cosmos3": Tiny("Cosmos3OmniTransformer", COSMOS3, cosmos3, before=TEXT),
+    "cosmos3": Tiny(
+        "Cosmos3OmniTransformer",
+        {
+            "head_dim": 12,
+            "hidden_size": 24,
+            "intermediate_size": 24,
+            "latent_channel": 2,
+            "latent_patch_size": 1,
+            "num_attention_heads": 4,
+            "num_hidden_layers": 2,
+            "num_key_value_heads": 2,
+            "patch_latent_dim": 2,
+            "rope_axes_dim": [2, 2, 2],
+            "vocab_size": 32,
+        },
+        cosmos3,
+        before=TEXT,
+    ),
     "cogvideox": Tiny("CogVideoXTransformer3DModel", COGVIDEOX, cogvideox, before=TEXT),
     # Without a face.
     "consisid": Tiny("ConsisIDTransformer3DModel", COGVIDEOX, cogvideox, before=TEXT),

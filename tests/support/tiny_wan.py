@@ -41,9 +41,17 @@ GRID = (3, 2, 3)  # of the size above: 3 latent frames of 4 × 6 latents, cut in
 PROMPT, NEGATIVE = "a red circle moves right", "blurry"
 
 _TRANSFORMER: dict[str, Any] = {
-    "patch_size": (1, 2, 2), "num_attention_heads": 2, "attention_head_dim": 12, "in_channels": 16,
-    "out_channels": 16, "text_dim": 16, "freq_dim": 16, "ffn_dim": 32, "num_layers": 2, "rope_max_seq_len": 64,
-}  # fmt: skip
+    "patch_size": (1, 2, 2),
+    "num_attention_heads": 2,
+    "attention_head_dim": 12,
+    "in_channels": 16,
+    "out_channels": 16,
+    "text_dim": 16,
+    "freq_dim": 16,
+    "ffn_dim": 32,
+    "num_layers": 2,
+    "rope_max_seq_len": 64,
+}
 
 
 def _seeded(model_class: Any, seed: int = 0, **config: Any) -> Any:
