@@ -19,8 +19,8 @@ MOST_LINES = {
     "eval": (5_915, 6_300),
     "configs": (587, 400),
     "examples": (138, 200),
-    "tests": (18_521, 19_000),
-    "": (51_191, 51_000),
+    "tests": (18_539, 19_000),
+    "": (51_209, 51_000),
 }
 MOST_CHARACTERS_A_LINE, MOST_FILES, MOST_WORDS = (47, 47), (425, 430), (35_993, 36_000)
 ROOT = Path(__file__).resolve().parents[1]

@@ -342,12 +342,30 @@ def _minimax_h3_references() -> Pipeline:
     return pipe, call | latents | {"normalized_references": kinds}
 
 
-_MAKERS = (
-    _hunyuan, _skyreels, _hunyuan15, _ltx, _ltx_condition, _ltx2, _cogvideox, _kandinsky5, _cosmos, _cosmos_transfer,
-    _motif, _kandinsky6, _mochi, _allegro, _easyanimate, _consisid, _anyflow, _helios, _framepack, _cosmos3,
-    _minimax_h3, _minimax_h3_references,
-)  # fmt: skip
-PIPELINES = {make.__name__[1:].replace("_", "-"): make for make in _MAKERS}
+PIPELINES = {
+    "hunyuan": _hunyuan,
+    "skyreels": _skyreels,
+    "hunyuan15": _hunyuan15,
+    "ltx": _ltx,
+    "ltx-condition": _ltx_condition,
+    "ltx2": _ltx2,
+    "cogvideox": _cogvideox,
+    "kandinsky5": _kandinsky5,
+    "cosmos": _cosmos,
+    "cosmos-transfer": _cosmos_transfer,
+    "motif": _motif,
+    "kandinsky6": _kandinsky6,
+    "mochi": _mochi,
+    "allegro": _allegro,
+    "easyanimate": _easyanimate,
+    "consisid": _consisid,
+    "anyflow": _anyflow,
+    "helios": _helios,
+    "framepack": _framepack,
+    "cosmos3": _cosmos3,
+    "minimax-h3": _minimax_h3,
+    "minimax-h3-references": _minimax_h3_references,
+}
 
 
 def pipeline(name: str) -> Pipeline:
