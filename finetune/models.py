@@ -9,19 +9,26 @@ import contextlib
 import copy
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+import torch.distributed as dist
+from diffusers import ContextParallelConfig
+from diffusers.training_utils import cast_training_params
+from peft import LoraConfig
+from peft.tuners.lora import LoraLayer
 from torch import nn
 
+from vmonarch.base import FullAttentionProcessor
 from vmonarch.configs import InputError
+from vmonarch.context_parallel import context_parallel_config
+from vmonarch.families import known_family
 from vmonarch.finetune.config import FinetuneConfig, require
 from vmonarch.finetune.objective import Expert, Objective
+from vmonarch.installation import own_processors
+from vmonarch.own import Bound, ours_of
 from vmonarch.pipelines.model_folder import ModelFolder, read_json
 from vmonarch.pipelines.recipes import allow_versions
-
-if TYPE_CHECKING:
-    from vmonarch.own import Bound
 
 COMPONENTS = ("transformer", "transformer_2")
 
@@ -85,9 +92,6 @@ def load_experts(
         InputError: an attention that does not fit, or LoRA layers on top of those that an attention adapter brings.
         ModelError: the weights cannot be loaded.
     """
-    from diffusers.training_utils import cast_training_params
-    from peft import LoraConfig
-
     lora, method = config.lora, config.attention
     dtype = frozen if lora.rank else torch.float32
     parts: dict[str, Any] = {expert.name: folder.read_model(expert.name, dtype) for expert in trained}
@@ -133,8 +137,6 @@ def cast(model: Any, dtype: torch.dtype) -> None:
 
 def lora_layers(model: nn.Module) -> list[Any]:
     """The layers to which peft has added LoRA layers."""
-    from peft.tuners.lora import LoraLayer
-
     return [layer for layer in model.modules() if isinstance(layer, LoraLayer)]
 
 
@@ -165,13 +167,6 @@ def share_clips(experts: Experts, size: int, device: torch.device) -> None:
     Raises:
         InputError: the transformers do not support it, or the processes cannot share their heads.
     """
-    import torch.distributed as dist
-    from diffusers import ContextParallelConfig
-
-    from vmonarch.base import FullAttentionProcessor
-    from vmonarch.families import known_family
-    from vmonarch.own import ours_of
-
     shape = dist.get_world_size() // size, 1, size
     mesh = dist.device_mesh.init_device_mesh(device.type, shape, mesh_dim_names=("data", "ring", "ulysses"))
     model: Any
@@ -196,10 +191,6 @@ def layers_of(model: nn.Module) -> list[tuple[Any, Bound, Any]]:
 
     Full attention is the processor that was there before, unless processes share clips.
     """
-    from vmonarch.base import FullAttentionProcessor
-    from vmonarch.context_parallel import context_parallel_config
-    from vmonarch.installation import own_processors
-
     layers = []
     for attn, ours, full in own_processors(model):
         if context_parallel_config(ours._parallel_config) is not None:

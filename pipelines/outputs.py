@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vmonarch.configs import InputError, file_sha256, read_document
+from vmonarch.pipelines.environment import environment
 from vmonarch.pipelines.lora import LORA, find_lora
 
 if TYPE_CHECKING:
@@ -97,7 +98,6 @@ def frames_sha256(frames: torch.Tensor) -> str:
 
 def facts(config: SamplingConfig, model: LoadedModel) -> dict[str, Any]:
     """What a record says about model and machine: the same for all videos of a run."""
-    from vmonarch.pipelines.environment import environment
     from vmonarch.pipelines.video_io import open_image
 
     assert config.height is not None and config.width is not None
