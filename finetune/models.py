@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ import torch.distributed as dist
 from diffusers import ContextParallelConfig
 from diffusers.training_utils import cast_training_params
 from peft import LoraConfig
+from peft.helpers import rescale_adapter_scale
 from peft.tuners.lora import LoraLayer
 from torch import nn
 
@@ -70,7 +72,8 @@ class Experts(nn.Module):
 
     def __init__(self, parts: Mapping[str, nn.Module]) -> None:
         super().__init__()
-        self.parts = nn.ModuleDict(dict(parts))
+        # mypy takes what is in a ModuleDict for bare modules.
+        self.parts: Any = nn.ModuleDict(dict(parts))
 
     def forward(self, expert: str, *, transfer: bool = False, **arguments: Any) -> Any:
         """The call of a `WanTransformer3DModel`; with `transfer`, `transfer_loss` of it."""
@@ -80,7 +83,7 @@ class Experts(nn.Module):
 
 def load_experts(
     folder: ModelFolder, trained: Iterable[Expert], config: FinetuneConfig, frozen: torch.dtype = torch.float32
-) -> tuple[Experts, Experts | BeforeLora | None]:
+) -> tuple[Experts, Callable[..., Any] | None]:
     """(what is trained, with the run's attention; the teacher with full attention if the run distils).
 
     Args:
@@ -97,7 +100,7 @@ def load_experts(
     parts: dict[str, Any] = {expert.name: folder.read_model(expert.name, dtype) for expert in trained}
     experts, teacher = Experts(parts), None
     if config.objective.distillation:
-        teacher = BeforeLora(experts) if lora.rank else copy.deepcopy(experts).eval().requires_grad_(False)
+        teacher = before_lora(experts) if lora.rank else copy.deepcopy(experts).eval().requires_grad_(False)
     for component, model in parts.items():
         # Full attention at the first steps of sampling has no counterpart here, where every noise level is as likely.
         try:
@@ -116,9 +119,10 @@ def load_experts(
             torch.manual_seed(config.seed)
             alpha = lora.alpha or lora.rank
             model.add_adapter(LoraConfig(r=lora.rank, lora_alpha=alpha, target_modules=list(lora.targets)))
-            for layer in lora_layers(model):
-                # Autocast does it, without a copy in float32.
-                layer.cast_input_dtype_enabled = False
+            for layer in model.modules():
+                if isinstance(layer, LoraLayer):
+                    # Autocast does it, without a copy in float32.
+                    layer.cast_input_dtype_enabled = False
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(not lora.rank or ".lora_" in name or ".processor." in name)
         cast_training_params(model, torch.float32)
@@ -133,11 +137,6 @@ def cast(model: Any, dtype: torch.dtype) -> None:
     for name, parameter in model.named_parameters():
         if kept.isdisjoint(name.split(".")):
             parameter.data = parameter.data.to(dtype)
-
-
-def lora_layers(model: nn.Module) -> list[Any]:
-    """The layers to which peft has added LoRA layers."""
-    return [layer for layer in model.modules() if isinstance(layer, LoraLayer)]
 
 
 def compile_options() -> dict[str, Any]:
@@ -169,7 +168,6 @@ def share_clips(experts: Experts, size: int, device: torch.device) -> None:
     """
     shape = dist.get_world_size() // size, 1, size
     mesh = dist.device_mesh.init_device_mesh(device.type, shape, mesh_dim_names=("data", "ring", "ulysses"))
-    model: Any
     attn: Any
     for name, model in experts.parts.items():
         config = ContextParallelConfig(ulysses_degree=size, mesh=mesh["ring", "ulysses"])
@@ -242,27 +240,17 @@ def transfer_loss(model: nn.Module, arguments: Mapping[str, Any]) -> torch.Tenso
     return torch.stack([processor.loss for _, processor in compared]).mean()[None]
 
 
-class BeforeLora:
+def before_lora(experts: Experts) -> Callable[..., Any]:
     """A teacher of LoRA layers: the transformers without these and with full attention, in the same weights."""
 
-    def __init__(self, experts: Experts) -> None:
-        self._experts = experts
-        # By expert: layers with LoRA, and (module, full attention) of self-attention. They are found in the first call,
-        # when processes may share clips, and are the same in every call, or torch.compile would compile anew.
-        self._layers: dict[str, tuple[list[Any], list[tuple[Any, Any]]]] = {}
+    # Found in the first call, when processes may share clips; torch.compile would compile anew for others.
+    @functools.cache
+    def full(expert: str) -> list[tuple[Any, Any]]:
+        return [(attn, exact) for attn, _, exact in layers_of(experts.parts[expert])]
 
     @torch.no_grad()
-    def __call__(self, expert: str, **arguments: Any) -> Any:
-        """The call of a `WanTransformer3DModel`, without gradients."""
-        if expert not in self._layers:
-            model = self._experts.parts[expert]
-            self._layers[expert] = lora_layers(model), [(attn, full) for attn, _, full in layers_of(model)]
-        lora, full = self._layers[expert]
-        with _processors(full):
-            try:
-                for layer in lora:
-                    layer.set_scale("default", 0.0)
-                return self._experts(expert, **arguments)
-            finally:
-                for layer in lora:
-                    layer.set_scale("default", 1.0)
+    def teacher(expert: str, **arguments: Any) -> Any:
+        with _processors(full(expert)), rescale_adapter_scale(experts.parts[expert], 0.0):
+            return experts(expert, **arguments)
+
+    return teacher
