@@ -65,14 +65,8 @@ BACKGROUNDS = {name: rgb for name, (rgb, _) in _GROUNDS.items()}
 PATTERNS: tuple[str, ...] = ("plain", "striped", "checkered", "gradient", "dotted")
 PANNABLE = ("striped", "checkered", "dotted")
 """Patterns on which a camera pan is visible."""
-PANS: dict[str, tuple[float, float]] = {
-    "none": (0.0, 0.0),
-    "left": (1.0, 0.0),
-    "right": (-1.0, 0.0),
-    "up": (0.0, 1.0),
-    "down": (0.0, -1.0),
-}
-"""Where what the camera films moves to."""
+PANS = {"none": (0.0, 0.0)} | {name: (-x, -y) for name, (x, y) in DIRECTIONS.items() if "-" not in name}
+"""Where what the camera films moves to: against the camera, which pans straight."""
 SHAPE_EXTENT = 1.35
 """No shape reaches further than this many radii from its centre."""
 
