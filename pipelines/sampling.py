@@ -119,8 +119,7 @@ def deterministic_convolutions() -> Iterator[None]:
 
 def _now(device: torch.device) -> float:
     """Seconds, once all that a GPU has been given is done."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    torch.get_device_module(device).synchronize(device)
     return time.perf_counter()
 
 
