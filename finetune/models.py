@@ -145,8 +145,6 @@ def compile_options() -> dict[str, Any]:
     With `mix_order_reduction` torch 2.11 sums wrongly over many tokens: in the backward pass of Wan's blocks the
     gradient of `scale_shift_table` is off by 160 times its norm (H100, 11,648 tokens).
     """
-    import torch._inductor
-
     name = "triton.mix_order_reduction"
     return {name: False} if name in torch._inductor.list_options() else {}
 

@@ -188,8 +188,6 @@ def shape_distance(shape: str, x: torch.Tensor, y: torch.Tensor, radius: torch.T
 
     `x`, `y` and `radius` broadcast to the shape of the result. A shape's area is about that of a disc of this radius.
     """
-    if shape == "circle":
-        return torch.sqrt(x * x + y * y + 1e-12) - radius
     if shape == "square":
         return torch.maximum(x.abs(), y.abs()) - 0.88 * radius
     if shape == "triangle":
@@ -198,6 +196,8 @@ def shape_distance(shape: str, x: torch.Tensor, y: torch.Tensor, radius: torch.T
         wide, narrow = torch.maximum(x.abs(), y.abs()), torch.minimum(x.abs(), y.abs())
         return torch.maximum(wide - 1.12 * radius, narrow - 0.40 * radius)
     distance = torch.sqrt(x * x + y * y + 1e-12)
+    if shape == "circle":
+        return distance - radius
     if shape == "ring":
         return (distance - 0.86 * radius).abs() - 0.27 * radius
     assert shape == "star", shape

@@ -99,8 +99,6 @@ def check_linears(linears: str, device: torch.device) -> None:
 
 def allow_versions() -> None:
     """From now on let torch.compile make as many versions of a block as methods and kinds of steps may need."""
-    import torch._dynamo
-
     torch._dynamo.config.recompile_limit = max(_VERSIONS, torch._dynamo.config.recompile_limit)
 
 
