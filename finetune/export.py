@@ -11,10 +11,11 @@ import re
 import shutil
 import types
 from pathlib import Path
-from typing import Any
 
 import torch
+from peft.utils import get_peft_model_state_dict
 from safetensors import safe_open
+from safetensors.torch import save_file
 
 from vmonarch import restore, save_adapter
 from vmonarch.configs import InputError, check_choice
@@ -127,10 +128,6 @@ def _stored_dtype(folder: Path) -> torch.dtype:
 
 def _write_layers(experts: Experts, path: Path, dtypes: dict[str, torch.dtype], names: str) -> None:
     """LoRA layers as a file that diffusers or ComfyUI loads: of two transformers a file each, as they are loaded."""
-    from peft.utils import get_peft_model_state_dict
-    from safetensors.torch import save_file
-
-    part: Any
     for name, part in experts.parts.items():
         file = path if len(experts.parts) == 1 else path / f"{name}.safetensors"
         layers = {}
@@ -163,7 +160,6 @@ def comfyui_name(key: str) -> str:
 def _write_pipeline(folder: ModelFolder, experts: Experts, path: Path, dtypes: dict[str, torch.dtype]) -> None:
     """A copy of the model's folder with other weights."""
     shutil.copytree(folder.path, path, ignore=shutil.ignore_patterns(*experts.parts, "*.py", "__pycache__"))
-    part: Any
     for name, part in experts.parts.items():
         restore(part)
         cast(part, dtypes[name])

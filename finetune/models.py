@@ -7,21 +7,30 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import re
-from collections.abc import Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
 
 import torch
+import torch.distributed as dist
+from diffusers import ContextParallelConfig
+from diffusers.training_utils import cast_training_params
+from peft import LoraConfig
+from peft.helpers import rescale_adapter_scale
+from peft.tuners.lora import LoraLayer
 from torch import nn
 
+from vmonarch.base import FullAttentionProcessor
 from vmonarch.configs import InputError
+from vmonarch.context_parallel import context_parallel_config
+from vmonarch.families import known_family
 from vmonarch.finetune.config import FinetuneConfig, require
 from vmonarch.finetune.objective import Expert, Objective
+from vmonarch.installation import own_processors
+from vmonarch.own import Bound, ours_of
 from vmonarch.pipelines.model_folder import ModelFolder, read_json
 from vmonarch.pipelines.recipes import allow_versions
-
-if TYPE_CHECKING:
-    from vmonarch.own import Bound
 
 COMPONENTS = ("transformer", "transformer_2")
 
@@ -63,7 +72,8 @@ class Experts(nn.Module):
 
     def __init__(self, parts: Mapping[str, nn.Module]) -> None:
         super().__init__()
-        self.parts = nn.ModuleDict(dict(parts))
+        # mypy takes what is in a ModuleDict for bare modules.
+        self.parts: Any = nn.ModuleDict(dict(parts))
 
     def forward(self, expert: str, *, transfer: bool = False, **arguments: Any) -> Any:
         """The call of a `WanTransformer3DModel`; with `transfer`, `transfer_loss` of it."""
@@ -73,7 +83,7 @@ class Experts(nn.Module):
 
 def load_experts(
     folder: ModelFolder, trained: Iterable[Expert], config: FinetuneConfig, frozen: torch.dtype = torch.float32
-) -> tuple[Experts, Experts | BeforeLora | None]:
+) -> tuple[Experts, Callable[..., Any] | None]:
     """(what is trained, with the run's attention; the teacher with full attention if the run distils).
 
     Args:
@@ -85,15 +95,12 @@ def load_experts(
         InputError: an attention that does not fit, or LoRA layers on top of those that an attention adapter brings.
         ModelError: the weights cannot be loaded.
     """
-    from diffusers.training_utils import cast_training_params
-    from peft import LoraConfig
-
     lora, method = config.lora, config.attention
     dtype = frozen if lora.rank else torch.float32
     parts: dict[str, Any] = {expert.name: folder.read_model(expert.name, dtype) for expert in trained}
     experts, teacher = Experts(parts), None
     if config.objective.distillation:
-        teacher = BeforeLora(experts) if lora.rank else copy.deepcopy(experts).eval().requires_grad_(False)
+        teacher = before_lora(experts) if lora.rank else copy.deepcopy(experts).eval().requires_grad_(False)
     for component, model in parts.items():
         # Full attention at the first steps of sampling has no counterpart here, where every noise level is as likely.
         try:
@@ -112,9 +119,10 @@ def load_experts(
             torch.manual_seed(config.seed)
             alpha = lora.alpha or lora.rank
             model.add_adapter(LoraConfig(r=lora.rank, lora_alpha=alpha, target_modules=list(lora.targets)))
-            for layer in lora_layers(model):
-                # Autocast does it, without a copy in float32.
-                layer.cast_input_dtype_enabled = False
+            for layer in model.modules():
+                if isinstance(layer, LoraLayer):
+                    # Autocast does it, without a copy in float32.
+                    layer.cast_input_dtype_enabled = False
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(not lora.rank or ".lora_" in name or ".processor." in name)
         cast_training_params(model, torch.float32)
@@ -131,21 +139,12 @@ def cast(model: Any, dtype: torch.dtype) -> None:
             parameter.data = parameter.data.to(dtype)
 
 
-def lora_layers(model: nn.Module) -> list[Any]:
-    """The layers to which peft has added LoRA layers."""
-    from peft.tuners.lora import LoraLayer
-
-    return [layer for layer in model.modules() if isinstance(layer, LoraLayer)]
-
-
 def compile_options() -> dict[str, Any]:
     """The `options` of torch.compile for what is trained.
 
     With `mix_order_reduction` torch 2.11 sums wrongly over many tokens: in the backward pass of Wan's blocks the
     gradient of `scale_shift_table` is off by 160 times its norm (H100, 11,648 tokens).
     """
-    import torch._inductor
-
     name = "triton.mix_order_reduction"
     return {name: False} if name in torch._inductor.list_options() else {}
 
@@ -165,16 +164,8 @@ def share_clips(experts: Experts, size: int, device: torch.device) -> None:
     Raises:
         InputError: the transformers do not support it, or the processes cannot share their heads.
     """
-    import torch.distributed as dist
-    from diffusers import ContextParallelConfig
-
-    from vmonarch.base import FullAttentionProcessor
-    from vmonarch.families import known_family
-    from vmonarch.own import ours_of
-
     shape = dist.get_world_size() // size, 1, size
     mesh = dist.device_mesh.init_device_mesh(device.type, shape, mesh_dim_names=("data", "ring", "ulysses"))
-    model: Any
     attn: Any
     for name, model in experts.parts.items():
         config = ContextParallelConfig(ulysses_degree=size, mesh=mesh["ring", "ulysses"])
@@ -196,10 +187,6 @@ def layers_of(model: nn.Module) -> list[tuple[Any, Bound, Any]]:
 
     Full attention is the processor that was there before, unless processes share clips.
     """
-    from vmonarch.base import FullAttentionProcessor
-    from vmonarch.context_parallel import context_parallel_config
-    from vmonarch.installation import own_processors
-
     layers = []
     for attn, ours, full in own_processors(model):
         if context_parallel_config(ours._parallel_config) is not None:
@@ -251,27 +238,17 @@ def transfer_loss(model: nn.Module, arguments: Mapping[str, Any]) -> torch.Tenso
     return torch.stack([processor.loss for _, processor in compared]).mean()[None]
 
 
-class BeforeLora:
+def before_lora(experts: Experts) -> Callable[..., Any]:
     """A teacher of LoRA layers: the transformers without these and with full attention, in the same weights."""
 
-    def __init__(self, experts: Experts) -> None:
-        self._experts = experts
-        # By expert: layers with LoRA, and (module, full attention) of self-attention. They are found in the first call,
-        # when processes may share clips, and are the same in every call, or torch.compile would compile anew.
-        self._layers: dict[str, tuple[list[Any], list[tuple[Any, Any]]]] = {}
+    # Found in the first call, when processes may share clips; torch.compile would compile anew for others.
+    @functools.cache
+    def full(expert: str) -> list[tuple[Any, Any]]:
+        return [(attn, exact) for attn, _, exact in layers_of(experts.parts[expert])]
 
     @torch.no_grad()
-    def __call__(self, expert: str, **arguments: Any) -> Any:
-        """The call of a `WanTransformer3DModel`, without gradients."""
-        if expert not in self._layers:
-            model = self._experts.parts[expert]
-            self._layers[expert] = lora_layers(model), [(attn, full) for attn, _, full in layers_of(model)]
-        lora, full = self._layers[expert]
-        with _processors(full):
-            try:
-                for layer in lora:
-                    layer.set_scale("default", 0.0)
-                return self._experts(expert, **arguments)
-            finally:
-                for layer in lora:
-                    layer.set_scale("default", 1.0)
+    def teacher(expert: str, **arguments: Any) -> Any:
+        with _processors(full(expert)), rescale_adapter_scale(experts.parts[expert], 0.0):
+            return experts(expert, **arguments)
+
+    return teacher

@@ -65,14 +65,8 @@ BACKGROUNDS = {name: rgb for name, (rgb, _) in _GROUNDS.items()}
 PATTERNS: tuple[str, ...] = ("plain", "striped", "checkered", "gradient", "dotted")
 PANNABLE = ("striped", "checkered", "dotted")
 """Patterns on which a camera pan is visible."""
-PANS: dict[str, tuple[float, float]] = {
-    "none": (0.0, 0.0),
-    "left": (1.0, 0.0),
-    "right": (-1.0, 0.0),
-    "up": (0.0, 1.0),
-    "down": (0.0, -1.0),
-}
-"""Where what the camera films moves to."""
+PANS = {"none": (0.0, 0.0)} | {name: (-x, -y) for name, (x, y) in DIRECTIONS.items() if "-" not in name}
+"""Where what the camera films moves to: against the camera, which pans straight."""
 SHAPE_EXTENT = 1.35
 """No shape reaches further than this many radii from its centre."""
 
@@ -194,8 +188,6 @@ def shape_distance(shape: str, x: torch.Tensor, y: torch.Tensor, radius: torch.T
 
     `x`, `y` and `radius` broadcast to the shape of the result. A shape's area is about that of a disc of this radius.
     """
-    if shape == "circle":
-        return torch.sqrt(x * x + y * y + 1e-12) - radius
     if shape == "square":
         return torch.maximum(x.abs(), y.abs()) - 0.88 * radius
     if shape == "triangle":
@@ -204,6 +196,8 @@ def shape_distance(shape: str, x: torch.Tensor, y: torch.Tensor, radius: torch.T
         wide, narrow = torch.maximum(x.abs(), y.abs()), torch.minimum(x.abs(), y.abs())
         return torch.maximum(wide - 1.12 * radius, narrow - 0.40 * radius)
     distance = torch.sqrt(x * x + y * y + 1e-12)
+    if shape == "circle":
+        return distance - radius
     if shape == "ring":
         return (distance - 0.86 * radius).abs() - 0.27 * radius
     assert shape == "star", shape

@@ -105,7 +105,14 @@ class SamplingConfig(Settings):
             raise InputError(
                 "seeds", f"must be one or more that differ, or the same video is made twice; got {self.seeds}"
             )
-        self._check_sigmas()
+        if self.sigmas:
+            if self.scheduler not in ("euler", "lcm"):
+                raise InputError("sigmas", f"needs scheduler euler or lcm, got {self.scheduler!r}")
+            if list(self.sigmas) != sorted(set(self.sigmas), reverse=True):
+                raise InputError("sigmas", f"must fall from step to step, got {self.sigmas}")
+            if self.steps not in (None, len(self.sigmas)):
+                raise InputError("sigmas", f"must be {self.steps}, as many as steps, got {len(self.sigmas)}")
+            object.__setattr__(self, "steps", len(self.sigmas))
         check_sizes(self, (16, 16), 4)
         if not self.output_dir or "\0" in self.output_dir:
             raise InputError("output_dir", f"must be a folder, got {self.output_dir!r}")
@@ -119,18 +126,6 @@ class SamplingConfig(Settings):
         """Prompt and seed of every video, prompts outermost, cut into the batches that are sampled together."""
         jobs = [(prompt, seed) for prompt in self.prompts for seed in self.seeds]
         return [jobs[i : i + self.batch_size] for i in range(0, len(jobs), self.batch_size)]
-
-    def _check_sigmas(self) -> None:
-        """Check the noise levels, of which there is one for each step."""
-        if not self.sigmas:
-            return
-        if self.scheduler not in ("euler", "lcm"):
-            raise InputError("sigmas", f"needs scheduler euler or lcm, got {self.scheduler!r}")
-        if list(self.sigmas) != sorted(set(self.sigmas), reverse=True):
-            raise InputError("sigmas", f"must fall from step to step, got {self.sigmas}")
-        if self.steps not in (None, len(self.sigmas)):
-            raise InputError("sigmas", f"must be {self.steps}, as many as steps, got {len(self.sigmas)}")
-        object.__setattr__(self, "steps", len(self.sigmas))
 
 
 @dataclass(frozen=True)

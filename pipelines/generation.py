@@ -17,18 +17,17 @@ from collections.abc import Mapping
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from vmonarch.files import AtomicFiles, short_hash
-from vmonarch.pipelines import outputs, recipes
+from vmonarch.pipelines import outputs, recipes, video_io
 from vmonarch.pipelines.config import GenerateConfig
 from vmonarch.pipelines.loading import LoadedModel, complete_and_load
 from vmonarch.pipelines.outputs import GeneratedVideo, GenerationError, load_record
 from vmonarch.pipelines.processes import ALONE, Shard, check_sharing, shared_videos
 from vmonarch.pipelines.sampling import sample
-
-if TYPE_CHECKING:
-    import torch
 
 __all__ = ["GenerateConfig", "GeneratedVideo", "GenerationError", "generate", "load_record"]
 
@@ -108,8 +107,6 @@ def _generate(config: GenerateConfig, model: LoadedModel, shard: Shard, progress
 
 def _write(config: GenerateConfig, record: dict[str, Any], frames: torch.Tensor) -> GeneratedVideo:
     """Write one video with its sheet and record."""
-    from vmonarch.pipelines import video_io
-
     assert config.fps is not None
     output = Path(config.output_dir).expanduser()
     settings = {key: value for key, value in record["config"].items() if key != "output_dir"}

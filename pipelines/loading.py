@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from vmonarch.configs import InputError
 from vmonarch.files import prepare_output_dir
@@ -17,9 +19,6 @@ from vmonarch.pipelines.outputs import check_sources
 from vmonarch.pipelines.processes import ALONE, Shard
 from vmonarch.pipelines.recipes import quantize_for_good
 from vmonarch.pipelines.traits import IMAGE_TO_VIDEO, Traits
-
-if TYPE_CHECKING:
-    import torch
 
 
 @dataclass(frozen=True)
@@ -82,7 +81,6 @@ def load_model(config: SamplingConfig, folder: ModelFolder, shard: Shard = ALONE
         ModelError: a component cannot be loaded.
     """
     import diffusers
-    import torch
 
     device = choose_device(config.device)
     if shard.size > 1 and device.type == "cuda":
@@ -120,8 +118,6 @@ def read_pipeline(cls: Any, folder: ModelFolder, dtype: torch.dtype, **parts: An
     Raises:
         ModelError: a component cannot be loaded.
     """
-    import torch
-
     for name in MODELS:
         if name in folder.components and name not in parts:
             parts[name] = folder.read_model(name, torch.float32 if name == "vae" else dtype)

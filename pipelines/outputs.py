@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vmonarch.configs import InputError, file_sha256, read_document
+from vmonarch.pipelines.environment import environment
 from vmonarch.pipelines.lora import LORA, find_lora
+from vmonarch.pipelines.video_io import open_image
 
 if TYPE_CHECKING:
     import torch
@@ -80,14 +82,9 @@ def source_hashes(config: SamplingConfig, folder: ModelFolder) -> dict[str, Any]
     """Hashes of what a completed config names: the files of the model, of the picture and of the LoRA layers."""
     return {
         "image_sha256": file_sha256(config.image) if config.image else None,
-        "lora_sha256": lora_sha256(config),
+        "lora_sha256": [file_sha256(find_lora(name, word).file) for name in LORA for word in getattr(config, name)],
         **folder.fingerprint(),
     }
-
-
-def lora_sha256(config: SamplingConfig) -> list[str]:
-    """Hashes of the LoRA files of a config, those of `lora` first."""
-    return [file_sha256(find_lora(name, word).file) for name in LORA for word in getattr(config, name)]
 
 
 def frames_sha256(frames: torch.Tensor) -> str:
@@ -97,9 +94,6 @@ def frames_sha256(frames: torch.Tensor) -> str:
 
 def facts(config: SamplingConfig, model: LoadedModel) -> dict[str, Any]:
     """What a record says about model and machine: the same for all videos of a run."""
-    from vmonarch.pipelines.environment import environment
-    from vmonarch.pipelines.video_io import open_image
-
     assert config.height is not None and config.width is not None
     return {
         "model": {

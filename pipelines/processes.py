@@ -7,6 +7,9 @@ import os
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch
+import torch.distributed as dist
+
 from vmonarch.configs import InputError
 from vmonarch.installation import find_transformers
 
@@ -57,8 +60,6 @@ def check_sharing(config: SamplingConfig, shard: Shard) -> None:
     Raises:
         InputError: `device` or `offload` does not fit.
     """
-    import torch
-
     if shard.size == 1:
         return
     who = f"{shard.size} processes that share a video"
@@ -84,7 +85,6 @@ def shared_videos(model: LoadedModel, config: SamplingConfig, shard: Shard) -> I
     if shard.size == 1:
         yield
         return
-    import torch.distributed as dist
     from diffusers import ContextParallelConfig
 
     assert config.num_frames is not None and config.height is not None and config.width is not None

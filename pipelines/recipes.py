@@ -13,15 +13,16 @@ compiled blocks and quantised linear layers.
 from __future__ import annotations
 
 import functools
+import importlib.util
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from vmonarch.configs import InputError
 from vmonarch.configs.methods import Additions, AttentionMethod, resolve_method
 from vmonarch.engines import CUDNN, fa3_backend
-
-if TYPE_CHECKING:
-    import torch
+from vmonarch.installation import find_transformers
 
 # What a transformer carries of a recipe: functions that take it off again, and how its weights were quantised for good.
 _UNDO, _FOR_GOOD = "_vmonarch_undo", "_vmonarch_linears"
@@ -54,8 +55,6 @@ def apply(
     Raises:
         InputError: an unknown name or option, or what the pipeline or its device cannot do.
     """
-    from vmonarch.installation import find_transformers
-
     method = resolve_method(recipe, argument="recipe", recipes=True)
     transformers: list[Any] = list(find_transformers(pipe).values())
     # Where it computes: with offloading the weights are elsewhere.
@@ -76,8 +75,6 @@ def quantize_for_good(transformer: torch.nn.Module, linears: str, device: torch.
     Raises:
         InputError: the device cannot compute them, torchao is missing, or there are no such layers.
     """
-    import torch
-
     check_linears(linears, device)
     chosen = _linears(transformer, linears)
     for block in repeated_blocks(transformer):
@@ -91,10 +88,6 @@ def quantize_for_good(transformer: torch.nn.Module, linears: str, device: torch.
 
 def check_linears(linears: str, device: torch.device) -> None:
     """Raise InputError if linear layers cannot be quantised so on a device."""
-    import importlib.util
-
-    import torch
-
     if importlib.util.find_spec("torchao") is None:
         raise InputError("linears", f"{linears!r} needs torchao: pip install 'vmonarch[float8]'")
     if linears == "float8-weights":
@@ -106,8 +99,6 @@ def check_linears(linears: str, device: torch.device) -> None:
 
 def allow_versions() -> None:
     """From now on let torch.compile make as many versions of a block as methods and kinds of steps may need."""
-    import torch._dynamo
-
     torch._dynamo.config.recompile_limit = max(_VERSIONS, torch._dynamo.config.recompile_limit)
 
 
@@ -122,8 +113,6 @@ def _linears(transformer: Any, linears: str) -> set[Any]:
     Raises:
         InputError: there are none.
     """
-    import torch
-
     parts = repeated_blocks(transformer)
     if linears == "float8-feed-forward":
         parts = [m for block in parts for m in block.modules() if "FeedForward" in type(m).__name__]
@@ -175,8 +164,6 @@ def _take_off(transformer: Any, additions: Additions, device: torch.device) -> N
 
 
 def _put_on(transformer: Any, additions: Additions, device: torch.device, backend: str) -> None:
-    import torch
-
     undo: list[Callable[[], object]] = []
     setattr(transformer, _UNDO, undo)
     blocks = repeated_blocks(transformer)

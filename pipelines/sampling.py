@@ -10,15 +10,15 @@ import time
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from vmonarch.installation import is_applied
 from vmonarch.pipelines.config import SamplingConfig
 from vmonarch.pipelines.loading import LoadedModel
+from vmonarch.pipelines.video_io import open_image
 from vmonarch.reports import Report, report
-
-if TYPE_CHECKING:
-    import torch
 
 # Bytes that Wan's VAEs take to decode whole frames in float32, for each pixel of one: the most in docs/choose.md.
 _DECODED_PIXEL = 28_000
@@ -62,15 +62,11 @@ def sample(
         decode: whether to make frames of the latents, or leave it at these.
         progress: title of a progress bar; None for none.
     """
-    import torch
-
     pipe, device, traits = model.pipe, model.device, model.folder.traits
     generators = [torch.Generator("cpu").manual_seed(seed) for seed in seeds]
     names = {**{name: name for name in ("height", "width", "num_frames")}, **traits.arguments}
     arguments: dict[str, Any] = {name: getattr(config, setting) for setting, name in names.items()}
     if config.image is not None:
-        from vmonarch.pipelines.video_io import open_image
-
         arguments["image"], _ = open_image(config.image, arguments["height"], arguments["width"])
     arguments |= {
         "prompt": list(prompts),
@@ -105,8 +101,6 @@ def sample(
 
 def _tile(model: LoadedModel, config: SamplingConfig) -> None:
     """Let the VAE decode in tiles where the model always does, or where a card is too small to decode whole frames."""
-    import torch
-
     traits, vae, device = model.folder.traits, model.pipe.vae, model.device
     needs = traits.wan * (config.height or 0) * (config.width or 0) * _DECODED_PIXEL
     short = device.type == "cuda" and needs > 0.9 * torch.cuda.get_device_properties(device).total_memory
@@ -118,8 +112,6 @@ def _tile(model: LoadedModel, config: SamplingConfig) -> None:
 @contextlib.contextmanager
 def deterministic_convolutions() -> Iterator[None]:
     """Let cuDNN take no algorithm whose sums depend on the order of threads; settings return to what they were."""
-    import torch
-
     cudnn = torch.backends.cudnn
     with cudnn.flags(enabled=cudnn.enabled, benchmark=False, deterministic=True, allow_tf32=cudnn.allow_tf32):
         yield
@@ -127,10 +119,7 @@ def deterministic_convolutions() -> Iterator[None]:
 
 def _now(device: torch.device) -> float:
     """Seconds, once all that a GPU has been given is done."""
-    import torch
-
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    torch.get_device_module(device).synchronize(device)
     return time.perf_counter()
 
 
@@ -140,8 +129,6 @@ def _marks(components: Sequence[Any], device: torch.device) -> Iterator[list[Any
 
     On a GPU these are events, not synchronisations: measuring must not stall its queue.
     """
-    import torch
-
     marks: list[Any] = []
 
     def mark(*_: Any) -> None:

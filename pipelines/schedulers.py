@@ -7,13 +7,11 @@ pipe.scheduler = few_step_scheduler("lcm", sigmas=(1.0, 0.757, 0.522))
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import torch
 from diffusers import FlowMatchEulerDiscreteScheduler, FlowMatchLCMScheduler, UniPCMultistepScheduler
-
-if TYPE_CHECKING:
-    import torch
 
 
 class _FewSteps:

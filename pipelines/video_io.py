@@ -13,16 +13,14 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+import imageio_ffmpeg
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from PIL import Image, ImageCms, ImageDraw, ImageFont, ImageOps, UnidentifiedImageError
 
 from vmonarch.configs import InputError
-
-if TYPE_CHECKING:
-    from PIL import Image, ImageFont
 
 # A video whose values span less than two of 255 grey levels shows nothing.
 _CONSTANT = 2 / 255
@@ -67,8 +65,6 @@ def encode_video(path: Path, frames: NDArray[np.uint8], fps: float) -> None:
     Raises:
         OSError: ffmpeg could not write the file; 4:2:0 halves height and width, which must be even.
     """
-    import imageio_ffmpeg
-
     height, width = frames.shape[1:3]
     threads = max(1, min(8, height * width // _PIXELS_PER_THREAD))
     # Converted by BT.709 and marked so: players that must guess take BT.601 for small videos, and shift the colours.
@@ -100,8 +96,6 @@ def open_image(path: str, height: int, width: int) -> tuple[Image.Image, str]:
     Raises:
         InputError: it or its colour profile cannot be read, or it has greys of more than 8 bits.
     """
-    from PIL import Image, ImageCms, ImageOps, UnidentifiedImageError
-
     try:
         with Image.open(path) as image:
             picture = ImageOps.exif_transpose(image)
@@ -199,8 +193,6 @@ def with_steps(video: NDArray[np.uint8], kinds: str) -> NDArray[np.uint8]:
 
 def _picture(cells: Sequence[_Cell], columns: int, size: tuple[int, int], title: str = "") -> Image.Image:
     """A picture of cells in rows below a title: a label and a note above a frame drawn at `size`, width and height."""
-    from PIL import Image, ImageDraw
-
     (width, height), columns = size, min(columns, len(cells))
     # A method's label gets spaces where a line may break.
     texts = [_wrap(label.replace(":", ": ").replace(",", ", "), width) + _wrap(note, width) for label, note, _ in cells]
@@ -232,8 +224,6 @@ def _cell_size(frames: NDArray[np.uint8], short_side: int) -> tuple[int, int]:
 
 @functools.cache
 def _font() -> ImageFont.FreeTypeFont | ImageFont.ImageFont:
-    from PIL import ImageFont
-
     return ImageFont.load_default(15)
 
 

@@ -29,6 +29,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
+from PIL import Image
 from safetensors.torch import save_file
 from tqdm import tqdm
 
@@ -221,8 +222,6 @@ class PipelineEncoders:
         # Channels of a mask may come before them.
         extras = {"first_frame_latent": condition[0, -self.pipe.vae.config.z_dim :].cpu()}
         if getattr(self.pipe, "image_encoder", None) is not None:
-            from PIL import Image
-
             picture = ((video[:, 0] + 1) * 127.5).round().clamp(0, 255).to(torch.uint8)
             feature = self.pipe.encode_image(Image.fromarray(picture.permute(1, 2, 0).numpy()), self.pipe.device)
             extras["clip_feature"] = feature[0].float().cpu()

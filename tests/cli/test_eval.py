@@ -170,7 +170,8 @@ def test_processes_share_the_items_out(
 
 def test_a_file_of_other_lora_layers_is_another_setting(loaded, copied: Path, monkeypatch) -> None:
     monkeypatch.setattr(module, "sample", no_sampling)
-    monkeypatch.setattr("vmonarch.pipelines.outputs.lora_sha256", lambda _: ["of other layers"])
+    others = lambda *given: outputs.source_hashes(*given) | {"lora_sha256": ["of other layers"]}
+    monkeypatch.setattr(module, "source_hashes", others)
     with pytest.raises(InputError, match=r'lora_sha256\[0\] was null, is "of other layers"$'):
         evaluate(config(loaded.folder.path, copied), model=loaded)
 

@@ -10,6 +10,7 @@ import pytest
 import tiny_folders
 import tiny_wan as tiny
 import torch
+from peft.tuners.lora import LoraLayer
 from safetensors.torch import load_file
 
 import vmonarch
@@ -18,7 +19,7 @@ from vmonarch.finetune.checkpoints import CheckpointError, newest, read, read_te
 from vmonarch.finetune.config import FinetuneConfig
 from vmonarch.finetune.data.parquet import Sample, write_shard
 from vmonarch.finetune.export import comfyui_name, export
-from vmonarch.finetune.models import compile_blocks, lora_layers
+from vmonarch.finetune.models import compile_blocks
 from vmonarch.finetune.trainer import Trainer, TrainingError
 from vmonarch.pipelines import config
 from vmonarch.pipelines.config import build_config, recommended_settings
@@ -194,7 +195,7 @@ def test_the_teacher_of_lora_layers_is_the_model_before_them(place, tmp_path, at
         wanted = stock(**arguments, return_dict=False)[0]
     torch.testing.assert_close(taught, wanted)
     assert torch.equal(before, after) and (after - wanted).abs().max() > 0.01
-    assert {layer.scaling["default"] for layer in lora_layers(part)} == {1.5}
+    assert {layer.scaling["default"] for layer in part.modules() if isinstance(layer, LoraLayer)} == {1.5}
     assert len(list(trainer.experts.parameters())) == len(list(stock.parameters())) + len(trainer.trained)
     assert all(parameter.requires_grad for parameter in trainer.trained.values())
     assert part.attn_processors == processors
