@@ -14,7 +14,6 @@ from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from pathlib import Path
 
-import imageio_ffmpeg
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -65,6 +64,8 @@ def encode_video(path: Path, frames: NDArray[np.uint8], fps: float) -> None:
     Raises:
         OSError: ffmpeg could not write the file; 4:2:0 halves height and width, which must be even.
     """
+    import imageio_ffmpeg
+
     height, width = frames.shape[1:3]
     threads = max(1, min(8, height * width // _PIXELS_PER_THREAD))
     # Converted by BT.709 and marked so: players that must guess take BT.601 for small videos, and shift the colours.
