@@ -126,7 +126,7 @@ def _shares(transformer: Any, grid: LatentGrid | None) -> Iterator[float | None]
     head_dim = getattr(transformer.config, "attention_head_dim", _HEAD_DIM)
     for _, attn in known_family(transformer).layers(transformer):
         ours = ours_of(attn)
-        if ours is None or getattr(ours, "kept", False):
+        if ours is None:
             yield from [1.0] * heads_of(attn)
             continue
         element: Any = ours.attend
