@@ -19,6 +19,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
+from vmonarch.configs import as_json
 from vmonarch.families import diffusers_class
 from vmonarch.files import AtomicFiles
 from vmonarch.hooks import record_of
@@ -213,7 +214,7 @@ def _facts(transformer: Any) -> dict[str, Any]:
     # Others subclass the models of diffusers.
     stock: Any = diffusers_class(transformer)
     config = transformer.config
-    return {"class": stock.__name__, **json.loads(json.dumps({key: config[key] for key in _FACTS if key in config}))}
+    return {"class": stock.__name__} | {key: as_json(config[key]) for key in _FACTS if key in config}
 
 
 def _check_models(adapter: _Adapter, transformers: Mapping[str, torch.nn.Module]) -> None:
