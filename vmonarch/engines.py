@@ -43,7 +43,7 @@ def add_member(enumeration: Any, name: str, value: str) -> Any:
     setattr(enumeration, name, proto)
     proto.__set_name__(enumeration, name)
     member = enumeration[name]
-    if not enumeration(value) is member is list(enumeration)[-1]:
+    if enumeration(value) is not member or list(enumeration)[-1].name != name:
         raise RuntimeError(f"this Python's Enum takes no further member, which {enumeration.__name__} needs for ours")
     return member
 
