@@ -50,7 +50,7 @@ def is_override(text: str) -> bool:
 
 def suggest(word: str, known: Iterable[str]) -> str:
     """' (did you mean …?)' when a known word is close to `word`, else nothing."""
-    close = difflib.get_close_matches(word, list(known), n=1)
+    close = difflib.get_close_matches(word, known, n=1)
     return f" (did you mean {close[0]}?)" if close else ""
 
 

@@ -208,12 +208,11 @@ def resolve_method(
             return _recipe(name, values, label)
         shipped = dict(presets("attention")[name])
         processor = shipped.pop("processor")
-        given = {key: value for key, value in values.items() if key != "processor"}
-        if values.get("processor", processor) != processor:
-            raise InputError("processor", f"must be {processor!r} here, got {values['processor']!r}")
-        options = _complete(processor, as_json(deep_merge(shipped, given)))
-        defaults = {} if label or not given else _made(processor, shipped).config | shipped
-    return AttentionMethod(name, processor, options, label or _label(name, given, defaults))
+        if (named := values.pop("processor", processor)) != processor:
+            raise InputError("processor", f"must be {processor!r} here, got {named!r}")
+        options = _complete(processor, as_json(deep_merge(shipped, values)))
+        defaults = {} if label or not values else _made(processor, shipped).config | shipped
+    return AttentionMethod(name, processor, options, label or _label(name, values, defaults))
 
 
 def _recipe(name: str, values: Mapping[str, Any], label: str) -> AttentionMethod:
@@ -224,8 +223,7 @@ def _recipe(name: str, values: Mapping[str, Any], label: str) -> AttentionMethod
         attention = merge_attention(attention, values["attention"])
     method = resolve_method(attention)
     given = deep_merge(shipped, values) | {"attention": method.label}
-    own = {key: value for key, value in given.items() if key != "attention"}
-    additions = build(Additions, own)
+    additions = build(Additions, {key: value for key, value in given.items() if key != "attention"})
     label = label or _label(name, given, vars(Additions()) | shipped)
     return dataclasses.replace(method, name=name, label=label, additions=additions, attention=method)
 

@@ -16,6 +16,7 @@ models, diffusers' pipelines get `set_attn_processor` (`vmonarch.diffusers_hook`
 from __future__ import annotations
 
 import importlib
+import pkgutil
 import warnings
 from typing import TYPE_CHECKING, Any
 
@@ -45,9 +46,10 @@ _OFFERED = {
     "adapters": ("save_adapter", "load_adapter"),
 }  # fmt: skip
 _OF_MODELS = ("processors", "based", "installation", "adapters")
-_EXPORTS = {name: f"vmonarch.{module}" for module, names in _OFFERED.items() for name in names}
+_MODULES = {name: module for module, names in _OFFERED.items() for name in names}
+_PACKAGES = ("bias", "configs", "eval", "finetune", "pipelines")
 
-__all__ = [*_EXPORTS]
+__all__ = [*_MODULES]
 
 if TYPE_CHECKING:
     from vmonarch import bias as bias
@@ -86,24 +88,19 @@ if TYPE_CHECKING:
     from vmonarch.requirements import __version__ as __version__
 
 
-_PACKAGES = ("bias", "configs", "eval", "finetune", "pipelines")
-
-
 def __getattr__(name: str) -> Any:
-    if name not in (*_EXPORTS, *_PACKAGES):
-        offered = ", ".join(sorted((*_EXPORTS, *_PACKAGES)))
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it offers {offered}")
+    if name not in (offered := {*_MODULES, *_PACKAGES}):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it offers {', '.join(sorted(offered))}")
     if name != "__version__":
         for sentence in unsupported_versions().values():
             warnings.warn(sentence, stacklevel=2)
-    if name in _PACKAGES:
-        return importlib.import_module(f"vmonarch.{name}")
-    if _EXPORTS[name].removeprefix("vmonarch.") in _OF_MODELS:
+    if _MODULES.get(name) in _OF_MODELS:
         importlib.import_module("vmonarch.diffusers_hook")
+    place = f"vmonarch.{name}" if name in _PACKAGES else f"vmonarch.{_MODULES[name]}:{name}"
     # Found at once from now on.
-    value = globals()[name] = getattr(importlib.import_module(_EXPORTS[name]), name)
+    value = globals()[name] = pkgutil.resolve_name(place)
     return value
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_EXPORTS, *_PACKAGES})
+    return sorted({*globals(), *_MODULES, *_PACKAGES})

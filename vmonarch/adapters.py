@@ -19,6 +19,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
+from vmonarch.configs import as_json
 from vmonarch.families import diffusers_class
 from vmonarch.files import AtomicFiles
 from vmonarch.hooks import record_of
@@ -79,8 +80,8 @@ def save_adapter(
     facts: dict[str, dict[str, Any]] = {}
     applied: dict[str, dict[str, Any]] = {}
     for name, transformer in find_transformers(pipe_or_transformer).items():
-        learnt = _learnt(transformer)
-        if not learnt:
+        learnt, record = _learnt(transformer), record_of(transformer)
+        if record is None or not learnt:
             raise ValueError(
                 f"{name} has no processor with parameters: apply a BasedProcessor, or save the other alone"
             )
@@ -88,8 +89,6 @@ def save_adapter(
         tensors |= {f"{name}.{key}": _to_save(f"{name}.{key}", x, dtype) for key, x in (learnt | layers).items()}
         lora_settings |= {f"{name}.{key}": value for key, value in settings.items()}
         facts[name] = _facts(transformer)
-        record = record_of(transformer)
-        assert record is not None
         applied[name] = {"processor": type(record.processor).__name__, "config": record.processor.config}
     first, *others = applied.values()
     if any(other != first for other in others):
@@ -213,7 +212,7 @@ def _facts(transformer: Any) -> dict[str, Any]:
     # Others subclass the models of diffusers.
     stock: Any = diffusers_class(transformer)
     config = transformer.config
-    return {"class": stock.__name__, **json.loads(json.dumps({key: config[key] for key in _FACTS if key in config}))}
+    return {"class": stock.__name__} | {key: as_json(config[key]) for key in _FACTS if key in config}
 
 
 def _check_models(adapter: _Adapter, transformers: Mapping[str, torch.nn.Module]) -> None:

@@ -158,8 +158,7 @@ class Beside:
     """
 
     video: Attend
-    exact: Attend
-    implementation: str = "auto"
+    exact: Exact
 
     def __call__(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Call) -> Result:
         if no_others(call):
@@ -171,7 +170,7 @@ class Beside:
         to_video = self.video(queries, call.video(key), call.video(value), alone)
         mask = None if call.key_mask is None else call.beside(call.key_mask)
         to_others = self.exact(queries, call.beside(key), call.beside(value), alone._replace(key_mask=mask))
-        merged, _ = merge_partials(to_video, to_others, implementation=self.implementation)
+        merged, _ = merge_partials(to_video, to_others, implementation=self.exact.implementation)
         rows, _ = self.exact(call.beside(query), key, value, call)
         return call.joined(merged, rows), None
 

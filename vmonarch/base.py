@@ -124,7 +124,7 @@ class VideoAttentionProcessor(Options):
             return None
         joint = layer.family is not None and not layer.family.own
         if joint and not isinstance(attend, Exact):
-            attend = Beside(attend, Exact(self.implementation), self.implementation)
+            attend = Beside(attend, Exact(self.implementation))
         if self.refresh is not None:
             attend = Residual(attend, exact, layer.place, self.implementation)
         return Opaque.around(attend, inference=self.refresh is not None) if self.is_opaque(layer) else attend

@@ -216,10 +216,7 @@ class LearningLayer(torch.nn.Module, Own):
         Own.__init__(self, spec, attend, original)
 
     __repr__ = Own.__repr__
-
-    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """As `Own`."""
-        return Own.__call__(self, *args, **kwargs)
+    forward = Own.__call__
 
 
 class BasedLayer(LearningLayer):

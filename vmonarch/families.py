@@ -188,17 +188,15 @@ def _all_before(arguments: Arguments) -> None:
     return None
 
 
-def _input(dim: int, dims: int | None = None) -> Any:
+def _input(dim: int, dims: int | None = None, split_output: bool = False) -> Any:
     from diffusers.models._modeling_parallel import ContextParallelInput
 
-    return ContextParallelInput(dim, expected_dims=dims)
+    return ContextParallelInput(dim, expected_dims=dims, split_output=split_output)
 
 
 def _outputs(dim: int, count: int = 1) -> dict[int, Any]:
     """Splits the first outputs of a module."""
-    from diffusers.models._modeling_parallel import ContextParallelInput
-
-    return dict.fromkeys(range(count), ContextParallelInput(dim, split_output=True))
+    return dict.fromkeys(range(count), _input(dim, split_output=True))
 
 
 def _gathered() -> Any:

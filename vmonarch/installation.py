@@ -253,13 +253,10 @@ def is_applied(pipe_or_transformer: Any) -> bool:
 
 
 def _restore(transformers: dict[str, Any]) -> None:
-    for transformer in transformers.values():
-        if record_of(transformer) is not None:
-            check_restorable(transformer)
-    for transformer in transformers.values():
-        record = record_of(transformer)
-        if record is None:
-            continue
+    applied = {each: record for each in transformers.values() if (record := record_of(each)) is not None}
+    for transformer in applied:
+        check_restorable(transformer)
+    for transformer, record in applied.items():
         keep(transformer, None)
         vars(transformer).pop("enable_parallelism", None)
         there = getattr(transformer, "peft_config", None) or {}

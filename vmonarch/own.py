@@ -52,10 +52,10 @@ def _is_plain(norm: Any, channels: int) -> bool:
     )
 
 
-def _norm_and_rotate(
-    norm: Any, x: torch.Tensor, heads: int, rotary_emb: tuple[torch.Tensor, torch.Tensor], implementation: str
-) -> torch.Tensor:
+def _norm_and_rotate(norm: Any, x: torch.Tensor, heads: int, rotary_emb: Rotary, implementation: str) -> torch.Tensor:
     """Queries or keys [B, S, H, D] of their projection [B, S, C]: in one pass where the kernel can do all of it."""
+    if rotary_emb is None:
+        return norm(x).unflatten(2, (heads, -1))
     if implementation == "triton" or (implementation == "auto" and auto_takes_kernels(x.device)):
         angles = (1, x.shape[1], 1, x.shape[2] // heads)
         fits = all(part.shape == angles and not part.requires_grad for part in rotary_emb)
@@ -67,10 +67,7 @@ def _norm_and_rotate(
 
 
 def project(
-    attn: Any,
-    hidden_states: torch.Tensor,
-    rotary_emb: tuple[torch.Tensor, torch.Tensor] | None,
-    implementation: str,
+    attn: Any, hidden_states: torch.Tensor, rotary_emb: Rotary, implementation: str
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Query, key and value [B, S, H, D] of a self-attention module, normalised and rotated."""
     if attn.fused_projections:
@@ -78,11 +75,8 @@ def project(
     else:
         query, key, value = attn.to_q(hidden_states), attn.to_k(hidden_states), attn.to_v(hidden_states)
     value = value.unflatten(2, (attn.heads, -1))
-    if rotary_emb is None:
-        query, key = (x.unflatten(2, (attn.heads, -1)) for x in (attn.norm_q(query), attn.norm_k(key)))
-    else:
-        query = _norm_and_rotate(attn.norm_q, query, attn.heads, rotary_emb, implementation)
-        key = _norm_and_rotate(attn.norm_k, key, attn.heads, rotary_emb, implementation)
+    query = _norm_and_rotate(attn.norm_q, query, attn.heads, rotary_emb, implementation)
+    key = _norm_and_rotate(attn.norm_k, key, attn.heads, rotary_emb, implementation)
     # Autocast computes the norms in float32.
     return query.to(value.dtype), key.to(value.dtype), value
 

@@ -97,9 +97,8 @@ class VMonarchProcessor(VideoAttentionProcessor, VMonarchOptions):
         names = self.plan.heads_of(layer.component, layer.block, layer.blocks, layer.heads)
         if all(self.plan.methods[name] is None for name in names):
             return None
-        methods = {name: self.plan.methods[name] for name in dict.fromkeys(names)}
         op = lambda options: self.exact_attention if options is None else Op(options, self.implementation)
-        return ByHead({name: op(options) for name, options in methods.items()}, names)
+        return ByHead({name: op(self.plan.methods[name]) for name in dict.fromkeys(names)}, names)
 
     def is_opaque(self, layer: Layer) -> bool:
         of_plan = self.plan is not None and len(set(self.plan.layers[layer.component])) > _LAYERS_INLINE
@@ -170,21 +169,18 @@ class FirstOrderProcessor(VideoAttentionProcessor, FirstOrderOptions):
     OP = FirstOrderOptions
 
 
-# Of the methods in `configs/attention.yaml`, those to choose from; the others are controls and parts of studies.
-_PRESETS = {
-    "near-lossless": "exact attention where this video needs it, the closest to full attention",
-    "fast": "exact attention in fewer steps, faster and less close",
-    "cached": "full attention, in the steps whose output is not predicted",
-    "vmonarch-dense-start": "exact attention in the first fifth of the steps, no memory for residuals",
-    "vmonarch-first-band1": "exact near in time, in every step",
-    "vmonarch": "the paper's method in every step, for finetuned models",
-    "vmonarch-t3": "as vmonarch, with three iterations",
-    "vmonarch-t1": "as vmonarch, with one iteration",
-    "vmonarch-lite": "as vmonarch, with pooled keys, the least work",
-    "two-resolution": "exact where scores are highest, means elsewhere",
-}
-
-
 def presets() -> dict[str, str]:
     """The presets that `vmonarch.apply(pipe, NAME)` takes, each with a line on it."""
-    return dict(_PRESETS)
+    # Of the methods in `configs/attention.yaml`, those to choose from; the others are controls and parts of studies.
+    return {
+        "near-lossless": "exact attention where this video needs it, the closest to full attention",
+        "fast": "exact attention in fewer steps, faster and less close",
+        "cached": "full attention, in the steps whose output is not predicted",
+        "vmonarch-dense-start": "exact attention in the first fifth of the steps, no memory for residuals",
+        "vmonarch-first-band1": "exact near in time, in every step",
+        "vmonarch": "the paper's method in every step, for finetuned models",
+        "vmonarch-t3": "as vmonarch, with three iterations",
+        "vmonarch-t1": "as vmonarch, with one iteration",
+        "vmonarch-lite": "as vmonarch, with pooled keys, the least work",
+        "two-resolution": "exact where scores are highest, means elsewhere",
+    }

@@ -284,8 +284,7 @@ class _Error:
         self._value = value
         if value.device.type == "cuda":
             self._value = torch.empty_like(value, device="cpu", pin_memory=True).copy_(value, non_blocking=True)
-            self._event = torch.cuda.Event()
-            self._event.record(torch.cuda.current_stream(value.device))
+            self._event = torch.cuda.current_stream(value.device).record_event()
 
     def read(self) -> float:
         if self._event is not None:

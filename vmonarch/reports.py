@@ -85,8 +85,8 @@ def report(pipe_or_transformer: Any) -> Report:
     spec, *_ = specs = [record.processor for record in applied.values()]
     grid = next((record.grid for record in applied.values() if record.grid is not None), None)
     # The transformers of a pipeline share what they keep, unless they got their processors one by one.
-    sharings = {id(record.sharing): record.sharing for record in applied.values() if record.sharing is not None}
-    runs = [run for sharing in sharings.values() for run in sharing.runs if run.transformer() in applied]
+    sharings = dict.fromkeys(record.sharing for record in applied.values() if record.sharing is not None)
+    runs = [run for sharing in sharings for run in sharing.runs if run.transformer() in applied]
     if isinstance(pipe_or_transformer, torch.nn.Module):
         pipe_or_transformer = next((run.pipeline() for run in reversed(runs)), None)
     # Others may have the same transformer.
@@ -126,7 +126,7 @@ def _shares(transformer: Any, grid: LatentGrid | None) -> Iterator[float | None]
     head_dim = getattr(transformer.config, "attention_head_dim", _HEAD_DIM)
     for _, attn in known_family(transformer).layers(transformer):
         ours = ours_of(attn)
-        if ours is None or getattr(ours, "kept", False):
+        if ours is None:
             yield from [1.0] * heads_of(attn)
             continue
         element: Any = ours.attend

@@ -5,12 +5,13 @@ from __future__ import annotations
 import functools
 import importlib.metadata
 
+# Of a checkout that was never installed.
+_UNKNOWN = "0+unknown"
 try:
     # An installation takes it from the repository's tag.
     __version__ = importlib.metadata.version("vmonarch")
 except importlib.metadata.PackageNotFoundError:
-    # A checkout that was never installed.
-    __version__ = "0+unknown"
+    __version__ = _UNKNOWN
 
 # Whose private parts vmonarch uses, or whose other versions compute other things.
 CHECKED = ("torch", "triton", "diffusers")
@@ -30,12 +31,8 @@ def unsupported_versions() -> dict[str, str]:
     from packaging.version import Version
 
     found: dict[str, str] = {}
-    try:
-        needed = importlib.metadata.requires("vmonarch") or ()
-    except importlib.metadata.PackageNotFoundError:
-        # A checkout that was never installed.
-        return found
-    for requirement in map(Requirement, needed):
+    needed = None if __version__ == _UNKNOWN else importlib.metadata.requires("vmonarch")
+    for requirement in map(Requirement, needed or ()):
         name, specifier, marker = requirement.name, requirement.specifier, requirement.marker
         if name not in CHECKED or (marker is not None and not marker.evaluate({"extra": ""})):
             continue
