@@ -6,7 +6,6 @@ FlashAttention-3 (Shah et al., 2024) as fa3-fwd 0.0.3 has it.
 
 from __future__ import annotations
 
-import enum
 import functools
 import importlib
 import importlib.util
@@ -38,12 +37,16 @@ def add_member(enumeration: Any, name: str, value: str) -> Any:
         if enumeration[name].value != value:
             raise ValueError(f"name must not be that of another member of {enumeration.__name__}, got {name!r}")
         return enumeration[name]
-    # As the class statement of an enumeration makes its members.
-    proto = enum._proto_member(value)  # type: ignore[attr-defined]
-    setattr(enumeration, name, proto)
-    proto.__set_name__(enumeration, name)
-    member = enumeration[name]
-    if enumeration(value) is not member or list(enumeration)[-1].name != name:
+    kind = enumeration._member_type_
+    member = kind.__new__(enumeration, *([] if kind is object else [value]))
+    member._name_, member._value_ = name, value
+    member.__objclass__ = enumeration
+    member._sort_order_ = len(enumeration)
+    setattr(enumeration, name, member)
+    enumeration._member_map_[name] = member
+    enumeration._member_names_.append(name)
+    enumeration._value2member_map_[value] = member
+    if not (enumeration[name] is enumeration(value) is member and list(enumeration)[-1] is member):
         raise RuntimeError(f"this Python's Enum takes no further member, which {enumeration.__name__} needs for ours")
     return member
 

@@ -11,7 +11,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.utils.hooks import RemovableHandle
 
 from vmonarch.base import VideoAttentionProcessor
 from vmonarch.call import Call, carry_calls, running
@@ -38,7 +37,6 @@ class Record:
         sharing: the residuals of the pipeline, if they are shared between steps.
         grid: of the latest call, in any thread.
         steps: of the latest run, where `dense_steps` need to know them.
-        handles: of the transformer's hooks.
         lora: name of the LoRA layers that came with the processor's parameters (`load_adapter`), which go with it.
     """
 
@@ -50,7 +48,6 @@ class Record:
     sharing: ResidualSharing | None
     grid: LatentGrid | None = None
     steps: int = 0
-    handles: tuple[RemovableHandle, ...] = ()
     lora: str | None = None
 
 
@@ -65,17 +62,14 @@ def keep(transformer: torch.nn.Module, record: Record | None) -> None:
     if before is not None and before.sharing is not None:
         before.sharing.forget()
     _put_forward_back(transformer)
-    handles = () if before is None else before.handles
     if record is None:
-        for handle in handles:
-            handle.remove()
+        _remove_hooks(transformer)
         carry_calls(transformer, False)
         delattr(transformer, _ATTRIBUTE)
         return
-    record.handles = handles or (
-        transformer.register_forward_pre_hook(_begin_call, with_kwargs=True),
-        transformer.register_forward_hook(_end_call, always_call=True),
-    )
+    if before is None:
+        transformer.register_forward_pre_hook(_begin_call, with_kwargs=True)
+        transformer.register_forward_hook(_end_call, always_call=True)
     setattr(transformer, _ATTRIBUTE, record)
     if record.sharing is not None and record.sharing.refresh.cache is not None:
         _wrap_forward(transformer)
@@ -170,3 +164,14 @@ def _end_call(transformer: torch.nn.Module, args: tuple[Any, ...], output: Any) 
         if record.sharing.refresh.cache is not None and not _is_outermost(transformer):
             # A hook that came later is around it, or one that was there before has taken it away.
             _wrap_forward(transformer)
+
+
+def _remove_hooks(transformer: torch.nn.Module) -> None:
+    # Not by their handles, which a copied transformer does not have.
+    for hooks, ours, options in (
+        (transformer._forward_pre_hooks, _begin_call, transformer._forward_pre_hooks_with_kwargs),
+        (transformer._forward_hooks, _end_call, transformer._forward_hooks_always_called),
+    ):
+        for key in [key for key, hook in hooks.items() if hook is ours]:
+            del hooks[key]
+            options.pop(key, None)
