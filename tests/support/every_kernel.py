@@ -120,7 +120,7 @@ CALLS = {
     ],
 }  # fmt: skip
 # Whether kernels for Hopper are used where they can be, and the groups that have none.
-FORMS, PORTABLE = {"hopper": 1, "portable": 0}, ("window", "norms", "residual", "merging")
+FORMS, PORTABLE = {"hopper": 1, "portable": 0}, ("taylor", "window", "norms", "residual", "merging")
 GROUPS = {name: ("portable",) if name in PORTABLE else tuple(FORMS) for name in CALLS}
 
 
