@@ -49,8 +49,8 @@ PROCESSORS = {
 # What methods have besides the options of their processor; the hashes are of the files that options name.
 _HASHES = ("adapter_sha256", "plan_sha256")
 _ADVICE = (
-    "Based has to be trained for a model: give adapter=FILE of vmonarch.save_adapter, or adapter=null for parameters"
-    " that have learnt nothing"
+    "What learns has to be trained for a model: give adapter=FILE of vmonarch.save_adapter, or adapter=null for"
+    " parameters that have learnt nothing"
 )
 
 
@@ -81,8 +81,8 @@ class AttentionMethod:
     Args:
         name: as in `configs/attention.yaml` or `configs/recipes.yaml`.
         processor_name: one of `PROCESSORS`.
-        options: all of the processor's, as YAML has them; `adapter`, the file of what Based has learnt; and the SHA-256
-            of the files that `plan` and `adapter` name.
+        options: all of the processor's, as YAML has them; `adapter`, the file of what it has learnt; and the SHA-256 of
+            the files that `plan` and `adapter` name.
         label: what tables and videos call it: the name, and the overrides when there are any.
         additions: of a recipe; `vmonarch.pipelines.recipes` does it.
         attention: the method in a recipe; None if this is no recipe.
@@ -109,7 +109,7 @@ class AttentionMethod:
         if self.processor_name == "full":
             raise InputError("processor", "cannot be 'full', the model's own attention: vmonarch.restore puts it back")
         if adapter := self.options.get("adapter"):
-            raise InputError("processor", f"cannot be 'based' with {adapter!r}: vmonarch.load_adapter applies adapters")
+            raise InputError("processor", f"cannot be made with {adapter!r}: vmonarch.load_adapter applies adapters")
         return _made(self.processor_name, self.options)
 
     def install(self, pipe: Any) -> None:
@@ -255,7 +255,8 @@ def _complete(processor: str, given: dict[str, Any]) -> dict[str, Any]:
                 file = find(word)
                 found, entry = file_sha256(file), f"{option}_sha256"
             except OSError as error:
-                raise InputError(option, f"{word!r} cannot be used: {error}. {_ADVICE}") from error
+                advice = f". {_ADVICE}" if option == "adapter" else ""
+                raise InputError(option, f"{word!r} cannot be used: {error}{advice}") from error
             if options.get(entry) not in (None, found):
                 raise InputError(option, f"{word!r} is not the file that it was: its SHA-256 is {found}")
             # A record must find it from any folder; what ships has its name everywhere.
@@ -266,10 +267,10 @@ def _complete(processor: str, given: dict[str, Any]) -> dict[str, Any]:
 
 def _own_options(processor: str, options: Mapping[str, Any]) -> dict[str, Any]:
     """What the processor is made with; null is for Based what it or an adapter decides on."""
-    own = {name: value for name, value in options.items() if name not in _HASHES}
-    if processor == "based":
-        own = {name: value for name, value in own.items() if name != "adapter" and value is not None}
-    return own
+    learns = processor in ("based", "control")
+    left_out = (*_HASHES, "adapter") if learns else _HASHES
+    given = {name: value for name, value in options.items() if name not in left_out}
+    return {name: value for name, value in given.items() if value is not None or processor != "based"}
 
 
 def _made(processor: str, options: Mapping[str, Any]) -> VideoAttentionProcessor:

@@ -23,7 +23,7 @@ from vmonarch.configs import InputError
 from vmonarch.engines import FA3, fa3_backend
 from vmonarch.eval.bench.machine import Clock
 from vmonarch.eval.bench.runner import NAMES, Bench, Case, Way, Ways
-from vmonarch.eval.controls import VSA, Sol
+from vmonarch.eval.controls import SLA, VSA, Sol
 from vmonarch.eval.settings import check_names
 from vmonarch.flops import full_flops, least_bytes, two_resolution_flops, vmonarch_work
 from vmonarch.grid import LatentGrid
@@ -55,15 +55,17 @@ VMONARCH: Mapping[str, Mapping[str, Any]] = {
 OURS = (*VMONARCH, "two-resolution")
 METHODS = ("cudnn", FA3, INT8, *OURS, "fa2", "vmonarch-torch")
 # Public kernels of peers, measured when they are named: the rule that each computes. Those that drop the rest add VSA's
-# branch of means, ungated. The last is FastVideo's, the others are comfy-kitchen's.
+# branch of means, ungated. "sla" is thu-ml's SLA, untrained, so that its linear branch weighs nothing; the others are
+# FastVideo's and comfy-kitchen's.
 BLOCK, SHARE = (1, 1, 64), 0.1
-PEERS: Mapping[str, Sol | VSA] = {
+PEERS: Mapping[str, Sol | VSA | SLA] = {
     "sol-tau1": Sol(tau=1.0),
     "sol-tau2": Sol(tau=2.0),
     "sol-top10": Sol(tau=None, share=SHARE),
     "sol-top20": Sol(tau=None, share=2 * SHARE),
     "vsa-comfy": Sol(tau=None, share=SHARE, rest=False),
     "vsa-fastvideo": VSA(share=SHARE, tile=BLOCK, query_tile=BLOCK),
+    "sla": SLA(share=SHARE, tile=BLOCK, query_tile=BLOCK),
 }
 # They choose blocks by scores in eight bits or bfloat16, so that a few others are exact: on an H200 that errs by up to
 # 0.128 (tau 2), the nearest other rule by 0.18.
@@ -223,6 +225,13 @@ def peer(method: str, query: torch.Tensor, key: torch.Tensor, value: torch.Tenso
         how = {"tau": rule.tau} if rule.share is None else {"topk_ratio": count / blocks, "tail": rule.rest}
         gate = None if rule.rest else torch.ones_like(query)
         return lambda *_: sol_attn(query, key, value, coarse_gate=gate, **how)
+    if isinstance(rule, SLA):
+        layer = importlib.import_module("sparse_linear_attention").SparseLinearAttention(
+            query.shape[3], (count + 0.5) / blocks, use_bf16=query.dtype == torch.bfloat16
+        )
+        layer = layer.to(query.device).requires_grad_(False)
+        q, k, v = (x.transpose(1, 2).contiguous() for x in (query, key, value))
+        return lambda *_: layer(q, k, v).transpose(1, 2)
     video_sparse_attn = importlib.import_module("fastvideo_kernel").video_sparse_attn
     missing = blocks * BLOCK[2] - tokens
     padded = [torch.nn.functional.pad(x.transpose(1, 2), (0, 0, 0, missing)) for x in (query, key, value)]
@@ -236,7 +245,7 @@ def peer_reference(method: str, query: torch.Tensor, key: torch.Tensor, value: t
     """What one of `PEERS` computes, by our control of the same rule."""
     rule, line = PEERS[method], LatentGrid(1, 1, query.shape[1])
     means = VSA(tile=BLOCK, query_tile=BLOCK)
-    far = 0.0 if rule.rest else means.far(query, key, value, tiling_of(line, means))
+    far = 0.0 if rule.rest or isinstance(rule, SLA) else means.far(query, key, value, tiling_of(line, means))
     if isinstance(rule, Sol):
         return rule.attend(query, key, value, line) + far
     return two_resolution_attention(query, key, value, grid=line, options=rule) + far

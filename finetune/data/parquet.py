@@ -163,10 +163,12 @@ class ParquetFolder:
         self._sizes = [(self.path / name).stat().st_size for name in self.files]
         # Of each row its file, its row group there and its number in that.
         self._places: list[tuple[str, int, int]] = []
+        # A footer grows with the rows of its file: to read it again for every row would take longer than the row.
+        self._footers: dict[str, pq.FileMetaData] = {}
         for name in self.files:
             file = self.path / name
             try:
-                footer = pq.read_metadata(file)
+                footer = self._footers[name] = pq.read_metadata(file)
                 columns = footer.schema.to_arrow_schema().names
             except _UNREADABLE as error:
                 raise DataError(f"{file} is not a parquet file, or its end is missing: {error}") from error
@@ -209,7 +211,7 @@ class ParquetFolder:
         path = self.path / name
         wanted = ["id", *_columns(TENSORS | EXTRA_TENSORS)]
         try:
-            with pq.ParquetFile(path, page_checksum_verification=True) as file:
+            with pq.ParquetFile(path, metadata=self._footers[name], page_checksum_verification=True) as file:
                 table = file.read_row_group(group, columns=wanted)
             return decode_row({name: table[name][row].as_py() for name in table.column_names})
         except _UNREADABLE as error:

@@ -243,15 +243,25 @@ def test_kernels_of_peers_are_compared_with_our_controls_of_their_rules(spoilt, 
         sums.append(int(sizes.sum()))
         return peers_attention(q, k, v, lambda scores: best(scores, count + spoilt), False, gate=1.0)
 
+    class SparseLinearAttention(torch.nn.Module):
+        def __init__(self, head_dim, topk, use_bf16):
+            super().__init__()
+            self.share = topk
+
+        def forward(self, q, k, v):
+            return peers_attention(q, k, v, lambda x: best(x, int(self.share * x.shape[-1]) + spoilt), False)
+
     case, sums = kernels.shape_case("16x8x8:1", 128, False), []
+    packages = {kernels.Sol: "comfy_kitchen", kernels.VSA: "fastvideo_kernel", kernels.SLA: "sparse_linear_attention"}
     made = kernels.ways(case, CPU, torch.float32)
     for method, rule in kernels.PEERS.items():
-        package = "comfy_kitchen" if isinstance(rule, kernels.Sol) else "fastvideo_kernel"
+        package = packages[type(rule)]
         monkeypatch.setitem(sys.modules, package, None)
         with pytest.raises(ImportError):
             made[method]()
-        both = types.SimpleNamespace(sol_attn=sol_attn, video_sparse_attn=video_sparse_attn)
-        monkeypatch.setitem(sys.modules, package, both)
+        calls = {"sol_attn": sol_attn, "video_sparse_attn": video_sparse_attn}
+        stand_in = types.SimpleNamespace(**calls, SparseLinearAttention=SparseLinearAttention)
+        monkeypatch.setitem(sys.modules, package, stand_in)
         way = made[method]()
         errors, problem = runner.compare(way.found(way.run()), way.expected(), torch.float32, way.bounds)
         assert ("out is off" in problem) if spoilt else errors["out"]["relative"] < 1e-5, (method, errors)

@@ -116,7 +116,7 @@ def test_apply_is_near_lossless_and_takes_names(tiny):
         ("near-lossles", "processor must be one of .*near-lossless.*got 'near-lossles' .did you mean near-lossless"),
         ("fast:refesh=3", "processor.refesh is no known key .did you mean refresh"),
         ("full", "processor cannot be 'full', the model's own attention: vmonarch.restore puts it back"),
-        ("based", "processor cannot be 'based' with 'embedded': vmonarch.load_adapter applies adapters"),
+        ("based", "processor cannot be made with 'embedded': vmonarch.load_adapter applies adapters"),
         ("stack-fast", "processor must be one of based.* got 'stack-fast'"),
     ],
 )
