@@ -154,6 +154,17 @@ def allocate_tiles(
 
 
 @gluon.jit
+def allocate_factors(like, R: gl.constexpr, KEPT: gl.constexpr, STAGES: gl.constexpr, BLOCK: gl.constexpr):
+    """Shared memory for what the kept rows (or keys) and the stages have of the bias; `like`, not read, without one."""
+    kept = like
+    staged = like
+    if R > 0:
+        kept = gl.allocate_shared_memory(like.dtype, [KEPT, _HALF, R], shared_layout(R))
+        staged = gl.allocate_shared_memory(like.dtype, [STAGES, BLOCK, R], shared_layout(R))
+    return kept, staged
+
+
+@gluon.jit
 def load_keys(
     k_desc, v_desc, k_bufs, v_bufs, k_full, k_empty, full, empty, n, i, j, start, stop, fk_desc, fk_bufs, fk_i, fk_j,
     LOAD_V: gl.constexpr, FACTORS: gl.constexpr, STAGES: gl.constexpr, BLOCK_N: gl.constexpr,

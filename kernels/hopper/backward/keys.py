@@ -16,6 +16,7 @@ from vmonarch.kernels.flash_entropy.segments import Work, processors
 from vmonarch.kernels.hopper.attend import (
     HALF,
     accumulator_layout,
+    allocate_factors,
     begin_scores,
     copy_rows,
     divide_by_scale,
@@ -24,6 +25,7 @@ from vmonarch.kernels.hopper.attend import (
     own_items,
     rows_descriptor,
     shared_layout,
+    skip_keys,
     stages_that_fit,
 )
 from vmonarch.kernels.hopper.backward.common import (
@@ -32,7 +34,6 @@ from vmonarch.kernels.hopper.backward.common import (
     TILE,
     add_rows,
     allocate_all_barriers,
-    allocate_factors,
     bias_arguments,
     folded_descriptor,
     r_item,
@@ -230,10 +231,7 @@ def _sum_for_keys(
             if FACTORS:
                 store_factor_gradient(dfk_ptr, grad_key, k_i, k_j, key, key_stop, dfk, inverse_scale, HEAD_DIM, RANK)
         else:
-            for _ in range(0, rows, BLOCK):
-                mbarrier.wait(full.index(n % STAGES), n // STAGES & 1)
-                mbarrier.arrive(empty.index(n % STAGES))
-                n += 1
+            n = skip_keys(full, empty, full, empty, n, 0, rows, False, STAGES, BLOCK)
             mbarrier.arrive(kept_empty)
         item = next_item
         t += 1
