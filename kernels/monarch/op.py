@@ -123,22 +123,6 @@ class Rows:
             dq[:, tokens] += dq_row
 
 
-def _exact_forward(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: MonarchCall, out: torch.Tensor
-) -> torch.Tensor:
-    """lse [B, H, S] of the exact part, whose output is written to `out`."""
-    exact = call.exact
-    assert exact is not None
-    if exact.segments:
-        _, lse, _ = flash_forward(query, key, value, exact.segments, scale=call.scale, entropy=False, out=out)
-    else:
-        B, S, H, _ = query.shape
-        lse = query.new_full((B, H, S), -torch.inf, dtype=torch.float32)
-    if exact.rows:
-        Rows(query, key, value, call).forward(out, lse)
-    return lse
-
-
 @replayed
 def forward(
     query: torch.Tensor,
@@ -171,7 +155,14 @@ def forward(
     if exact is not None:
         # Rows that are exact throughout lie in `out` already; others are merged there, unless training needs them.
         out_exact = saved[4] if save and not exact.whole_rows else out
-        lse_exact = _exact_forward(query, key, value, call, out_exact)
+        if exact.segments:
+            _, lse_exact, _ = flash_forward(
+                query, key, value, exact.segments, scale=call.scale, entropy=False, out=out_exact
+            )
+        else:
+            lse_exact = torch.full_like(lse, -torch.inf)
+        if exact.rows:
+            Rows(query, key, value, call).forward(out_exact, lse_exact)
 
     if save:
         blocks, y, stats, row_stats = saved[:4]

@@ -28,9 +28,12 @@ from vmonarch.kernels.monarch.call import MonarchCall
 
 
 @triton.jit
-def _parts_of(group, places, heads):
-    """Block, head and batch entry of a group."""
-    return group % places.blocks, group // places.blocks % heads, group // places.blocks // heads
+def _cells_of(places, heads, cell_tiles, BLOCK_N: tl.constexpr):
+    """Of a program: group, block, head and batch entry, its pooled cells [BLOCK_N], and whether they exist."""
+    group = tl.program_id(0) // cell_tiles
+    cell = tl.program_id(0) % cell_tiles * BLOCK_N + tl.arange(0, BLOCK_N)
+    head, batch = group // places.blocks % heads, group // places.blocks // heads
+    return group, group % places.blocks, head, batch, cell, cell < places.cells
 
 
 @triton.jit
@@ -48,12 +51,8 @@ def _pool_kernel(
 ):  # fmt: skip
     """Mean key of every cell, and log2 of the number of its keys."""
     places = Places(*[number >> 4 for number in places])
-    pid = tl.program_id(0)
-    group = pid // cell_tiles
-    cell = pid % cell_tiles * BLOCK_N + tl.arange(0, BLOCK_N)
-    block, head, batch = _parts_of(group, places, heads)
+    group, block, head, batch, cell, inside = _cells_of(places, heads, cell_tiles, BLOCK_N)
     k_ptr = head_of(key, batch, head)
-    inside = cell < places.cells
     total = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     count = tl.zeros([BLOCK_N], tl.float32)
     for step in tl.static_range(COARSE * COARSE):
@@ -76,12 +75,8 @@ def _unpool_kernel(
 ):  # fmt: skip
     """Add to every key's gradient its share of its cell's."""
     places = Places(*[number >> 4 for number in places])
-    pid = tl.program_id(0)
-    group = pid // cell_tiles
-    cell = pid % cell_tiles * BLOCK_N + tl.arange(0, BLOCK_N)
-    block, head, batch = _parts_of(group, places, heads)
+    group, block, head, batch, cell, inside = _cells_of(places, heads, cell_tiles, BLOCK_N)
     dk_ptr = head_of(grad_key, batch, head)
-    inside = cell < places.cells
     row = group.to(tl.int64) * places.cells + cell
     d_pooled = load_rows(d_pooled_ptr, D, row, inside, D, BLOCK_D, True).to(tl.float32)
     bias = tl.load(bias_ptr + block * places.cells + cell, mask=inside, other=0.0)
