@@ -142,13 +142,6 @@ class RStep:
             Segment(l * places.positions, (l + 1) * places.positions, (keys,)) for l, keys in enumerate(bounds)
         )
 
-    def _tail_block(self, block: int, pooled: bool) -> int:
-        """Keys per tile after the last whole block: as few as hold them in one tile of a power of two."""
-        if self.key_mask is not None:
-            return block
-        keys = self.call.places.cells if pooled else self.call.places.positions
-        return min(block, max(16, triton.next_power_of_2(keys % block)))
-
     def _rows(self, blocks: Any) -> Any:
         """A block tensor [B·H·m, ·, D] as [B, m·(·), H, D]; None for none."""
         B, _, H, _ = self.key.shape
@@ -211,7 +204,10 @@ class RStep:
             )  # fmt: skip
             return
         options = self._options("r_step" if y is None else "r_step_last")
-        options["BLOCK_TAIL"] = self._tail_block(options["BLOCK_N"], pooled is not None)
+        if self.key_mask is None:
+            # Keys after the last whole tile go through in one tile of as few as hold them.
+            left = (self.call.places.positions if pooled is None else self.call.places.cells) % options["BLOCK_N"]
+            options["BLOCK_TAIL"] = min(options["BLOCK_N"], max(16, triton.next_power_of_2(left)))
         work = row_work(self._blocks(pooled is not None), options["BLOCK_M"], options["BLOCK_N"], 1, 1, 1, z.device)
         keys, bias_of_keys = self._keys(pooled)
         launch_forward(

@@ -25,7 +25,6 @@ from vmonarch.kernels.hopper.attend import (
     own_items,
     rows_descriptor,
     shared_layout,
-    skip_keys,
     stages_that_fit,
 )
 from vmonarch.kernels.hopper.backward.common import (
@@ -231,7 +230,10 @@ def _sum_for_keys(
             if FACTORS:
                 store_factor_gradient(dfk_ptr, grad_key, k_i, k_j, key, key_stop, dfk, inverse_scale, HEAD_DIM, RANK)
         else:
-            n = skip_keys(full, empty, full, empty, n, 0, rows, False, STAGES, BLOCK)
+            for _ in range(0, rows, BLOCK):
+                mbarrier.wait(full.index(n % STAGES), n // STAGES & 1)
+                mbarrier.arrive(empty.index(n % STAGES))
+                n += 1
             mbarrier.arrive(kept_empty)
         item = next_item
         t += 1
