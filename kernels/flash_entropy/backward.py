@@ -305,6 +305,7 @@ def _backward_kv_kernel(
     ACCUMULATE_V: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
+    """dK, dφk and dV. With aL keys are values, too, and dK gains Pᵀ·daL."""
     item, bh, b, h = item_of_a_head(num_items, H)
     key_start, key_stop, ranges_ptr, ranges, _ = item_of_work(items_ptr, ranges_ptr, item, ONE_RANGE)
     keys_left = key_stop - key_start
