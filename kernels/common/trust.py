@@ -121,7 +121,14 @@ def _failure(kernels: Kernels) -> str | None:
             why = f"{kernels} failed a check with Triton {version}, which is not tested: {failure}" if failure else None
             _verdicts[kernels] = why
             if why is not None:
-                _warn(kernels, why)
+                instead = "The portable kernels are" if kernels.hopper else "Plain torch is"
+                warnings.warn(
+                    f"{why}. {instead} used instead, which is slower. Tested versions of Triton:"
+                    f" {', '.join(TESTED_TRITON)}. Please report this message together with what"
+                    " `vmonarch info` prints.",
+                    RuntimeWarning,
+                    stacklevel=2,
+                )
         return _verdicts[kernels]
 
 
@@ -182,16 +189,6 @@ def check(kernels: Kernels) -> str | None:
         if not off <= TOLERANCES[kernels.dtype] * largest:
             return f"{name} is off by {off:.2g} from plain torch, whose largest entry is {largest:.2g}"
     return None
-
-
-def _warn(kernels: Kernels, why: str) -> None:
-    instead = "The portable kernels are" if kernels.hopper else "Plain torch is"
-    warnings.warn(
-        f"{why}. {instead} used instead, which is slower. Tested versions of Triton: {', '.join(TESTED_TRITON)}."
-        " Please report this message together with what `vmonarch info` prints.",
-        RuntimeWarning,
-        stacklevel=2,
-    )
 
 
 @functools.cache

@@ -28,9 +28,11 @@ from vmonarch.kernels.flash_entropy.forward import (
     NO_BIAS,
     Bias,
     biased,
+    item_of_work,
     keys_of_range,
     load_factor,
     load_tile,
+    merge_of_work,
     scores_of_keys,
 )
 from vmonarch.kernels.flash_entropy.segments import (
@@ -116,60 +118,6 @@ def _grad_scores(p, scores, grad_p, lse, delta, grad_entropy, log2_scale, ENTROP
     return p * grad_p
 
 
-@triton.jit
-def _grad_q_tile(
-    q,  # [M, D]
-    fq,  # [M, R]
-    grad_out,  # [M, Dv]
-    daL,  # [M, D]
-    lse,  # [M, 1]
-    delta,  # [M, 1]
-    grad_entropy,  # [M, 1]
-    key,
-    value,
-    key_factor,
-    log2_number_ptr,
-    key_mask,
-    b,
-    h,
-    first_key,
-    stop,
-    last_key,
-    acc,  # [M, D]
-    acc_f,  # [M, R]
-    log2_scale,
-    HEAD_DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    RANK: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    ALL_KEYS: tl.constexpr,
-    ENTROPY_GRAD: tl.constexpr,
-    SUM_KEYS: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
-    """Add what one tile of keys contributes to dQ / scale and dφq."""
-    k = load_tile(key, b, h, first_key, stop, BLOCK_N, HEAD_DIM, q.shape[1], ALL_KEYS)
-    fk = load_factor(key_factor, b, h, first_key, stop, k, RANK, ALL_KEYS)
-    scores = scores_of_keys(
-        q, k, fq, fk, first_key, stop, last_key, log2_number_ptr, key_mask, b, log2_scale,
-        RANK, CAUSAL, ALL_KEYS, PRECISION,
-    )  # fmt: skip
-    # tl.trans of a loaded tile is free and safe; that of a product is neither.
-    grad_p = tl.zeros(scores.shape, tl.float32)
-    if SUM_KEYS:
-        grad_p = tl.dot(daL, tl.trans(k), grad_p, input_precision=PRECISION)
-    if value is not None:
-        v = load_tile(value, b, h, first_key, stop, BLOCK_N, VALUE_DIM, grad_out.shape[1], ALL_KEYS)
-        grad_p = tl.dot(grad_out, tl.trans(v), grad_p, input_precision=PRECISION)  # [M, N]
-    p = probabilities(scores, lse, log2_scale)
-    grad_s = _grad_scores(p, scores, grad_p, lse, delta, grad_entropy, log2_scale, ENTROPY_GRAD).to(k.dtype)
-    acc = tl.dot(grad_s, k, acc, input_precision=PRECISION)
-    if RANK > 0:
-        acc_f = tl.dot(grad_s, fk, acc_f, input_precision=PRECISION)
-    return acc, acc_f
-
-
 @triton.jit(do_not_specialize=["num_items", "num_slots", "H", "Sq", "Sk"])
 def _backward_q_kernel(
     query,
@@ -219,14 +167,8 @@ def _backward_q_kernel(
     item, bh, b, h = item_of_a_head(num_items, H)
     if CAUSAL:
         item = num_items - 1 - item
-    item_ptr = items_ptr + item * 5
-    row_start = tl.load(item_ptr)
-    row_stop = tl.load(item_ptr + 1)
+    row_start, row_stop, ranges_ptr, ranges, slot = item_of_work(items_ptr, ranges_ptr, item, ONE_RANGE)
     rows_left = row_stop - row_start
-    first_range = tl.load(item_ptr + 2)
-    ranges = 1 if ONE_RANGE else tl.load(item_ptr + 3) - first_range
-    ranges_ptr += 2 * first_range
-    slot = tl.load(item_ptr + 4)
 
     rows = tl.arange(0, BLOCK_M)
     dims = tl.arange(0, BLOCK_D)
@@ -257,11 +199,25 @@ def _backward_q_kernel(
         start, whole, stop = keys_of_range(ranges_ptr + 2 * r, last_key, key_mask, CAUSAL, BLOCK_M, BLOCK_N)
         for tail in tl.static_range(2):
             for first_key in range(whole if tail else start, stop if tail else whole, BLOCK_N):
-                acc, acc_f = _grad_q_tile(
-                    q, fq, grad_out, daL, lse, delta, grad_entropy, key, value, key_factor, log2_number_ptr, key_mask,
-                    b, h, first_key, stop, last_key, acc, acc_f, log2_scale, HEAD_DIM, VALUE_DIM, BLOCK_N, RANK, CAUSAL,
-                    not tail, ENTROPY_GRAD, SUM_KEYS, PRECISION,
+                k = load_tile(key, b, h, first_key, stop, BLOCK_N, HEAD_DIM, BLOCK_D, not tail)
+                fk = load_factor(key_factor, b, h, first_key, stop, k, RANK, not tail)
+                scores = scores_of_keys(
+                    q, k, fq, fk, first_key, stop, last_key, log2_number_ptr, key_mask, b, log2_scale,
+                    RANK, CAUSAL, not tail, PRECISION,
                 )  # fmt: skip
+                # tl.trans of a loaded tile is free and safe; that of a product is neither.
+                grad_p = tl.zeros(scores.shape, tl.float32)
+                if SUM_KEYS:
+                    grad_p = tl.dot(daL, tl.trans(k), grad_p, input_precision=PRECISION)
+                if value is not None:
+                    v = load_tile(value, b, h, first_key, stop, BLOCK_N, VALUE_DIM, BLOCK_DV, not tail)
+                    grad_p = tl.dot(grad_out, tl.trans(v), grad_p, input_precision=PRECISION)  # [M, N]
+                p = probabilities(scores, lse, log2_scale)
+                grad_s = _grad_scores(p, scores, grad_p, lse, delta, grad_entropy, log2_scale, ENTROPY_GRAD)
+                grad_s = grad_s.to(k.dtype)
+                acc = tl.dot(grad_s, k, acc, input_precision=PRECISION)
+                if RANK > 0:
+                    acc_f = tl.dot(grad_s, fk, acc_f, input_precision=PRECISION)
 
     if part_ptr is not None:
         if slot >= 0:
@@ -299,103 +255,15 @@ def _sum_parts_kernel(
     ACCUMULATE: tl.constexpr,
 ):
     """dQ of rows whose keys were split: the sum of the parts, always in the order of the keys."""
-    pid = tl.program_id(0)
-    merge_ptr = merges_ptr + (pid // (BLOCK_M // ROWS)) * 5
-    row_start = tl.load(merge_ptr)
-    rows_left = tl.load(merge_ptr + 1) - row_start
-    first_slot = tl.load(merge_ptr + 2).to(tl.int64)
-    slots = tl.load(merge_ptr + 3)
-    bh = tl.load(merge_ptr + 4).to(tl.int64)
-    b = bh // H
-    h = bh % H
-
-    rows = pid % (BLOCK_M // ROWS) * ROWS + tl.arange(0, ROWS)
+    row_start, rows, present, first_slot, slots, bh = merge_of_work(merges_ptr, BLOCK_M, ROWS)
     dims = tl.arange(0, BLOCK_D)
-    mask = (rows < rows_left)[:, None] & (dims[None, :] < HEAD_DIM)
+    mask = present[:, None] & (dims[None, :] < HEAD_DIM)
     acc = tl.zeros([ROWS, BLOCK_D], tl.float32)
     for slot in range(slots):
         part_rows = (first_slot + slot) * BLOCK_M + rows
         acc += tl.load(part_ptr + part_rows[:, None] * HEAD_DIM + dims[None, :], mask=mask, other=0.0)
-    grad_q_rows_ptr = head_of(grad_query, b, h) + row_start.to(tl.int64) * grad_query.stride_s
-    store_rows(grad_q_rows_ptr, grad_query.stride_s, rows, rows < rows_left, acc * scale, HEAD_DIM, BLOCK_D, ACCUMULATE)
-
-
-@triton.jit
-def _grad_kv_tile(
-    k,  # [N, D]
-    fk,  # [N, R]
-    v,  # [N, Dv]
-    log2_number,  # [N]
-    query,
-    query_factor,
-    grad_output,
-    grad_aL,
-    lse_ptr,  # of the head, as the next two
-    delta_ptr,
-    grad_entropy_ptr,
-    b,
-    h,
-    first_row,
-    stop,
-    last_key,  # of query 0
-    first_key,
-    grad_k,  # [N, D]
-    grad_fk,  # [N, R]
-    grad_v,  # [N, Dv]
-    scale,
-    log2_scale,
-    HEAD_DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    RANK: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    ALL_ROWS: tl.constexpr,
-    ENTROPY_GRAD: tl.constexpr,
-    NUMBERS: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
-    """Add what one tile of queries contributes to dK / scale, dφk and dV; with aL to dK, which is a value, too."""
-    q = load_tile(query, b, h, first_row, stop, BLOCK_M, HEAD_DIM, k.shape[1], ALL_ROWS)
-    fq = load_factor(query_factor, b, h, first_row, stop, q, RANK, ALL_ROWS)
-    rows = first_row + tl.arange(0, BLOCK_M)
-    if ALL_ROWS:
-        lse = tl.load(lse_ptr + rows)[None, :]
-        delta = tl.load(delta_ptr + rows)[None, :]
-    else:
-        # Where there is no row, lse = inf makes p = 0.
-        lse = tl.load(lse_ptr + rows, mask=rows < stop, other=float("inf"))[None, :]
-        delta = tl.load(delta_ptr + rows, mask=rows < stop, other=0.0)[None, :]
-    grad_entropy = delta
-    if ENTROPY_GRAD:
-        grad_entropy = tl.load(grad_entropy_ptr + rows, mask=rows < stop, other=0.0)[None, :]
-    scores_t = biased(k, q, fk, fq, log2_scale, RANK, PRECISION)  # [N, M]
-    if CAUSAL:
-        attended = (first_key + tl.arange(0, k.shape[0]))[:, None] <= (last_key + rows)[None, :]
-        scores_t = tl.where(attended, scores_t, -float("inf"))
-    if NUMBERS:
-        scores_t += (log2_number / log2_scale)[:, None]
-    p_t = probabilities(scores_t, lse, log2_scale)
-    grad_p_t = tl.zeros(scores_t.shape, tl.float32)
-    if grad_aL is not None:
-        daL = load_tile(grad_aL, b, h, first_row, stop, BLOCK_M, HEAD_DIM, k.shape[1], ALL_ROWS)
-        grad_p_t = tl.dot(k, tl.trans(daL), grad_p_t, input_precision=PRECISION)  # [N, M]
-        grad_k = tl.dot(p_t.to(q.dtype), daL, grad_k, input_precision=PRECISION)
-    if grad_output is not None:
-        grad_out = load_tile(grad_output, b, h, first_row, stop, BLOCK_M, VALUE_DIM, grad_v.shape[1], ALL_ROWS)
-        if RANK == 0:
-            grad_p_t = tl.dot(v, tl.trans(grad_out), grad_p_t, input_precision=PRECISION)
-        # With factors registers are short: what p is for comes first.
-        grad_v = tl.dot(p_t.to(q.dtype), grad_out, grad_v, input_precision=PRECISION)
-        if RANK > 0:
-            grad_p_t = tl.dot(v, tl.trans(grad_out), grad_p_t, input_precision=PRECISION)
-    grad_s_t = _grad_scores(p_t, scores_t, grad_p_t, lse, delta, grad_entropy, log2_scale, ENTROPY_GRAD)
-    if grad_aL is not None:
-        grad_s_t *= scale
-    grad_s_t = grad_s_t.to(q.dtype)
-    grad_k = tl.dot(grad_s_t, q, grad_k, input_precision=PRECISION)
-    if RANK > 0:
-        grad_fk = tl.dot(grad_s_t, fq, grad_fk, input_precision=PRECISION)
-    return grad_k, grad_fk, grad_v
+    grad_q_rows_ptr = head_of(grad_query, bh // H, bh % H) + row_start.to(tl.int64) * grad_query.stride_s
+    store_rows(grad_q_rows_ptr, grad_query.stride_s, rows, present, acc * scale, HEAD_DIM, BLOCK_D, ACCUMULATE)
 
 
 @triton.jit(do_not_specialize=["num_items", "H", "Sq", "Sk"])
@@ -437,14 +305,10 @@ def _backward_kv_kernel(
     ACCUMULATE_V: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
+    """dK, dφk and dV. With aL keys are values, too, and dK gains Pᵀ·daL."""
     item, bh, b, h = item_of_a_head(num_items, H)
-    item_ptr = items_ptr + item * 5
-    key_start = tl.load(item_ptr)
-    key_stop = tl.load(item_ptr + 1)
+    key_start, key_stop, ranges_ptr, ranges, _ = item_of_work(items_ptr, ranges_ptr, item, ONE_RANGE)
     keys_left = key_stop - key_start
-    first_range = tl.load(item_ptr + 2)
-    ranges = 1 if ONE_RANGE else tl.load(item_ptr + 3) - first_range
-    ranges_ptr += 2 * first_range
 
     keys = tl.arange(0, BLOCK_N)
     first_key = key_start.to(tl.int64)
@@ -454,9 +318,7 @@ def _backward_kv_kernel(
     v = k
     if value is not None:
         v = load_tile(value, b, h, key_start, key_stop, BLOCK_N, VALUE_DIM, BLOCK_DV, False)
-    NUMBERS: tl.constexpr = log2_number_ptr is not None
-    log2_number = lse_ptr
-    if NUMBERS:
+    if log2_number_ptr is not None:
         log2_number = tl.load(log2_number_ptr + key_start + keys, mask=keys < keys_left, other=0.0)
     lse_ptr += bh * Sq
     delta_ptr += bh * Sq
@@ -483,12 +345,46 @@ def _backward_kv_kernel(
                 first = last
                 last = stop
             for first_row in range(first, last, BLOCK_M):
-                grad_k, grad_fk, grad_v = _grad_kv_tile(
-                    k, fk, v, log2_number, query, query_factor, grad_output, grad_aL, lse_ptr, delta_ptr,
-                    grad_entropy_ptr, b, h, first_row, stop, Sk - Sq, key_start, grad_k, grad_fk, grad_v, scale,
-                    log2_scale, HEAD_DIM, VALUE_DIM, BLOCK_M, RANK, part == 0, part == 1, ENTROPY_GRAD, NUMBERS,
-                    PRECISION,
-                )  # fmt: skip
+                q = load_tile(query, b, h, first_row, stop, BLOCK_M, HEAD_DIM, BLOCK_D, part == 1)
+                fq = load_factor(query_factor, b, h, first_row, stop, q, RANK, part == 1)
+                rows = first_row + tl.arange(0, BLOCK_M)
+                if part == 1:
+                    lse = tl.load(lse_ptr + rows)[None, :]
+                    delta = tl.load(delta_ptr + rows)[None, :]
+                else:
+                    # Where there is no row, lse = inf makes p = 0.
+                    lse = tl.load(lse_ptr + rows, mask=rows < stop, other=float("inf"))[None, :]
+                    delta = tl.load(delta_ptr + rows, mask=rows < stop, other=0.0)[None, :]
+                grad_entropy = delta
+                if ENTROPY_GRAD:
+                    grad_entropy = tl.load(grad_entropy_ptr + rows, mask=rows < stop, other=0.0)[None, :]
+                scores_t = biased(k, q, fk, fq, log2_scale, RANK, PRECISION)  # [N, M]
+                if part == 0:
+                    attended = (key_start + keys)[:, None] <= (Sk - Sq + rows)[None, :]
+                    scores_t = tl.where(attended, scores_t, -float("inf"))
+                if log2_number_ptr is not None:
+                    scores_t += (log2_number / log2_scale)[:, None]
+                p_t = probabilities(scores_t, lse, log2_scale)
+                grad_p_t = tl.zeros(scores_t.shape, tl.float32)
+                if grad_aL is not None:
+                    daL = load_tile(grad_aL, b, h, first_row, stop, BLOCK_M, HEAD_DIM, BLOCK_D, part == 1)
+                    grad_p_t = tl.dot(k, tl.trans(daL), grad_p_t, input_precision=PRECISION)  # [N, M]
+                    grad_k = tl.dot(p_t.to(q.dtype), daL, grad_k, input_precision=PRECISION)
+                if value is not None:
+                    do = load_tile(grad_output, b, h, first_row, stop, BLOCK_M, VALUE_DIM, BLOCK_DV, part == 1)
+                    if RANK == 0:
+                        grad_p_t = tl.dot(v, tl.trans(do), grad_p_t, input_precision=PRECISION)
+                    # With factors registers are short: what p is for comes first.
+                    grad_v = tl.dot(p_t.to(q.dtype), do, grad_v, input_precision=PRECISION)
+                    if RANK > 0:
+                        grad_p_t = tl.dot(v, tl.trans(do), grad_p_t, input_precision=PRECISION)
+                grad_s_t = _grad_scores(p_t, scores_t, grad_p_t, lse, delta, grad_entropy, log2_scale, ENTROPY_GRAD)
+                if grad_aL is not None:
+                    grad_s_t *= scale
+                grad_s_t = grad_s_t.to(q.dtype)
+                grad_k = tl.dot(grad_s_t, q, grad_k, input_precision=PRECISION)
+                if RANK > 0:
+                    grad_fk = tl.dot(grad_s_t, fq, grad_fk, input_precision=PRECISION)
 
     if key_mask is not None:
         key_mask_ptr = key_mask.ptr + b * key_mask.stride_b + (first_key + keys) * key_mask.stride_s

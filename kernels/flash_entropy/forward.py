@@ -152,54 +152,29 @@ def keys_of_range(range_ptr, last_key, key_mask, CAUSAL: tl.constexpr, BLOCK_M: 
 
 
 @triton.jit
-def _attend_tile(
-    q,  # [M, D]
-    fq,  # [M, R]
-    key,
-    value,
-    key_factor,
-    log2_number_ptr,
-    key_mask,
-    b,
-    h,
-    first_key,
-    stop,
-    last_key,
-    acc,  # [M, Dv]
-    acc_k,  # [M, D]
-    row_max,
-    row_sum,
-    row_entropy,
-    log2_scale,
-    HEAD_DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    RANK: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    ALL_KEYS: tl.constexpr,
-    ENTROPY: tl.constexpr,
-    SUM_KEYS: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
-    """Take one tile of keys into the running sums of a row block."""
-    k = load_tile(key, b, h, first_key, stop, BLOCK_N, HEAD_DIM, q.shape[1], ALL_KEYS)
-    fk = load_factor(key_factor, b, h, first_key, stop, k, RANK, ALL_KEYS)
-    if q.dtype == tl.int8:
-        tl.static_assert(_SCALE_BLOCK % BLOCK_N == 0)
-        fk = tl.load(head_of(key_factor, b, h) + first_key // _SCALE_BLOCK * key_factor.stride_s)
-    scores = scores_of_keys(
-        q, k, fq, fk, first_key, stop, last_key, log2_number_ptr, key_mask, b, log2_scale,
-        RANK, CAUSAL, ALL_KEYS, PRECISION,
-    )  # fmt: skip
-    p, alpha, row_max, row_sum, row_entropy = online_softmax(
-        scores, row_max, row_sum, row_entropy, log2_scale, ENTROPY=ENTROPY, MAY_BE_EMPTY=key_mask is not None
-    )
-    if SUM_KEYS:
-        acc_k = tl.dot(p.to(k.dtype), k, acc_k * alpha[:, None], input_precision=PRECISION)
-    if value is not None:
-        v = load_tile(value, b, h, first_key, stop, BLOCK_N, VALUE_DIM, acc.shape[1], ALL_KEYS)
-        acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision=PRECISION)
-    return acc, acc_k, row_max, row_sum, row_entropy
+def item_of_work(items_ptr, ranges_ptr, item, ONE_RANGE: tl.constexpr):
+    """Of an item of `Work`: row start and stop, where its ranges begin, their number, and the slot."""
+    item_ptr = items_ptr + item * 5
+    row_start = tl.load(item_ptr)
+    row_stop = tl.load(item_ptr + 1)
+    first_range = tl.load(item_ptr + 2)
+    ranges = 1 if ONE_RANGE else tl.load(item_ptr + 3) - first_range
+    return row_start, row_stop, ranges_ptr + 2 * first_range, ranges, tl.load(item_ptr + 4)
+
+
+@triton.jit
+def merge_of_work(merges_ptr, block_rows, ROWS: tl.constexpr):
+    """Of the merge in `Work` that a program has ROWS rows of: row start, these rows [ROWS], whether they are there,
+    first slot, slots, and batch·H + head.
+    """
+    pid = tl.program_id(0)
+    merge_ptr = merges_ptr + (pid // (block_rows // ROWS)) * 5
+    row_start = tl.load(merge_ptr)
+    row_stop = tl.load(merge_ptr + 1)
+    first_slot = tl.load(merge_ptr + 2).to(tl.int64)
+    slots = tl.load(merge_ptr + 3)
+    rows = pid % (block_rows // ROWS) * ROWS + tl.arange(0, ROWS)
+    return row_start, rows, rows < row_stop - row_start, first_slot, slots, tl.load(merge_ptr + 4).to(tl.int64)
 
 
 @triton.jit(do_not_specialize=["num_items", "num_slots", "H", "Sq", "Sk"])
@@ -249,13 +224,7 @@ def _forward_kernel(
     if CAUSAL:
         # The last rows have most keys, so they begin.
         item = num_items - 1 - item
-    item_ptr = items_ptr + item * 5
-    row_start = tl.load(item_ptr)
-    row_stop = tl.load(item_ptr + 1)
-    first_range = tl.load(item_ptr + 2)
-    ranges = 1 if ONE_RANGE else tl.load(item_ptr + 3) - first_range
-    ranges_ptr += 2 * first_range
-    slot = tl.load(item_ptr + 4)
+    row_start, row_stop, ranges_ptr, ranges, slot = item_of_work(items_ptr, ranges_ptr, item, ONE_RANGE)
 
     rows = tl.arange(0, BLOCK_M)
     value_dims = tl.arange(0, BLOCK_DV)
@@ -276,11 +245,23 @@ def _forward_kernel(
         start, whole, stop = keys_of_range(ranges_ptr + 2 * r, last_key, key_mask, CAUSAL, BLOCK_M, BLOCK_N)
         for tail in tl.static_range(2):
             for first_key in range(whole if tail else start, stop if tail else whole, BLOCK_TAIL if tail else BLOCK_N):
-                acc, acc_k, row_max, row_sum, row_entropy = _attend_tile(
-                    q, fq, key, value, key_factor, log2_number_ptr, key_mask, b, h, first_key, stop, last_key, acc,
-                    acc_k, row_max, row_sum, row_entropy, log2_scale, HEAD_DIM, VALUE_DIM,
-                    BLOCK_TAIL if tail else BLOCK_N, RANK, CAUSAL, not tail, ENTROPY, SUM_KEYS, PRECISION,
+                k = load_tile(key, b, h, first_key, stop, BLOCK_TAIL if tail else BLOCK_N, HEAD_DIM, BLOCK_D, not tail)
+                fk = load_factor(key_factor, b, h, first_key, stop, k, RANK, not tail)
+                if q.dtype == tl.int8:
+                    tl.static_assert(_SCALE_BLOCK % BLOCK_N == 0)
+                    fk = tl.load(head_of(key_factor, b, h) + first_key // _SCALE_BLOCK * key_factor.stride_s)
+                scores = scores_of_keys(
+                    q, k, fq, fk, first_key, stop, last_key, log2_number_ptr, key_mask, b, log2_scale,
+                    RANK, CAUSAL, not tail, PRECISION,
                 )  # fmt: skip
+                p, alpha, row_max, row_sum, row_entropy = online_softmax(
+                    scores, row_max, row_sum, row_entropy, log2_scale, ENTROPY, key_mask is not None
+                )
+                if SUM_KEYS:
+                    acc_k = tl.dot(p.to(k.dtype), k, acc_k * alpha[:, None], input_precision=PRECISION)
+                if value is not None:
+                    v = load_tile(value, b, h, first_key, stop, k.shape[0], VALUE_DIM, BLOCK_DV, not tail)
+                    acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision=PRECISION)
 
     inverse = (1.0 / tl.where(row_sum == 0, 1.0, row_sum))[:, None]
     out = acc * inverse
@@ -333,19 +314,8 @@ def _combine_kernel(
     ENTROPY: tl.constexpr,
 ):
     """Merge the partial results of rows whose keys were split; always in the order of the keys."""
-    pid = tl.program_id(0)
-    merge_ptr = merges_ptr + (pid // (block_rows // ROWS)) * 5
-    row_start = tl.load(merge_ptr)
-    row_stop = tl.load(merge_ptr + 1)
-    first_slot = tl.load(merge_ptr + 2).to(tl.int64)
-    slots = tl.load(merge_ptr + 3)
-    bh = tl.load(merge_ptr + 4).to(tl.int64)
-    b = bh // H
-    h = bh % H
-
-    rows = pid % (block_rows // ROWS) * ROWS + tl.arange(0, ROWS)
+    row_start, rows, present, first_slot, slots, bh = merge_of_work(merges_ptr, block_rows, ROWS)
     value_dims = tl.arange(0, BLOCK_DV)
-    present = rows < row_stop - row_start
     mask = present[:, None] & (value_dims[None, :] < VALUE_DIM)
     acc = tl.zeros([ROWS, BLOCK_DV], tl.float32)
     row_max = tl.full([ROWS], -float("inf"), tl.float32)
@@ -366,21 +336,11 @@ def _combine_kernel(
             row_entropy -= tl.sum(p, 1) * part_entropy * 1.4426950408889634
 
     out = acc / tl.where(row_sum == 0, 1.0, row_sum)[:, None]
-    store_rows(head_of(output, b, h), output.stride_s, row_start + rows, present, out, VALUE_DIM, BLOCK_DV)
+    store_rows(head_of(output, bh // H, bh % H), output.stride_s, row_start + rows, present, out, VALUE_DIM, BLOCK_DV)
     stat_rows = bh * stride_h + row_start + rows
     tl.store(lse_ptr + stat_rows, log2_partition(row_max, row_sum) * 0.6931471805599453, mask=present)
     if ENTROPY:
         tl.store(entropy_ptr + stat_rows, entropy_of(row_sum, row_entropy), mask=present)
-
-
-def new_parts(
-    query: torch.Tensor, slots: int, rows: int, width: int, entropy: bool
-) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-    """Partial outputs [slots, rows, width], log-partitions and entropies [slots, rows], empty; none without slots."""
-    if slots == 0:
-        return None, None, None
-    statistics = [query.new_empty(slots, rows, dtype=torch.float32) for _ in range(1 + entropy)]
-    return query.new_empty(slots, rows, width, dtype=torch.float32), statistics[0], statistics[1] if entropy else None
 
 
 def combine_parts(
@@ -428,7 +388,7 @@ def launch_forward(
         query: [B, Sq, H, D]. key: [B, Sk, H, D]. value: [B, Sk, H, Dv], or None with aL alone.
         work: at least one item. options: of the launch.
         out: [B, Sq, H, Dv]. lse, entropy, cL: [B, H, Sq]. aL: [B, Sq, H, D].
-        parts: of `new_parts`.
+        parts: partial outputs [slots, rows, Dv], log-partitions and entropies [slots, rows], each or None.
     """
     B, Sq, H, D = query.shape
     Dv, values = (1, key) if value is None else (value.shape[3], value)
@@ -500,11 +460,16 @@ def flash_forward(
         out = query.new_empty(B, Sq, H, Dv) if whole else query.new_zeros(B, Sq, H, Dv)
     lse = statistic(-torch.inf)
     row_entropy = statistic(0.0) if entropy else None
-    parts = new_parts(query, work.slots * (B * H if work.firsts is None else 1), BLOCK_M, Dv, entropy)
+    parts: tuple[torch.Tensor | None, ...] = (None, None, None)
+    if work.slots:
+        shape = (work.slots * (B * H if work.firsts is None else 1), BLOCK_M)
+        part_out = query.new_empty(*shape, Dv, dtype=torch.float32)
+        part_lse = query.new_empty(shape, dtype=torch.float32)
+        parts = (part_out, part_lse, torch.empty_like(part_lse) if entropy else None)
     if on_hopper:
         hopper_kernels.flash(
-            query, key, value, work, scale=scale, out=out, lse=lse, entropy=row_entropy,
-            parts=parts, options=options, factors=bias.factors, causal=bias.causal, programs=bias.programs,
+            query, key, value, work, scale=scale, out=out, lse=lse, entropy=row_entropy, parts=parts, options=options,
+            bias=bias,
         )  # fmt: skip
     else:
         launch_forward(query, key, value, work, options, scale, out, lse, row_entropy, parts=parts, bias=bias)

@@ -14,7 +14,6 @@ the keys' barriers, else not used. CHAINED: φq is divided by the scale in share
 
 from __future__ import annotations
 
-import functools
 import math
 
 import torch
@@ -68,17 +67,16 @@ def stages_that_fit(kept: int, stage: int, at_most: int = 4) -> int:
     return max(1, min(at_most, (SHARED_MEMORY - kept) // stage))
 
 
-def rows_descriptor(tensor: torch.Tensor, rows: int, columns: int | None = None) -> TensorDescriptor:
+def rows_descriptor(tensor: torch.Tensor, rows: int) -> TensorDescriptor:
     """Descriptor of tokens [B, S, H, D] or blocks [G, b, D] for tiles of `rows` rows; zeros are read outside.
 
-    Its indices are (batch, head, row, column) or (0, group, row, column). `columns`: of a tile; None for those that a
-    head dimension takes.
+    Its indices are (batch, head, row, column) or (0, group, row, column).
     """
     tensor = tensor.transpose(1, 2) if tensor.ndim == 4 else tensor.unsqueeze(0)
-    columns = columns or block_dim(tensor.shape[3])
+    columns = block_dim(tensor.shape[3])
     shape = list(tensor.shape)
     strides = tma_strides(tensor.stride(), shape)
-    return TensorDescriptor(tensor, shape, strides, [1, 1, rows, columns], _tile_layout(columns))
+    return TensorDescriptor(tensor, shape, strides, [1, 1, rows, columns], shared_layout.fn(columns, 4))
 
 
 def factor_descriptors(
@@ -88,19 +86,13 @@ def factor_descriptors(
 
     The latter are (batch, head) of φq and of φk: 0 where all share a factor, else 1.
     """
-    columns = block_dim(factors[0].shape[3])
-    descriptors = [rows_descriptor(f, n, columns) for f, n in zip(factors, rows, strict=True)]
+    descriptors = [rows_descriptor(f, n) for f, n in zip(factors, rows, strict=True)]
     return descriptors, tuple(int(f.shape[axis] > 1) for f in factors for axis in (0, 2))
 
 
 def divides_exactly(dtype: torch.dtype, scale: float) -> bool:
     """Whether numbers of `dtype` can be divided by the softmax scale without rounding and without overflow."""
     return dtype == torch.bfloat16 and math.frexp(scale)[0] == 0.5
-
-
-@functools.cache
-def _tile_layout(columns: int) -> gl.NVMMASharedLayout:
-    return shared_layout.fn(columns, 4)
 
 
 @gluon.jit
@@ -151,6 +143,17 @@ def allocate_tiles(
     full, empty = allocate_barriers(STAGES, FULL)
     fence_async_shared()
     return q_bufs, k_bufs, v_bufs, q_full, q_empty, lead, full, empty
+
+
+@gluon.jit
+def allocate_factors(like, R: gl.constexpr, KEPT: gl.constexpr, STAGES: gl.constexpr, BLOCK: gl.constexpr):
+    """Shared memory for what the kept rows (or keys) and the stages have of the bias; `like`, not read, without one."""
+    kept = like
+    staged = like
+    if R > 0:
+        kept = gl.allocate_shared_memory(like.dtype, [KEPT, _HALF, R], shared_layout(R))
+        staged = gl.allocate_shared_memory(like.dtype, [STAGES, BLOCK, R], shared_layout(R))
+    return kept, staged
 
 
 @gluon.jit

@@ -19,12 +19,14 @@ from vmonarch.kernels.common.launch import block_dim
 from vmonarch.kernels.common.replay import launcher
 from vmonarch.kernels.common.softmax import log2_scale_of
 from vmonarch.kernels.common.tiles import strided
+from vmonarch.kernels.flash_entropy.forward import Bias
 from vmonarch.kernels.flash_entropy.segments import Work
 from vmonarch.kernels.hopper.attend import (
     BLOCK_M,
     HALF,
     accumulator_layout,
     allocate_barriers,
+    allocate_factors,
     allocate_tiles,
     attend_keys,
     copy_rows,
@@ -36,7 +38,6 @@ from vmonarch.kernels.hopper.attend import (
     load_keys,
     log2_partition,
     rows_descriptor,
-    shared_layout,
     skip_keys,
     stages_that_fit,
 )
@@ -170,22 +171,6 @@ def _attend(
         t += 1
 
 
-@gluon.jit
-def _allocate_more(buffers, R: gl.constexpr, Q_STAGES: gl.constexpr, STAGES: gl.constexpr, BLOCK_N: gl.constexpr):
-    """Shared memory for what tiles of rows and of keys have of the bias, and the keys' own barriers.
-
-    Something that is not read stands in for what is not needed.
-    """
-    _, fq_bufs, fk_bufs, _, _, _, k_full, k_empty = buffers
-    if R > 0:
-        dtype: gl.constexpr = fk_bufs.dtype
-        fq_bufs = gl.allocate_shared_memory(dtype, [2 * Q_STAGES, _HALF, R], shared_layout(R))
-        fk_bufs = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, R], shared_layout(R))
-        k_full, k_empty = allocate_barriers(STAGES)
-        fence_async_shared()
-    return fq_bufs, fk_bufs, k_full, k_empty
-
-
 @gluon.jit(do_not_specialize=["H", "Sq", "skipped", "shares"])
 def _hopper_flash_kernel(
     q_desc, k_desc, v_desc, fq_desc, fk_desc, output, lse_ptr, entropy_ptr,
@@ -197,7 +182,12 @@ def _hopper_flash_kernel(
 ):  # fmt: skip
     """Out, log-partition and entropy of all items; a program takes one of its items after the other."""
     buffers = allocate_tiles(k_desc.dtype, k_desc.block_type.shape[3], True, Q_STAGES, STAGES, BLOCK_N)
-    factor_buffers = _allocate_more(buffers, R, Q_STAGES, STAGES, BLOCK_N)
+    _, k_bufs, _, _, _, _, k_full, k_empty = buffers
+    fq_bufs, fk_bufs = allocate_factors(k_bufs, R, 2 * Q_STAGES, STAGES, BLOCK_N)
+    if R > 0:
+        k_full, k_empty = allocate_barriers(STAGES)
+        fence_async_shared()
+    factor_buffers = (fq_bufs, fk_bufs, k_full, k_empty)
     gl.warp_specialize(
         [
             (_load, (
@@ -228,9 +218,7 @@ def flash(
     entropy: torch.Tensor | None,
     parts: tuple[torch.Tensor | None, ...],
     options: dict[str, int],
-    factors: tuple[torch.Tensor, torch.Tensor] | None = None,
-    causal: bool = False,
-    programs: int = 1,
+    bias: Bias,
 ) -> None:
     """Attend as `work` says; arguments are not checked.
 
@@ -238,18 +226,17 @@ def flash(
         query: [B, Sq, H, D]. key, value: [B, Sk, H, D]. out: [B, Sq, H, D], any strides but the last. lse, entropy:
             [B, H, Sq].
         parts: partial outputs [slots, 128, D], log-partitions and entropies [slots, 128].
-        factors: φq [B or 1, Sq, H or 1, R] and φk [B or 1, Sk, H or 1, R] of q's dtype, R ≤ 64; or None.
-        causal: query i attends to the keys up to i + Sk - Sq; `work` must end the keys of a tile of rows at its last.
-        programs: that share a processor, 1 or 2; `work` is for all of them. Two have registers for narrow heads only.
+        bias: without a key mask. If it is causal, `work` must end the keys of a tile of rows at its last; and `work` is
+            for all programs. Two of a processor have registers for narrow heads only.
     """
     assert work.firsts is not None
     block_n = options["BLOCK_N"]
     descriptors: Sequence[TensorDescriptor | None] = (None, None)
     shares: tuple[int, ...] = (0, 0, 0, 0)
     R = 0
-    if factors is not None:
-        R = block_dim(factors[0].shape[3])
-        descriptors, shares = factor_descriptors(factors, (HALF, block_n))
+    if bias.factors is not None:
+        R = block_dim(bias.rank)
+        descriptors, shares = factor_descriptors(bias.factors, (HALF, block_n))
         columns = block_dim(query.shape[3])
         kept, stage = (options["Q_STAGES"] * BLOCK_M * (columns + R), block_n * (2 * columns + R))
         options = {**options, "STAGES": stages_that_fit(2 * kept, 2 * stage, options["STAGES"])}
@@ -260,7 +247,7 @@ def flash(
         *descriptors,
         strided(out), lse, entropy, *parts, work.items, work.firsts, work.ranges, shares,
         query.shape[2], query.shape[1], key.shape[1] - query.shape[1], 1.0 / scale if R else 1.0, log2_scale_of(scale),
-        D=query.shape[3], R=R, ENTROPY=entropy is not None, HAS_PARTS=work.merges is not None, CAUSAL=causal,
-        CHAINED=R > 0 and divides_exactly(query.dtype, scale), **options, REGISTERS=_REGISTERS[programs][0],
-        num_warps=4, maxnreg=_REGISTERS[programs][1],
+        D=query.shape[3], R=R, ENTROPY=entropy is not None, HAS_PARTS=work.merges is not None, CAUSAL=bias.causal,
+        CHAINED=R > 0 and divides_exactly(query.dtype, scale), **options, REGISTERS=_REGISTERS[bias.programs][0],
+        num_warps=4, maxnreg=_REGISTERS[bias.programs][1],
     )  # fmt: skip

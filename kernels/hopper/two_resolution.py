@@ -38,7 +38,7 @@ from vmonarch.kernels.hopper.attend import (
 )
 from vmonarch.kernels.hopper.gluon import async_load, async_load_numbers, reinterpret
 from vmonarch.kernels.two_resolution.kernels import GAINS, plain
-from vmonarch.kernels.two_resolution.tiling import Box, Tiling
+from vmonarch.kernels.two_resolution.tiling import Box, Tiling, tile_layout
 
 _HALF = gl.constexpr(HALF)
 # Parts that the keys of a tile of queries may be cut into: the producer has no registers for other divisors.
@@ -386,13 +386,7 @@ def video_descriptor(tensor: torch.Tensor, tiling: Tiling, box: Box, columns: in
 @kept
 def _present(tiling: Tiling, box: Box, device: torch.device) -> torch.Tensor:
     """[(m + 1) · PLACES]: 0 at the places of the tiles of keys that hold a token, -inf at the others and at the end."""
-    there = []
-    for length, tiles, edge in zip(tiling[:3], tiling[3:6], box, strict=True):
-        bounds = torch.arange(tiles + 1, device=device) * length // tiles
-        there.append(torch.arange(edge, device=device) < bounds.diff()[:, None])
-    t, h, w = there
-    present = t[:, None, None, :, None, None] & h[:, None, None, :, None] & w[:, None, None, :]
-    bias = torch.where(present, 0.0, -torch.inf).flatten()
+    bias = torch.where(tile_layout(tiling, device, box).valid, 0.0, -torch.inf).flatten()
     return torch.nn.functional.pad(bias, (0, math.prod(box)), value=-torch.inf)
 
 

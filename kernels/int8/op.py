@@ -16,7 +16,7 @@ from vmonarch.kernels.common.launch import block_dim, hopper_enabled, positively
 from vmonarch.kernels.common.operators import new_results, operator
 from vmonarch.kernels.common.replay import launcher, replayed
 from vmonarch.kernels.common.softmax import LOG2_E
-from vmonarch.kernels.common.tiles import head_of, nearest_int8, strided
+from vmonarch.kernels.common.tiles import head_of, load_rows, nearest_int8, strided
 from vmonarch.kernels.flash_entropy.forward import Bias, flash_forward
 from vmonarch.kernels.flash_entropy.reference import SCALE_BLOCK
 from vmonarch.kernels.flash_entropy.segments import all_pairs
@@ -54,10 +54,9 @@ class Quantised:
 
 
 @triton.jit
-def _rows(x, bh, H, tokens, dims, D: tl.constexpr, stop):
+def _rows(x, bh, H, tokens, stop, D: tl.constexpr, BLOCK_D: tl.constexpr):
     """Tokens of a head [N, BLOCK_D], zero from `stop` on."""
-    at = tokens.to(tl.int64)[:, None] * x.stride_s + dims[None, :]
-    return tl.load(head_of(x, bh // H, bh % H) + at, mask=(tokens < stop)[:, None] & (dims < D)[None, :], other=0.0)
+    return load_rows(head_of(x, bh // H, bh % H), x.stride_s, tokens, tokens < stop, D, BLOCK_D, True)
 
 
 @triton.jit
@@ -105,9 +104,9 @@ def _statistics_kernel(
     largest = tl.zeros([BLOCK_D], tl.float32)
     for i in range(CHUNK // ROWS):
         tokens = tl.program_id(1) * CHUNK + i * ROWS + tl.arange(0, ROWS)
-        total += tl.sum(_rows(key, bh, H, tokens, dims, D, keys).to(tl.float32), 0)
+        total += tl.sum(_rows(key, bh, H, tokens, keys, D, BLOCK_D).to(tl.float32), 0)
         if value is not None:
-            v = _rows(value, bh, H, tokens, dims, D, keys)
+            v = _rows(value, bh, H, tokens, keys, D, BLOCK_D)
             largest = tl.maximum(largest, tl.max(tl.abs(v), 0).to(tl.float32))
     part_ptr += (bh * tl.num_programs(1) + tl.program_id(1)) * 2 * BLOCK_D + dims
     tl.store(part_ptr, total)
@@ -166,7 +165,7 @@ def _quantise_kernel(
     if what == 0:
         for first in range(tile * N, min(tile * N + N, Sq), ROWS):
             tokens = first + tl.arange(0, ROWS)
-            q = _rows(query, bh, H, tokens, dims, D, Sq)
+            q = _rows(query, bh, H, tokens, Sq, D, BLOCK_D)
             rows = bh * Sq + tokens
             inside = tokens < Sq
             q_mean = tl.sum(q.to(tl.float32) * mean[None, :], 1) * log2_scale
@@ -183,14 +182,14 @@ def _quantise_kernel(
             largest = 0.0
             for i in range(N // ROWS):
                 tokens = tile * N + i * ROWS + tl.arange(0, ROWS)
-                k = _rotated(_rows(key, bh, H, tokens, dims, D, keys), turn, PRECISION) - mean[None, :]
+                k = _rotated(_rows(key, bh, H, tokens, keys, D, BLOCK_D), turn, PRECISION) - mean[None, :]
                 # Not of every row first, which Triton 3.7 cannot compile for sm_100.
                 largest = tl.maximum(largest, tl.max(tl.where((tokens < keys)[:, None], tl.abs(k), 0.0)))
             k_scale = tl.maximum(largest, 1e-20) / 127.0 + 0.0 * tl.sum(mean, 0)
             tl.store(k_scale_ptr + bh * (padded // N) + tile, k_scale)
             for i in range(N // ROWS):
                 tokens = tile * N + i * ROWS + tl.arange(0, ROWS)
-                k = _rotated(_rows(key, bh, H, tokens, dims, D, keys), turn, PRECISION) - mean[None, :]
+                k = _rotated(_rows(key, bh, H, tokens, keys, D, BLOCK_D), turn, PRECISION) - mean[None, :]
                 k8 = tl.where((tokens < keys)[:, None], nearest_int8(k * (1.0 / k_scale)), 0)
                 tl.store(k8_ptr + (bh * padded + tokens)[:, None] * BLOCK_D + dims[None, :], k8)
         elif value is not None:
@@ -200,7 +199,7 @@ def _quantise_kernel(
             for i in range(N // ROWS):
                 place = tile * N + i * ROWS + tl.arange(0, ROWS)
                 tokens = key_of_place(place)
-                v = _rows(value, bh, H, tokens, dims, D, keys).to(tl.float32) * inverse[None, :]
+                v = _rows(value, bh, H, tokens, keys, D, BLOCK_D).to(tl.float32) * inverse[None, :]
                 v8 = v.to(tl.float8e4nv)
                 rest += tl.sum(v - v8.to(tl.float32), 0)
                 tl.store(v8_ptr + (bh * BLOCK_D + dims)[None, :] * padded + place[:, None], v8)

@@ -2,7 +2,7 @@
 
 The stages are those of `reference.monarch_attention_reference`: exact part, R-steps, L-steps, last L-step. Shapes:
 B batch, S tokens, H heads, D head dim, E value dim, m blocks, b positions per block, t = `num_iterations`, u updates of
-L, which are t or, without the last, t - 1; in `Rows`, n tiles of queries of a frame and m tiles of all keys.
+L, which are t or, without the last, t - 1; in `_exact_rows`, n tiles of queries of a frame and m tiles of all keys.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from vmonarch.kernels.monarch.call import MonarchCall
 from vmonarch.kernels.monarch.l_step import LStep
 from vmonarch.kernels.monarch.r_step import RStep
 from vmonarch.kernels.two_resolution import op as two_resolution
-from vmonarch.kernels.two_resolution.tiling import exact_tiles, tiling_of
+from vmonarch.kernels.two_resolution.tiling import Tiling, exact_tiles, tiling_of
 from vmonarch.options import ExactBlocks, VMonarchOptions, row_options
 
 
@@ -74,69 +74,25 @@ def saved_shapes(
     return shapes if save else [(none, dtype) for _, dtype in shapes]
 
 
-class Rows:
+def _exact_rows(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: MonarchCall
+) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor, int, Tiling, two_resolution.Pooled]]:
     """The frames of exact rows in two resolutions (`reference.exact_parts`), and what kernels need to attend from them.
 
-    Args:
-        query, key: [B, S, H, D]. value: [B, S, H, E].
+    Returns:
+        of every frame its tokens, their queries, their exact tiles [B, H, n, m] and how many of a row, the tiling, and
+        the means of its tiles.
     """
-
-    def __init__(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: MonarchCall) -> None:
-        assert call.exact is not None
-        grid = LatentGrid(call.places.blocks, call.places.height, call.places.width)
-        self.query, self.key, self.value, self.scale = query, key, value, call.scale
-        self.frames, self.positions = call.exact.rows, grid.tokens_per_frame
-        self.share = call.options.row_share
-        self.tiling = tiling_of(grid, row_options(call.options), query_frames=1)
-        self.width = exact_tiles(self.tiling, self.share)
-
-    def _selected(self, pooled: two_resolution.Pooled) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
-        """Of every frame its tokens, their queries, and their exact tiles [B, H, n, m]."""
-        for frame in self.frames:
-            tokens = slice(frame * self.positions, (frame + 1) * self.positions)
-            # The frames of several samples have to follow each other for the copy engine.
-            query = self.query[:, tokens].contiguous()
-            yield tokens, query, two_resolution.choose(query, self.key, self.tiling, self.share, None, pooled)
-
-    def forward(self, out: torch.Tensor, lse: torch.Tensor) -> None:
-        """Write out [B, S, H, E] and lse [B, H, S] of the rows, contiguous."""
-        pooled = two_resolution.pool(self.key, self.value, self.tiling, None)
-        for tokens, query, exact in self._selected(pooled):
-            two_resolution.attend(
-                query, self.key, self.value, exact, self.width, None, self.tiling, pooled, self.scale,
-                out[:, tokens], lse[:, :, tokens],
-            )  # fmt: skip
-
-    def backward(
-        self, do: torch.Tensor, dlse: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
-        *, dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor,
-    ) -> None:  # fmt: skip
-        """Add what the rows give to the gradients dq, dk and dv."""
-        pooled = two_resolution.pool(self.key, self.value, self.tiling, None)
-        for tokens, query, exact in self._selected(pooled):
-            do_row, out_row = (x[:, tokens].contiguous() for x in (do, out))
-            dlse_row, lse_row = (x[:, :, tokens].contiguous() for x in (dlse, lse))
-            dq_row, _, _ = two_resolution.backward(
-                do_row, dlse_row, query, self.key, self.value, exact, self.width, None, out_row, lse_row,
-                self.tiling, pooled, self.scale, added=(dk, dv),
-            )  # fmt: skip
-            dq[:, tokens] += dq_row
-
-
-def _exact_forward(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: MonarchCall, out: torch.Tensor
-) -> torch.Tensor:
-    """lse [B, H, S] of the exact part, whose output is written to `out`."""
-    exact = call.exact
-    assert exact is not None
-    if exact.segments:
-        _, lse, _ = flash_forward(query, key, value, exact.segments, scale=call.scale, entropy=False, out=out)
-    else:
-        B, S, H, _ = query.shape
-        lse = query.new_full((B, H, S), -torch.inf, dtype=torch.float32)
-    if exact.rows:
-        Rows(query, key, value, call).forward(out, lse)
-    return lse
+    assert call.exact is not None
+    grid = LatentGrid(call.places.blocks, call.places.height, call.places.width)
+    tiling, share = tiling_of(grid, row_options(call.options), query_frames=1), call.options.row_share
+    pooled = two_resolution.pool(key, value, tiling, None)
+    for frame in call.exact.rows:
+        tokens = slice(frame * grid.tokens_per_frame, (frame + 1) * grid.tokens_per_frame)
+        # The frames of several samples have to follow each other for the copy engine.
+        own = query[:, tokens].contiguous()
+        chosen = two_resolution.choose(own, key, tiling, share, None, pooled)
+        yield tokens, own, chosen, exact_tiles(tiling, share), tiling, pooled
 
 
 @replayed
@@ -171,7 +127,18 @@ def forward(
     if exact is not None:
         # Rows that are exact throughout lie in `out` already; others are merged there, unless training needs them.
         out_exact = saved[4] if save and not exact.whole_rows else out
-        lse_exact = _exact_forward(query, key, value, call, out_exact)
+        if exact.segments:
+            _, lse_exact, _ = flash_forward(
+                query, key, value, exact.segments, scale=call.scale, entropy=False, out=out_exact
+            )
+        else:
+            lse_exact = torch.full_like(lse, -torch.inf)
+        if exact.rows:
+            for tokens, own, chosen, width, tiling, means in _exact_rows(query, key, value, call):
+                two_resolution.attend(
+                    own, key, value, chosen, width, None, tiling, means, call.scale,
+                    out_exact[:, tokens], lse_exact[:, :, tokens],
+                )  # fmt: skip
 
     if save:
         blocks, y, stats, row_stats = saved[:4]
@@ -275,7 +242,14 @@ def _backward(*inputs: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     if exact is not None and out_exact is not None and lse_exact is not None and dlse_exact is not None:
         do = grad_out if do_exact is None else do_exact
         if exact.rows:
-            Rows(query, key, value, call).backward(do, dlse_exact, out_exact, lse_exact, dq=dq, dk=dk, dv=dv)
+            for tokens, own, chosen, width, tiling, means in _exact_rows(query, key, value, call):
+                do_row, out_row = (x[:, tokens].contiguous() for x in (do, out_exact))
+                dlse_row, lse_row = (x[:, :, tokens].contiguous() for x in (dlse_exact, lse_exact))
+                dq_row, _, _ = two_resolution.backward(
+                    do_row, dlse_row, own, key, value, chosen, width, None, out_row, lse_row,
+                    tiling, means, call.scale, added=(dk, dv),
+                )  # fmt: skip
+                dq[:, tokens] += dq_row
         if exact.segments:
             flash_backward(
                 do, dlse_exact, None, query, key, value, out_exact, lse_exact, None, exact.segments,

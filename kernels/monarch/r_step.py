@@ -28,9 +28,12 @@ from vmonarch.kernels.monarch.call import MonarchCall
 
 
 @triton.jit
-def _parts_of(group, places, heads):
-    """Block, head and batch entry of a group."""
-    return group % places.blocks, group // places.blocks % heads, group // places.blocks // heads
+def _cells_of(places, heads, cell_tiles, BLOCK_N: tl.constexpr):
+    """Of a program: group, block, head and batch entry, its pooled cells [BLOCK_N], and whether they exist."""
+    group = tl.program_id(0) // cell_tiles
+    cell = tl.program_id(0) % cell_tiles * BLOCK_N + tl.arange(0, BLOCK_N)
+    head, batch = group // places.blocks % heads, group // places.blocks // heads
+    return group, group % places.blocks, head, batch, cell, cell < places.cells
 
 
 @triton.jit
@@ -48,12 +51,8 @@ def _pool_kernel(
 ):  # fmt: skip
     """Mean key of every cell, and log2 of the number of its keys."""
     places = Places(*[number >> 4 for number in places])
-    pid = tl.program_id(0)
-    group = pid // cell_tiles
-    cell = pid % cell_tiles * BLOCK_N + tl.arange(0, BLOCK_N)
-    block, head, batch = _parts_of(group, places, heads)
+    group, block, head, batch, cell, inside = _cells_of(places, heads, cell_tiles, BLOCK_N)
     k_ptr = head_of(key, batch, head)
-    inside = cell < places.cells
     total = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     count = tl.zeros([BLOCK_N], tl.float32)
     for step in tl.static_range(COARSE * COARSE):
@@ -76,12 +75,8 @@ def _unpool_kernel(
 ):  # fmt: skip
     """Add to every key's gradient its share of its cell's."""
     places = Places(*[number >> 4 for number in places])
-    pid = tl.program_id(0)
-    group = pid // cell_tiles
-    cell = pid % cell_tiles * BLOCK_N + tl.arange(0, BLOCK_N)
-    block, head, batch = _parts_of(group, places, heads)
+    group, block, head, batch, cell, inside = _cells_of(places, heads, cell_tiles, BLOCK_N)
     dk_ptr = head_of(grad_key, batch, head)
-    inside = cell < places.cells
     row = group.to(tl.int64) * places.cells + cell
     d_pooled = load_rows(d_pooled_ptr, D, row, inside, D, BLOCK_D, True).to(tl.float32)
     bias = tl.load(bias_ptr + block * places.cells + cell, mask=inside, other=0.0)
@@ -147,13 +142,6 @@ class RStep:
             Segment(l * places.positions, (l + 1) * places.positions, (keys,)) for l, keys in enumerate(bounds)
         )
 
-    def _tail_block(self, block: int, pooled: bool) -> int:
-        """Keys per tile after the last whole block: as few as hold them in one tile of a power of two."""
-        if self.key_mask is not None:
-            return block
-        keys = self.call.places.cells if pooled else self.call.places.positions
-        return min(block, max(16, triton.next_power_of_2(keys % block)))
-
     def _rows(self, blocks: Any) -> Any:
         """A block tensor [B·H·m, ·, D] as [B, m·(·), H, D]; None for none."""
         B, _, H, _ = self.key.shape
@@ -216,7 +204,10 @@ class RStep:
             )  # fmt: skip
             return
         options = self._options("r_step" if y is None else "r_step_last")
-        options["BLOCK_TAIL"] = self._tail_block(options["BLOCK_N"], pooled is not None)
+        if self.key_mask is None:
+            # Keys after the last whole tile go through in one tile of as few as hold them.
+            left = (self.call.places.positions if pooled is None else self.call.places.cells) % options["BLOCK_N"]
+            options["BLOCK_TAIL"] = min(options["BLOCK_N"], max(16, triton.next_power_of_2(left)))
         work = row_work(self._blocks(pooled is not None), options["BLOCK_M"], options["BLOCK_N"], 1, 1, 1, z.device)
         keys, bias_of_keys = self._keys(pooled)
         launch_forward(

@@ -76,26 +76,17 @@ def attention_residual_triton(exact: torch.Tensor, approximate: torch.Tensor) ->
     """The residual by the kernel; arguments as in `attention_residual`, already checked."""
     values = exact.new_empty(exact.shape, dtype=torch.int8)
     scale = exact.new_empty(exact.shape[:3], dtype=torch.float32)
-    _launch(exact, approximate, Residual(values, scale), None, None)
+    tensors = strided(exact), strided(approximate), values, scale
+    launch_on_tokens(attention_residual_kernel, values, *tensors, None, None, enable_fp_fusion=False)
     return Residual(values, scale)
 
 
 def renew_residual_triton(residual: Residual, exact: torch.Tensor, approximate: torch.Tensor) -> torch.Tensor:
     """Write a residual over an older one by the kernel; arguments and result as in `renew_residual`."""
     change, size = (exact.new_empty(exact.shape[:3], dtype=torch.float32) for _ in range(2))
-    _launch(exact, approximate, residual, change, size)
+    tensors = strided(exact), strided(approximate), *residual, change, size
+    launch_on_tokens(attention_residual_kernel, residual.values, *tensors, enable_fp_fusion=False)
     return torch.stack([change.sum((1, 2)), size.sum((1, 2))])
-
-
-def _launch(
-    exact: torch.Tensor,
-    approximate: torch.Tensor,
-    residual: Residual,
-    change: torch.Tensor | None,
-    size: torch.Tensor | None,
-) -> None:
-    arguments = strided(exact), strided(approximate), *residual, change, size
-    launch_on_tokens(attention_residual_kernel, residual.values, *arguments, enable_fp_fusion=False)
 
 
 @replayed

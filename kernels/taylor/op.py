@@ -164,16 +164,6 @@ class _Launch:
         return own, programs * chunks * B * H, (H, S, chunks, chunk, programs, math.sqrt(self.scale), LEAST_WEIGHT)
 
 
-def _weight_gradient(
-    grad_out: torch.Tensor, grad_weight: torch.Tensor | None, out: torch.Tensor, weight: torch.Tensor
-) -> torch.Tensor:
-    """h = weight·grad_weight - grad_out·out [B, H, S]: the weight times all that comes to it."""
-    delta = torch.empty_like(weight)
-    of_weight = None if grad_weight is None else (weight * grad_weight).contiguous()
-    row_deltas(grad_out, unit_stride(out), of_weight, None, None, delta)
-    return delta.neg_()
-
-
 @replayed
 def _forward(
     query: torch.Tensor,
@@ -199,7 +189,11 @@ def _backward(*inputs: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, t
     launch = _Launch(query, value.shape[3], frame_weights, *numbers)
     d_frames = query.new_empty(0)
     grad_out = unit_stride(grad_out)
-    h = _weight_gradient(grad_out, grad_weight, out, weight)
+    # h = weight·grad_weight - grad_out·out [B, H, S]: the weight times all that comes to it.
+    h = torch.empty_like(weight)
+    of_weight = None if grad_weight is None else (weight * grad_weight).contiguous()
+    row_deltas(grad_out, unit_stride(out), of_weight, None, None, h)
+    h.neg_()
     # Sums of the keys, which queries read, and of the queries, which keys read.
     s_keys, z_keys = launch.states(key, value)
     s_queries, z_queries = launch.states(query, grad_out, h, weight)

@@ -42,18 +42,19 @@ def _of_queries(n):
 
 
 @triton.jit
+def _part(place, length, parts):
+    """Start and size of part `place` of an axis of this length that is cut evenly."""
+    start = place * length // parts
+    return start, (place + 1) * length // parts - start
+
+
+@triton.jit
 def _tokens_of(tile, part, n, BT: tl.constexpr, BH: tl.constexpr, BW: tl.constexpr, BLOCK: tl.constexpr):
     """Tokens [BLOCK] of a part of a tile of at most BT × BH × BW, and whether they exist."""
     i = part * BLOCK + tl.arange(0, BLOCK)
-    a = tile // (n.tiles_h * n.tiles_w)
-    b = tile // n.tiles_w % n.tiles_h
-    c = tile % n.tiles_w
-    first_t = a * n.frames // n.tiles_t
-    first_h = b * n.rows // n.tiles_h
-    first_w = c * n.columns // n.tiles_w
-    size_t = (a + 1) * n.frames // n.tiles_t - first_t
-    size_h = (b + 1) * n.rows // n.tiles_h - first_h
-    size_w = (c + 1) * n.columns // n.tiles_w - first_w
+    first_t, size_t = _part(tile // (n.tiles_h * n.tiles_w), n.frames, n.tiles_t)
+    first_h, size_h = _part(tile // n.tiles_w % n.tiles_h, n.rows, n.tiles_h)
+    first_w, size_w = _part(tile % n.tiles_w, n.columns, n.tiles_w)
     t = i // (BH * BW)
     h = i // BW % BH
     w = i % BW
@@ -69,13 +70,6 @@ def _attended(key_mask_ptr, token, there):
         return there
     else:
         return there & (tl.load(key_mask_ptr + token, mask=there, other=0) != 0)
-
-
-@triton.jit
-def _part(place, length, parts):
-    """Start and size of part `place` of an axis of this length that is cut evenly."""
-    start = place * length // parts
-    return start, (place + 1) * length // parts - start
 
 
 @triton.jit(do_not_specialize=["H", "S"])
@@ -100,20 +94,11 @@ def means_kernel(
         v_ptr = head_of(value, b, h)
     if key_mask_ptr is not None:
         key_mask_ptr += b * S
-    first_t, size_t = _part(tile // (n.tiles_h * n.tiles_w), n.frames, n.tiles_t)
-    first_h, size_h = _part(tile // n.tiles_w % n.tiles_h, n.rows, n.tiles_h)
-    first_w, size_w = _part(tile % n.tiles_w, n.columns, n.tiles_w)
-    first = (first_t * n.rows + first_h) * n.columns + first_w
     number = 0.0
     k = tl.zeros([BLOCK_D], tl.float32)
     v = tl.zeros([BLOCK_E], tl.float32)
     for part in range(PARTS):
-        i = part * BLOCK + tl.arange(0, BLOCK)
-        t = i // (BH * BW)
-        y = i // BW % BH
-        x = i % BW
-        there = (t < size_t) & (y < size_h) & (x < size_w)
-        token = tl.where(there, first + (t * n.rows + y) * n.columns + x, 0)
+        token, there = _tokens_of(tile, part, n, BT, BH, BW, BLOCK)
         own = _attended(key_mask_ptr, token, there)
         # All rows are on their way before the first sum waits.
         k_rows = load_rows(k_ptr, key.stride_s, token, own, D, BLOCK_D, True)

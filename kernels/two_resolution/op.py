@@ -55,19 +55,14 @@ def _box(box: Box, block: int) -> dict[str, int]:
     return {"BT": BT, "BH": BH, "BW": BW, "BLOCK": block, "PARTS": -(-places // block)}
 
 
-def _query_box(n: Tiling, block: int) -> dict[str, int]:
-    """The largest tile of queries in such parts."""
-    names = {"BT": "QT", "BH": "QH", "BW": "QW", "BLOCK": "BLOCK_M", "PARTS": "PARTS_M"}
-    return {names[name]: number for name, number in _box(n.of_queries.box, block).items()}
-
-
 def _constants(name: str, query: torch.Tensor, value: torch.Tensor, n: Tiling) -> dict[str, Any]:
     """Of a kernel."""
     D, E = query.shape[3], value.shape[3]
     options = launch_options(name, query.device, query.dtype, max(D, E))
+    of_queries = {"BT": "QT", "BH": "QH", "BW": "QW", "BLOCK": "BLOCK_M", "PARTS": "PARTS_M"}
     constants: dict[str, Any] = {
         "D": D, "E": E, "BLOCK_D": block_dim(D), "BLOCK_E": block_dim(E), "PRECISION": dot_precision(query.dtype),
-        **options, **_query_box(n, options["BLOCK_M"]),
+        **options, **{of_queries[name]: size for name, size in _box(n.of_queries.box, options["BLOCK_M"]).items()},
     }  # fmt: skip
     block = constants.pop("BLOCK", None)
     return constants if block is None else {**constants, **_box(n.box, block)}

@@ -111,39 +111,29 @@ def best_box(grid: LatentGrid, tokens: int) -> Box:
     return sorted(good, key=lambda box: (sum(box), -filled(box), box))[0]
 
 
-def tile_layout(tiling: Tiling, device: torch.device) -> BlockLayout:
-    """Where the tokens of each tile of keys are; b is the tokens of the largest.
+def tile_layout(tiling: Tiling, device: torch.device, box: Box | None = None) -> BlockLayout:
+    """Where the tokens of each tile of keys are; b is the places of `box`, by default that of the largest tile.
 
     Its tensors are made for every call: they have numbers for every token, which is too much to keep.
     """
-    T, H, W = (
-        _axis(length, tiles, edge, device)
-        for length, tiles, edge in zip(tiling[:3], tiling[3:6], tiling.box, strict=True)
-    )
+    # [tiles, edge] of each axis: the coordinate at each place of the tiles, and 1 where there is one.
+    places, present = [], []
+    box = box or tiling.box
+    for length, tiles, edge in zip(tiling[:3], tiling[3:6], box, strict=True):
+        bounds = torch.arange(tiles + 1, device=device) * length // tiles
+        offset = torch.arange(edge, device=device)
+        places.append(bounds[:-1, None] + offset)
+        present.append((offset < bounds.diff()[:, None]).long())
 
-    def combined(t: torch.Tensor, h: torch.Tensor, w: torch.Tensor, sizes: tuple[int, int]) -> torch.Tensor:
+    def combined(sizes: tuple[int, int], t: torch.Tensor, h: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         """[tiles_t, edge_t], [tiles_h, edge_h] and [tiles_w, edge_w] -> [m, b]: (t · sizes[0] + h) · sizes[1] + w."""
         boxes = (t[:, None, None, :, None, None] * sizes[0] + h[:, None, None, :, None]) * sizes[1]
         return (boxes + w[:, None, None, :]).flatten(3).flatten(0, 2)
 
-    token = combined(T.place, H.place, W.place, (tiling.rows, tiling.columns))
+    token = combined((tiling.rows, tiling.columns), *places)
     # A sum of three ones: every axis has a token there.
-    valid = combined(T.present, H.present, W.present, (1, 1)) == 3
+    valid = combined((1, 1), *present) == 3
     tokens = math.prod(tiling[:3])
     # Sorted by their tokens, places come in the order of tokens, and the empty ones after all of them.
     place = token.where(valid, tokens).flatten().argsort()[:tokens]
-    return BlockLayout(tiling.tiles, math.prod(tiling.box), token.where(valid, 0), valid, place)
-
-
-class _Axis(NamedTuple):
-    """[tiles, edge]: the coordinate at each place of the tiles, and 1 where there is one."""
-
-    place: torch.Tensor
-    present: torch.Tensor
-
-
-def _axis(length: int, tiles: int, edge: int, device: torch.device) -> _Axis:
-    bounds = torch.arange(tiles + 1, device=device) * length // tiles
-    start, size = bounds[:-1, None], bounds.diff()[:, None]
-    offset = torch.arange(edge, device=device)
-    return _Axis(start + offset, (offset < size).long())
+    return BlockLayout(tiling.tiles, math.prod(box), token.where(valid, 0), valid, place)

@@ -22,7 +22,6 @@ from vmonarch.kernels.hopper.attend import (
     allocate_barriers,
     divides_exactly,
     factor_descriptors,
-    shared_layout,
 )
 
 # Rows or keys of the two warpgroups of a program.
@@ -54,17 +53,6 @@ def allocate_all_barriers(STAGES: gl.constexpr):
     full, empty = allocate_barriers(STAGES)
     fence_async_shared()
     return kept_full, kept_empty, full, empty
-
-
-@gluon.jit
-def allocate_factors(like, R: gl.constexpr, KEPT: gl.constexpr, STAGES: gl.constexpr, BLOCK: gl.constexpr):
-    """Shared memory for what the kept rows (or keys) and the stages have of the bias; `like`, not read, without one."""
-    kept = like
-    staged = like
-    if R > 0:
-        kept = gl.allocate_shared_memory(like.dtype, [KEPT, _HALF, R], shared_layout(R))
-        staged = gl.allocate_shared_memory(like.dtype, [STAGES, BLOCK, R], shared_layout(R))
-    return kept, staged
 
 
 @gluon.jit

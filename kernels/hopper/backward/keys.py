@@ -16,6 +16,7 @@ from vmonarch.kernels.flash_entropy.segments import Work, processors
 from vmonarch.kernels.hopper.attend import (
     HALF,
     accumulator_layout,
+    allocate_factors,
     begin_scores,
     copy_rows,
     divide_by_scale,
@@ -32,7 +33,6 @@ from vmonarch.kernels.hopper.backward.common import (
     TILE,
     add_rows,
     allocate_all_barriers,
-    allocate_factors,
     bias_arguments,
     folded_descriptor,
     r_item,

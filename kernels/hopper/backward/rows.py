@@ -17,6 +17,7 @@ from vmonarch.kernels.flash_entropy.segments import Work, processors
 from vmonarch.kernels.hopper.attend import (
     HALF,
     accumulator_layout,
+    allocate_factors,
     begin_scores,
     copy_rows,
     divide_by_scale,
@@ -34,7 +35,6 @@ from vmonarch.kernels.hopper.backward.common import (
     TILE,
     add_rows,
     allocate_all_barriers,
-    allocate_factors,
     bias_arguments,
     r_item,
     rank_of,
