@@ -1,8 +1,8 @@
 """The training loop of `vmonarch finetune`.
 
 accelerate brings the processes, mixed precision, gradient accumulation and the trackers; how weights are spread over
-GPUs (DDP, FSDP2) is the user's accelerate config. All that is random is a function of (seed, step, data rank), and the
-position in the data is saved with the weights, so that a resumed run takes the same steps as one that was not ended.
+GPUs (DDP, FSDP2) is the user's accelerate config. All that is random, and the position in the data, is a function of
+(seed, step, data rank), so that a resumed run takes the same steps as one that was not ended.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Trainer:
             to be resumed cannot be used, or another run is using the output folder, which is held until `run` ends.
 
     Attributes:
-        held_out: the clips of `data.validation`, or None.
+        held_out: batches of the clips of `data.validation`, or None.
     """
 
     def __init__(self, config: FinetuneConfig) -> None:
@@ -81,14 +81,13 @@ class Trainer:
         for name in config.trackers:
             problem = f"must be of {', '.join(installed)}, which are installed, got {name}"
             require(name in installed, "trackers", problem)
-        self.clips = _open_clips("data.path", config.data.path)
-        held_out = config.data.validation
-        self.held_out = _open_clips("data.validation", held_out) if held_out else None
+        clips = _open_clips("data.path", config.data.path)
+        held_out = _open_clips("data.validation", config.data.validation) if config.data.validation else None
         self.output = Path(config.output_dir).expanduser()
         self.folder = find_wan_model(config.model, config.revision)
         # A checkpoint's record finds model and data from any folder.
-        held_out = str(self.held_out.path) if self.held_out else None
-        data = dataclasses.replace(config.data, path=str(self.clips.path), validation=held_out)
+        validation = str(held_out.path) if held_out else None
+        data = dataclasses.replace(config.data, path=str(clips.path), validation=validation)
         config = self.config = dataclasses.replace(config, model=self.folder.word, data=data)
         self.objective = objective_of(self.folder, config)
         self.accelerator = _accelerator(config, len(self.objective.experts))
@@ -106,11 +105,11 @@ class Trainer:
         self.about: dict[str, Any] = {
             "config": config.to_dict(),
             "model": self.folder.fingerprint(),
-            "data": self.clips.fingerprint(),
+            "data": clips.fingerprint(),
             "environment": environment(self.accelerator.device),
         }
-        how = {"seed": config.seed, "caption_dropout": data.caption_dropout}
-        self.loader = self._loader(self.clips, batch_size=config.micro_batch, **how)
+        self.loader = self._loader(clips, config.micro_batch)
+        self.held_out = self._loader(held_out, 1) if held_out else None
         self.step, self.saved = 0, self.output / "checkpoints"
         self._shown: dict[str, str] = {}
         prepare_output_dir(config.output_dir)
@@ -121,16 +120,18 @@ class Trainer:
             self._resume()
             self._held = held.pop_all()
 
-    def _loader(self, clips: ParquetFolder, **options: Any) -> LatentLoader:
+    def _loader(self, clips: ParquetFolder, batch_size: int) -> LatentLoader:
         vae = self.folder.outline.vae.config
         return LatentLoader(
             clips,
+            batch_size=batch_size,
+            seed=self.config.seed,
             rank=self.data_rank,
             world_size=self.data_world,
             mean=torch.tensor(vae.latents_mean),
             std=torch.tensor(vae.latents_std),
             text_dim=self.folder.config.text_dim,
-            **options,
+            caption_dropout=self.config.data.caption_dropout,
         )
 
     def _load(self) -> None:
@@ -168,8 +169,7 @@ class Trainer:
 
     def save(self) -> Path:
         """Commit a checkpoint of this step."""
-        run = {"batches": self.loader.position, **self.about}
-        return checkpoints.save(self.saved, self.step, self._tensors(), run, keep=self.config.checkpoints.keep)
+        return checkpoints.save(self.saved, self.step, self._tensors(), self.about, keep=self.config.checkpoints.keep)
 
     def _tensors(self) -> dict[str, torch.Tensor]:
         """All that training changes, by name: the weights, what AdamW knows of each, and their average."""
@@ -192,7 +192,7 @@ class Trainer:
         if anew and not self.config.checkpoints.any_processes:
             raise CheckpointError(
                 f"{path} was saved by {run['world_size']} processes, there are {self.world};"
-                " checkpoints.any_processes=true lets the data begin anew"
+                " checkpoints.any_processes=true lets these go on, with other clips in each step"
             )
         if run["model"] != self.about["model"]:
             raise CheckpointError(f"{path} was trained from another model than {self.folder.name}")
@@ -204,8 +204,6 @@ class Trainer:
         checkpoints.read_tensors(path, self._tensors())
         if self.average is not None:
             self.average.optimization_step = run["step"]
-        if not anew:
-            self.loader.position = run["batches"]
         self.step = run["step"]
 
     # Training
@@ -228,7 +226,7 @@ class Trainer:
             every = 0.1 if sys.stderr.isatty() else 30.0
             shown = {"mininterval": every, "maxinterval": every, "dynamic_ncols": True, "disable": self.rank > 0}
             bar = held.enter_context(tqdm(total=config.steps, initial=self.step, unit="step", **shown))
-            batches = held.enter_context(contextlib.closing(iter(self.loader)))
+            batches = held.enter_context(contextlib.closing(self.loader.batches(self.step * self.accumulation)))
             if self.step == 0 and validates:
                 self._log({"validation_loss": self.validate()}, bar)
             seconds: list[float] = []
@@ -321,19 +319,19 @@ class Trainer:
     def validate(self) -> float:
         """Mean loss of the held-out clips at fixed noise levels with fixed noise."""
         assert self.held_out is not None
-        clips, J = min(self.config.validation.clips, len(self.held_out)), self.config.validation.levels
+        rows, J = len(self.held_out.folder), self.config.validation.levels
+        clips = min(self.config.validation.clips, rows)
         objective = self.objective
         # Of one of two experts, its own levels: it may serve none of all.
         low, high = min(e.low for e in objective.experts), max(e.high for e in objective.experts)
         sigmas = objective.levels((torch.arange(J, dtype=torch.float64) + 0.5) / J, low, high)
         total = torch.zeros(2, dtype=torch.float64)
         with self._exported_weights():
-            for number, batch in enumerate(self._loader(self.held_out, batch_size=1, seed=0, shuffle=False)):
-                if number * self.data_world >= clips:
-                    break
+            for first in range(0, clips, self.data_world):
                 # Every rank takes as many clips, which FSDP needs; those beyond the last do not count.
-                clip = number * self.data_world + self.data_rank
+                clip = first + self.data_rank
                 counts = clip < clips
+                batch = self.held_out.batch([(clip % rows, False)])
                 latents = batch.latents.to(self.accelerator.device)
                 for j, sigma in enumerate(sigmas):
                     # By the clip and not by its rank: the noise is the same on any number of processes.
