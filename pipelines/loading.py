@@ -13,7 +13,7 @@ from vmonarch.files import prepare_output_dir
 from vmonarch.installation import find_transformers
 from vmonarch.pipelines.config import Config, SamplingConfig, complete
 from vmonarch.pipelines.environment import choose_device, choose_dtype
-from vmonarch.pipelines.lora import LORA, fuse_loras
+from vmonarch.pipelines.lora import LORA, find_lora, fuse_lora
 from vmonarch.pipelines.model_folder import MODELS, ModelFolder, cannot_be_loaded, find_model
 from vmonarch.pipelines.outputs import check_sources
 from vmonarch.pipelines.processes import ALONE, Shard
@@ -93,7 +93,9 @@ def load_model(config: SamplingConfig, folder: ModelFolder, shard: Shard = ALONE
     cls = getattr(diffusers, IMAGE_TO_VIDEO if config.image is not None else folder.pipeline)
     parts = {name: part for name, part in folder.outline.components.items() if name.startswith("tokenizer")}
     pipe = read_pipeline(cls, folder, dtype, scheduler=_scheduler(folder.outline.scheduler, config), **parts)
-    fuse_loras(pipe, config)
+    for argument in LORA:
+        for word in getattr(config, argument):
+            fuse_lora(pipe, argument, find_lora(argument, word))
     # A video at a time: its bits do not depend on those that are made with it. Some pipelines hand over latents in the
     # transformer's type.
     pipe.vae.enable_slicing()
