@@ -23,7 +23,7 @@ import diffusers
 import torch
 from accelerate import Accelerator
 from accelerate.tracking import get_available_trackers
-from accelerate.utils import DistributedDataParallelKwargs, InitProcessGroupKwargs, gather_object
+from accelerate.utils import DistributedDataParallelKwargs, InitProcessGroupKwargs, gather_object, send_to_device
 from diffusers.training_utils import EMAModel
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from tqdm import tqdm
@@ -56,8 +56,6 @@ from vmonarch.pipelines.video_io import encode_video, to_uint8
 # moved: what they are is compared instead. The number of steps may change where the learning rate does not follow it.
 FREE = ("output_dir", "trackers", "log_every", "validation", "checkpoints", "data.validation", "data.path",
          "model", "revision", "attention.label")  # fmt: skip
-# That a process waits for the others, of which a launcher ends all when one dies.
-WAITING = timedelta(hours=6)
 
 
 class TrainingError(RuntimeError):
@@ -258,11 +256,10 @@ class Trainer:
         losses: list[torch.Tensor] = []
         seen: list[Batch] = []
         for micro in range(self.accumulation):
-            batch = next(batches)
-            latents = batch.latents.to(accelerator.device)
-            draw = self.objective.draw(latents, step=self.step, micro=micro, data_rank=self.data_rank)
+            batch = send_to_device(next(batches), accelerator.device)
+            draw = self.objective.draw(batch.latents, step=self.step, micro=micro, data_rank=self.data_rank)
             with accelerator.accumulate(self.model):
-                loss = self._losses(draw, batch, latents, transfer=transfer)
+                loss = self._losses(draw, batch, transfer=transfer)
                 # DDP takes the mean over all processes; those that share a clip have parts of its gradient.
                 accelerator.backward(self.group * loss.mean())
             losses.append(loss.detach())
@@ -282,22 +279,18 @@ class Trainer:
         mean = accelerator.reduce(torch.cat(losses).mean(), "mean").item()
         return {"loss": mean, "gradient_norm": float(norm), "learning_rate": rate}
 
-    def _losses(
-        self, draw: Draw, batch: Batch, latents: torch.Tensor, *, transfer: bool = False, plain: bool = False
-    ) -> torch.Tensor:
+    def _losses(self, draw: Draw, batch: Batch, *, transfer: bool = False, plain: bool = False) -> torch.Tensor:
         """[B]: the loss of each clip; the distance to the clips alone with `plain`."""
-        device, objective = self.accelerator.device, self.objective
-        tokens = math.prod(s // p for s, p in zip(latents.shape[2:], objective.patch, strict=True))
+        objective, model = self.objective, partial(self.model, draw.expert.name)
+        tokens = math.prod(s // p for s, p in zip(batch.latents.shape[2:], objective.patch, strict=True))
         problem = f"must divide the {tokens} tokens of a clip, got {self.group}"
         require(tokens % self.group == 0, "sequence_parallel_size", problem)
-        extras = {name: tensor.to(device) for name, tensor in batch.extras.items()}
-        text, model = batch.text.to(device), partial(self.model, draw.expert.name)
         with self.accelerator.autocast():
             if transfer:
-                given, _ = objective.inputs(draw, latents, text, extras)
+                given, _ = objective.inputs(draw, batch.latents, batch.text, batch.extras)
                 return model(transfer=True, **given)
             teacher = None if plain or self.teacher is None else partial(self.teacher, draw.expert.name)
-            return objective.losses(model, draw, latents, text, extras, teacher)
+            return objective.losses(model, draw, batch.latents, batch.text, batch.extras, teacher)
 
     def _stop_unless_finite(self, losses: list[torch.Tensor], seen: list[Batch], norm: torch.Tensor) -> None:
         """End the run on all ranks, before the weights change, if anything is not finite on any of them."""
@@ -325,25 +318,25 @@ class Trainer:
         # Of one of two experts, its own levels: it may serve none of all.
         low, high = min(e.low for e in objective.experts), max(e.high for e in objective.experts)
         sigmas = objective.levels((torch.arange(J, dtype=torch.float64) + 0.5) / J, low, high)
-        total = torch.zeros(2, dtype=torch.float64)
+        losses: list[float] = []
         with self._exported_weights():
             for first in range(0, clips, self.data_world):
                 # Every rank takes as many clips, which FSDP needs; those beyond the last do not count.
                 clip = first + self.data_rank
                 counts = clip < clips
-                batch = self.held_out.batch([(clip % rows, False)])
-                latents = batch.latents.to(self.accelerator.device)
+                batch = send_to_device(self.held_out.batch([(clip % rows, False)]), self.accelerator.device)
+                latents = batch.latents
                 for j, sigma in enumerate(sigmas):
                     # By the clip and not by its rank: the noise is the same on any number of processes.
                     random = generator_for(0, "validation", clip, j)
                     noise = torch.randn(latents.shape, generator=random).to(latents)
                     conditioned = torch.zeros(1, dtype=torch.bool, device=latents.device)
                     draw = Draw(objective.expert(sigma), sigma.to(latents).expand(1), noise, conditioned)
-                    loss = self._losses(draw, batch, latents, plain=True).item()
+                    loss = self._losses(draw, batch, plain=True).item()
                     if counts:
-                        total += torch.tensor([loss, 1.0], dtype=torch.float64)
-        total = self.accelerator.reduce(total.to(self.accelerator.device, torch.float32), "sum")
-        return (total[0] / total[1]).item()
+                        losses.append(loss)
+        losses = gather_object(losses)
+        return sum(losses) / len(losses)
 
     @contextlib.contextmanager
     def _exported_weights(self) -> Iterator[None]:
@@ -389,8 +382,8 @@ class Trainer:
 
 
 def _accelerator(config: FinetuneConfig, experts: int) -> Accelerator:
-    # The others wait while the first process samples videos or writes a checkpoint.
-    handlers: list[Any] = [InitProcessGroupKwargs(timeout=WAITING)]
+    # The others wait while the first process samples videos or writes a checkpoint; if one dies, a launcher ends all.
+    handlers: list[Any] = [InitProcessGroupKwargs(timeout=timedelta(hours=6))]
     if experts > 1 or config.transfer:
         handlers.append(DistributedDataParallelKwargs(find_unused_parameters=True))
     accelerator = Accelerator(

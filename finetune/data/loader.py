@@ -13,7 +13,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import KW_ONLY, dataclass, replace
 from itertools import count, islice
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -38,8 +38,7 @@ def ahead(make: Callable[[Item], Made], items: Iterable[Item], threads: int) -> 
             yield waiting.popleft()
 
 
-@dataclass(frozen=True)
-class Batch:
+class Batch(NamedTuple):
     """Clips of one step on one rank.
 
     Args:

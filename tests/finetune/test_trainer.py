@@ -143,7 +143,7 @@ def test_an_update_is_adamws_with_the_clipped_gradient_of_the_mean_loss(place, t
     clips = trainer.loader.batches()
     for step in range(2):
         batches = list(islice(clips, 4 // micro_batch))
-        drawn = [(trainer.objective.draw(b.latents, step=step, micro=m), b, b.latents) for m, b in enumerate(batches)]
+        drawn = [(trainer.objective.draw(b.latents, step=step, micro=m), b) for m, b in enumerate(batches)]
         loss = torch.cat([trainer._losses(*draw) for draw in drawn]).mean()
         gradients = torch.autograd.grad(loss, list(trainer.trained.values()))
         norm = torch.nn.utils.get_total_norm(gradients)
