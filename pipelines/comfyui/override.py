@@ -243,7 +243,7 @@ class _Call:
         prompts: numbers of tokens of what it attends to by cross-attention.
         why_exact: why all of it stays exact; empty if it does not.
         branch: whose residuals it uses; None if there are none, or it cannot be told.
-        seen: how many calls of self-attention of the video there were, by block.
+        seen: how many calls of self-attention of the video there were.
     """
 
     run: Run
@@ -252,7 +252,7 @@ class _Call:
     prompts: frozenset[int]
     why_exact: str
     branch: Branch | None
-    seen: Counter[Any] = dataclasses.field(default_factory=Counter)
+    seen: int = 0
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)
@@ -460,13 +460,11 @@ class OverrideAttention(Settings):
         beside = tokens - grid.tokens
         if beside < (call.before or 0) or (beside and not known.joint):
             return "of other tokens than the video's"
-        block = known.layer(model, options, call.seen.total())
+        block = known.layer(model, options, call.seen)
         if isinstance(block, str):
             return block
         call.run.grids.add(grid)
-        # VACE has a second block within some blocks.
-        layer = block, call.seen[block]
-        call.seen[block] += 1
+        call.seen += 1
         if mask is not None:
             return "with a mask"
         scale, head_dim = others.get("scale"), q.shape[-1] if skip_reshape else q.shape[-1] // heads
@@ -500,7 +498,7 @@ class OverrideAttention(Settings):
 
         attend = Beside(attend, Exact())
         if call.branch is not None:
-            attend = Residual(attend, renewing, layer)
+            attend = Residual(attend, renewing, block)
         out, _ = attend(query, key, value, Call(grid, call.before, branch=call.branch).placed(tokens))
         return out.transpose(1, 2) if skip_output_reshape else out.flatten(2)
 
