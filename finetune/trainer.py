@@ -70,7 +70,7 @@ class Trainer:
             to be resumed cannot be used, or another run is using the output folder, which is held until `run` ends.
 
     Attributes:
-        held_out: batches of the clips of `data.validation`, or None.
+        held_out: reads the clips of `data.validation`; None if there are none.
     """
 
     def __init__(self, config: FinetuneConfig) -> None:
@@ -106,8 +106,19 @@ class Trainer:
             "data": clips.fingerprint(),
             "environment": environment(self.accelerator.device),
         }
-        self.loader = self._loader(clips, config.micro_batch)
-        self.held_out = self._loader(held_out, 1) if held_out else None
+        vae = self.folder.outline.vae.config
+        self.loader = LatentLoader(
+            clips,
+            batch_size=config.micro_batch,
+            seed=config.seed,
+            rank=self.data_rank,
+            world_size=self.data_world,
+            mean=torch.tensor(vae.latents_mean),
+            std=torch.tensor(vae.latents_std),
+            text_dim=self.folder.config.text_dim,
+            caption_dropout=data.caption_dropout,
+        )
+        self.held_out = dataclasses.replace(self.loader, folder=held_out) if held_out else None
         self.step, self.saved = 0, self.output / "checkpoints"
         self._shown: dict[str, str] = {}
         prepare_output_dir(config.output_dir)
@@ -117,20 +128,6 @@ class Trainer:
             self._load()
             self._resume()
             self._held = held.pop_all()
-
-    def _loader(self, clips: ParquetFolder, batch_size: int) -> LatentLoader:
-        vae = self.folder.outline.vae.config
-        return LatentLoader(
-            clips,
-            batch_size=batch_size,
-            seed=self.config.seed,
-            rank=self.data_rank,
-            world_size=self.data_world,
-            mean=torch.tensor(vae.latents_mean),
-            std=torch.tensor(vae.latents_std),
-            text_dim=self.folder.config.text_dim,
-            caption_dropout=self.config.data.caption_dropout,
-        )
 
     def _load(self) -> None:
         config, accelerator = self.config, self.accelerator
