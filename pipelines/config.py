@@ -172,7 +172,7 @@ def check_sizes(config: Any, multiples: tuple[int, int], temporal: int, where: s
 def _check_text(name: str, text: str) -> None:
     """Raise InputError for what no text encoder sees all of, and for half a surrogate pair, which no file can take."""
     if re.search("[\0\ud800-\udfff]", text) or (name == "prompts" and not text.strip()):
-        raise InputError(name, f"must be Unicode text without NUL characters, and not empty, got {text!r}")
+        raise InputError(name, f"must not be empty, nor hold NUL characters or half a surrogate pair, got {text!r}")
 
 
 def build_config(schema: type[AnySettings], *layers: Mapping[str, Any]) -> AnySettings:
