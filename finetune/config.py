@@ -106,7 +106,7 @@ class CheckpointConfig(Settings):
 
     Args:
         every: steps. keep: how many.
-        any_processes: another number of processes may go on, with the data from the start.
+        any_processes: another number of processes may go on, with other clips in each step.
     """
 
     every: int = number(250, "[1, inf)")

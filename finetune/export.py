@@ -23,7 +23,7 @@ from vmonarch.files import AtomicFiles, check_output
 from vmonarch.finetune import checkpoints
 from vmonarch.finetune.checkpoints import CheckpointError
 from vmonarch.finetune.config import FinetuneConfig, require
-from vmonarch.finetune.models import COMPONENTS, Experts, cast, load_experts, objective_of
+from vmonarch.finetune.models import Experts, cast, load_experts, objective_of
 from vmonarch.pipelines.config import build_config
 from vmonarch.pipelines.model_folder import ModelFolder, find_wan_model
 
@@ -99,8 +99,7 @@ def export(
     with AtomicFiles() as files:
         partial = files.stage(output)
         if learns:
-            pipe = types.SimpleNamespace(**{**dict.fromkeys(COMPONENTS), **experts.parts})
-            save_adapter(pipe, partial, dtype=next(iter(dtypes.values())))
+            save_adapter(types.SimpleNamespace(**experts.parts), partial, dtype=next(iter(dtypes.values())))
         elif config.lora.rank:
             _write_layers(experts, partial, dtypes, names)
         else:

@@ -29,7 +29,7 @@ from vmonarch.finetune.config import FinetuneConfig, require
 from vmonarch.finetune.objective import Expert, Objective
 from vmonarch.installation import own_processors
 from vmonarch.own import Bound, ours_of
-from vmonarch.pipelines.model_folder import ModelFolder, read_json
+from vmonarch.pipelines.model_folder import ModelFolder
 from vmonarch.pipelines.recipes import allow_versions
 
 COMPONENTS = ("transformer", "transformer_2")
@@ -47,8 +47,7 @@ def objective_of(folder: ModelFolder, config: FinetuneConfig) -> Objective:
     names = ", ".join(expert.name for expert in there)
     experts = tuple(expert for expert in there if config.train in ("all", expert.name))
     require(experts, "train", f"must be all or one of {names}, got {config.train!r}")
-    scheduler = read_json(folder.path / "scheduler" / "scheduler_config.json")
-    told = config.objective
+    told, scheduler = config.objective, folder.outline.scheduler.config
     problem = f"must be 0 for {folder.name}, where all clips have a first frame given, or none, got {told.image_share}"
     both = folder.image_capable and not folder.image_conditioned
     require(both or told.image_share == 0, "objective.image_share", problem)

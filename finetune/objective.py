@@ -10,6 +10,7 @@ Shapes: B clips, C latent channels, T latent frames, h × w latent pixels, S tok
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -55,7 +56,8 @@ class Draw(NamedTuple):
 class Objective:
     """The loss of a micro-batch.
 
-    σ is shift·u / (1 + (shift - 1)·u) for a u that is logit-normal or uniform in (0, 1).
+    σ is shift·u / (1 + (shift - 1)·u), so that logit σ = logit u + log shift, for a u that is logit-normal or uniform
+    in (0, 1).
 
     Args:
         experts: the transformers that are trained.
@@ -83,19 +85,16 @@ class Objective:
     def levels(self, uniform: torch.Tensor, low: float = 0.0, high: float = 1.0) -> torch.Tensor:
         """σ, float32 [B], between `low` and `high`, from numbers [B] that are uniform in [0, 1)."""
         ends, options = self._cumulative(low, high), self.options
-        u = ends[0] + uniform.double() * (ends[1] - ends[0])
-        if options.sigma == "logit_normal":
-            u = (options.mean + options.std * torch.special.ndtri(u)).sigmoid()
-        sigma = self.shift * u / (1 + (self.shift - 1) * u)
-        return sigma.clamp(max(low, LEAST_SIGMA), high).float()
+        p = ends[0] + uniform.double() * (ends[1] - ends[0])
+        normal = options.sigma == "logit_normal"
+        logit = options.mean + options.std * torch.special.ndtri(p) if normal else p.logit()
+        return (logit + math.log(self.shift)).sigmoid().clamp(max(low, LEAST_SIGMA), high).float()
 
     def _cumulative(self, *sigma: float) -> torch.Tensor:
         """The probability of a level below each σ, float64."""
-        levels = torch.tensor(sigma, dtype=torch.float64)
-        u = levels / (self.shift - (self.shift - 1) * levels)
-        if self.options.sigma == "logit_normal":
-            u = torch.special.ndtr((u.logit() - self.options.mean) / self.options.std)
-        return u
+        logit = torch.tensor(sigma, dtype=torch.float64).logit() - math.log(self.shift)
+        normal = self.options.sigma == "logit_normal"
+        return torch.special.ndtr((logit - self.options.mean) / self.options.std) if normal else logit.sigmoid()
 
     def draw(self, latents: torch.Tensor, *, step: int, micro: int = 0, data_rank: int = 0) -> Draw:
         """What is random for clips of the shape of `latents`; the expert is the same on all ranks of a step."""

@@ -28,6 +28,7 @@ from transformers import AutoTokenizer, UMT5EncoderModel
 
 from vmonarch.configs import InputError
 from vmonarch.files import AtomicFiles, check_output, write_json
+from vmonarch.finetune.data.parquet import TEXT_LENGTH
 from vmonarch.finetune.models import compile_options
 from vmonarch.finetune.objective import Draw, Expert, Objective
 from vmonarch.finetune.scenes import caption, render, sample_scene
@@ -36,8 +37,6 @@ from vmonarch.pipelines.environment import choose_device, environment, shown_com
 from vmonarch.pipelines.model_folder import PROXY_RECORD
 
 CAPTIONS_PER_CLIP, TRAIN_TOKENS, CAPTION_DROPOUT, UNIFORM_SHARE = 4, 55, 0.1, 0.1
-TEXT_LENGTH = 512
-"""Rows of prompt embedding the stock Wan pipeline gives the transformer; rows past the prompt's tokens are zero."""
 # By the seed they are other clips than the embedded model's.
 CLIPS, STEPS, BATCH, LEARNING_RATE, SEED = 8192, 4000, 24, 1e-3, 104_728
 # Of pixels. Four times the tokens show the same scene through twice the noise.

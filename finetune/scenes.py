@@ -217,10 +217,8 @@ def render(
 
     `scale` draws the same scene with more pixels.
     """
-    moved: dict[str, Any] = {
-        name: part.to(device) for name, part in scene._asdict().items() if isinstance(part, torch.Tensor)
-    }
-    scene = scene._replace(**moved)
+    moved: list[Any] = [part.to(device) if isinstance(part, torch.Tensor) else part for part in scene]
+    scene = Scene(*moved)
     time = torch.tensor(list(frames), device=device, dtype=torch.float32)[:, None, None] / (NUM_FRAMES - 1)  # [F, 1, 1]
     ys = (torch.arange(HEIGHT * scale, device=device)[:, None] + 0.5) / scale  # [Y, 1]
     xs = (torch.arange(WIDTH * scale, device=device) + 0.5) / scale  # [X]

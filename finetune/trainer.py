@@ -1,8 +1,8 @@
 """The training loop of `vmonarch finetune`.
 
 accelerate brings the processes, mixed precision, gradient accumulation and the trackers; how weights are spread over
-GPUs (DDP, FSDP2) is the user's accelerate config. All that is random is a function of (seed, step, data rank), and the
-position in the data is saved with the weights, so that a resumed run takes the same steps as one that was not ended.
+GPUs (DDP, FSDP2) is the user's accelerate config. All that is random, and the position in the data, is a function of
+(seed, step, data rank), so that a resumed run takes the same steps as one that was not ended.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import diffusers
 import torch
 from accelerate import Accelerator
 from accelerate.tracking import get_available_trackers
-from accelerate.utils import DistributedDataParallelKwargs, InitProcessGroupKwargs, gather_object
+from accelerate.utils import DistributedDataParallelKwargs, InitProcessGroupKwargs, gather_object, send_to_device
 from diffusers.training_utils import EMAModel
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from tqdm import tqdm
@@ -56,8 +56,6 @@ from vmonarch.pipelines.video_io import encode_video, to_uint8
 # moved: what they are is compared instead. The number of steps may change where the learning rate does not follow it.
 FREE = ("output_dir", "trackers", "log_every", "validation", "checkpoints", "data.validation", "data.path",
          "model", "revision", "attention.label")  # fmt: skip
-# That a process waits for the others, of which a launcher ends all when one dies.
-WAITING = timedelta(hours=6)
 
 
 class TrainingError(RuntimeError):
@@ -72,7 +70,7 @@ class Trainer:
             to be resumed cannot be used, or another run is using the output folder, which is held until `run` ends.
 
     Attributes:
-        held_out: the clips of `data.validation`, or None.
+        held_out: reads the clips of `data.validation`; None if there are none.
     """
 
     def __init__(self, config: FinetuneConfig) -> None:
@@ -81,14 +79,13 @@ class Trainer:
         for name in config.trackers:
             problem = f"must be of {', '.join(installed)}, which are installed, got {name}"
             require(name in installed, "trackers", problem)
-        self.clips = _open_clips("data.path", config.data.path)
-        held_out = config.data.validation
-        self.held_out = _open_clips("data.validation", held_out) if held_out else None
+        clips = _open_clips("data.path", config.data.path)
+        held_out = _open_clips("data.validation", config.data.validation) if config.data.validation else None
         self.output = Path(config.output_dir).expanduser()
         self.folder = find_wan_model(config.model, config.revision)
         # A checkpoint's record finds model and data from any folder.
-        held_out = str(self.held_out.path) if self.held_out else None
-        data = dataclasses.replace(config.data, path=str(self.clips.path), validation=held_out)
+        validation = str(held_out.path) if held_out else None
+        data = dataclasses.replace(config.data, path=str(clips.path), validation=validation)
         config = self.config = dataclasses.replace(config, model=self.folder.word, data=data)
         self.objective = objective_of(self.folder, config)
         self.accelerator = _accelerator(config, len(self.objective.experts))
@@ -106,11 +103,22 @@ class Trainer:
         self.about: dict[str, Any] = {
             "config": config.to_dict(),
             "model": self.folder.fingerprint(),
-            "data": self.clips.fingerprint(),
+            "data": clips.fingerprint(),
             "environment": environment(self.accelerator.device),
         }
-        how = {"seed": config.seed, "caption_dropout": data.caption_dropout}
-        self.loader = self._loader(self.clips, batch_size=config.micro_batch, **how)
+        vae = self.folder.outline.vae.config
+        self.loader = LatentLoader(
+            clips,
+            batch_size=config.micro_batch,
+            seed=config.seed,
+            rank=self.data_rank,
+            world_size=self.data_world,
+            mean=torch.tensor(vae.latents_mean),
+            std=torch.tensor(vae.latents_std),
+            text_dim=self.folder.config.text_dim,
+            caption_dropout=data.caption_dropout,
+        )
+        self.held_out = dataclasses.replace(self.loader, folder=held_out) if held_out else None
         self.step, self.saved = 0, self.output / "checkpoints"
         self._shown: dict[str, str] = {}
         prepare_output_dir(config.output_dir)
@@ -120,18 +128,6 @@ class Trainer:
             self._load()
             self._resume()
             self._held = held.pop_all()
-
-    def _loader(self, clips: ParquetFolder, **options: Any) -> LatentLoader:
-        vae = self.folder.outline.vae.config
-        return LatentLoader(
-            clips,
-            rank=self.data_rank,
-            world_size=self.data_world,
-            mean=torch.tensor(vae.latents_mean),
-            std=torch.tensor(vae.latents_std),
-            text_dim=self.folder.config.text_dim,
-            **options,
-        )
 
     def _load(self) -> None:
         config, accelerator = self.config, self.accelerator
@@ -168,8 +164,7 @@ class Trainer:
 
     def save(self) -> Path:
         """Commit a checkpoint of this step."""
-        run = {"batches": self.loader.position, **self.about}
-        return checkpoints.save(self.saved, self.step, self._tensors(), run, keep=self.config.checkpoints.keep)
+        return checkpoints.save(self.saved, self.step, self._tensors(), self.about, keep=self.config.checkpoints.keep)
 
     def _tensors(self) -> dict[str, torch.Tensor]:
         """All that training changes, by name: the weights, what AdamW knows of each, and their average."""
@@ -192,7 +187,7 @@ class Trainer:
         if anew and not self.config.checkpoints.any_processes:
             raise CheckpointError(
                 f"{path} was saved by {run['world_size']} processes, there are {self.world};"
-                " checkpoints.any_processes=true lets the data begin anew"
+                " checkpoints.any_processes=true lets these go on, with other clips in each step"
             )
         if run["model"] != self.about["model"]:
             raise CheckpointError(f"{path} was trained from another model than {self.folder.name}")
@@ -204,8 +199,6 @@ class Trainer:
         checkpoints.read_tensors(path, self._tensors())
         if self.average is not None:
             self.average.optimization_step = run["step"]
-        if not anew:
-            self.loader.position = run["batches"]
         self.step = run["step"]
 
     # Training
@@ -228,7 +221,7 @@ class Trainer:
             every = 0.1 if sys.stderr.isatty() else 30.0
             shown = {"mininterval": every, "maxinterval": every, "dynamic_ncols": True, "disable": self.rank > 0}
             bar = held.enter_context(tqdm(total=config.steps, initial=self.step, unit="step", **shown))
-            batches = held.enter_context(contextlib.closing(iter(self.loader)))
+            batches = held.enter_context(contextlib.closing(self.loader.batches(self.step * self.accumulation)))
             if self.step == 0 and validates:
                 self._log({"validation_loss": self.validate()}, bar)
             seconds: list[float] = []
@@ -260,11 +253,10 @@ class Trainer:
         losses: list[torch.Tensor] = []
         seen: list[Batch] = []
         for micro in range(self.accumulation):
-            batch = next(batches)
-            latents = batch.latents.to(accelerator.device)
-            draw = self.objective.draw(latents, step=self.step, micro=micro, data_rank=self.data_rank)
+            batch = send_to_device(next(batches), accelerator.device)
+            draw = self.objective.draw(batch.latents, step=self.step, micro=micro, data_rank=self.data_rank)
             with accelerator.accumulate(self.model):
-                loss = self._losses(draw, batch, latents, transfer=transfer)
+                loss = self._losses(draw, batch, transfer=transfer)
                 # DDP takes the mean over all processes; those that share a clip have parts of its gradient.
                 accelerator.backward(self.group * loss.mean())
             losses.append(loss.detach())
@@ -284,22 +276,18 @@ class Trainer:
         mean = accelerator.reduce(torch.cat(losses).mean(), "mean").item()
         return {"loss": mean, "gradient_norm": float(norm), "learning_rate": rate}
 
-    def _losses(
-        self, draw: Draw, batch: Batch, latents: torch.Tensor, *, transfer: bool = False, plain: bool = False
-    ) -> torch.Tensor:
+    def _losses(self, draw: Draw, batch: Batch, *, transfer: bool = False, plain: bool = False) -> torch.Tensor:
         """[B]: the loss of each clip; the distance to the clips alone with `plain`."""
-        device, objective = self.accelerator.device, self.objective
-        tokens = math.prod(s // p for s, p in zip(latents.shape[2:], objective.patch, strict=True))
+        objective, model = self.objective, partial(self.model, draw.expert.name)
+        tokens = math.prod(s // p for s, p in zip(batch.latents.shape[2:], objective.patch, strict=True))
         problem = f"must divide the {tokens} tokens of a clip, got {self.group}"
         require(tokens % self.group == 0, "sequence_parallel_size", problem)
-        extras = {name: tensor.to(device) for name, tensor in batch.extras.items()}
-        text, model = batch.text.to(device), partial(self.model, draw.expert.name)
         with self.accelerator.autocast():
             if transfer:
-                given, _ = objective.inputs(draw, latents, text, extras)
+                given, _ = objective.inputs(draw, batch.latents, batch.text, batch.extras)
                 return model(transfer=True, **given)
             teacher = None if plain or self.teacher is None else partial(self.teacher, draw.expert.name)
-            return objective.losses(model, draw, latents, text, extras, teacher)
+            return objective.losses(model, draw, batch.latents, batch.text, batch.extras, teacher)
 
     def _stop_unless_finite(self, losses: list[torch.Tensor], seen: list[Batch], norm: torch.Tensor) -> None:
         """End the run on all ranks, before the weights change, if anything is not finite on any of them."""
@@ -321,31 +309,31 @@ class Trainer:
     def validate(self) -> float:
         """Mean loss of the held-out clips at fixed noise levels with fixed noise."""
         assert self.held_out is not None
-        clips, J = min(self.config.validation.clips, len(self.held_out)), self.config.validation.levels
+        rows, J = len(self.held_out.folder), self.config.validation.levels
+        clips = min(self.config.validation.clips, rows)
         objective = self.objective
         # Of one of two experts, its own levels: it may serve none of all.
         low, high = min(e.low for e in objective.experts), max(e.high for e in objective.experts)
         sigmas = objective.levels((torch.arange(J, dtype=torch.float64) + 0.5) / J, low, high)
-        total = torch.zeros(2, dtype=torch.float64)
+        losses: list[float] = []
         with self._exported_weights():
-            for number, batch in enumerate(self._loader(self.held_out, batch_size=1, seed=0, shuffle=False)):
-                if number * self.data_world >= clips:
-                    break
+            for first in range(0, clips, self.data_world):
                 # Every rank takes as many clips, which FSDP needs; those beyond the last do not count.
-                clip = number * self.data_world + self.data_rank
+                clip = first + self.data_rank
                 counts = clip < clips
-                latents = batch.latents.to(self.accelerator.device)
+                batch = send_to_device(self.held_out.batch([(clip % rows, False)]), self.accelerator.device)
+                latents = batch.latents
                 for j, sigma in enumerate(sigmas):
                     # By the clip and not by its rank: the noise is the same on any number of processes.
                     random = generator_for(0, "validation", clip, j)
                     noise = torch.randn(latents.shape, generator=random).to(latents)
                     conditioned = torch.zeros(1, dtype=torch.bool, device=latents.device)
                     draw = Draw(objective.expert(sigma), sigma.to(latents).expand(1), noise, conditioned)
-                    loss = self._losses(draw, batch, latents, plain=True).item()
+                    loss = self._losses(draw, batch, plain=True).item()
                     if counts:
-                        total += torch.tensor([loss, 1.0], dtype=torch.float64)
-        total = self.accelerator.reduce(total.to(self.accelerator.device, torch.float32), "sum")
-        return (total[0] / total[1]).item()
+                        losses.append(loss)
+        losses = gather_object(losses)
+        return sum(losses) / len(losses)
 
     @contextlib.contextmanager
     def _exported_weights(self) -> Iterator[None]:
@@ -391,8 +379,8 @@ class Trainer:
 
 
 def _accelerator(config: FinetuneConfig, experts: int) -> Accelerator:
-    # The others wait while the first process samples videos or writes a checkpoint.
-    handlers: list[Any] = [InitProcessGroupKwargs(timeout=WAITING)]
+    # The others wait while the first process samples videos or writes a checkpoint; if one dies, a launcher ends all.
+    handlers: list[Any] = [InitProcessGroupKwargs(timeout=timedelta(hours=6))]
     if experts > 1 or config.transfer:
         handlers.append(DistributedDataParallelKwargs(find_unused_parameters=True))
     accelerator = Accelerator(

@@ -59,8 +59,7 @@ def choose_dtype(dtype: str, device: torch.device) -> torch.dtype:
         return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float16
     if dtype == "float16" and device.type == "cpu":
         raise InputError("dtype", "float16 cannot be used on the CPU; supported there: auto, float32, bfloat16")
-    chosen = getattr(torch, dtype)
-    assert isinstance(chosen, torch.dtype)
+    chosen: torch.dtype = getattr(torch, dtype)
     return chosen
 
 

@@ -13,12 +13,12 @@ from vmonarch.files import prepare_output_dir
 from vmonarch.installation import find_transformers
 from vmonarch.pipelines.config import Config, SamplingConfig, complete
 from vmonarch.pipelines.environment import choose_device, choose_dtype
-from vmonarch.pipelines.lora import LORA, fuse_loras
+from vmonarch.pipelines.lora import LORA, find_lora, fuse_lora
 from vmonarch.pipelines.model_folder import MODELS, ModelFolder, cannot_be_loaded, find_model
 from vmonarch.pipelines.outputs import check_sources
 from vmonarch.pipelines.processes import ALONE, Shard
 from vmonarch.pipelines.recipes import quantize_for_good
-from vmonarch.pipelines.traits import IMAGE_TO_VIDEO, Traits
+from vmonarch.pipelines.traits import IMAGE_TO_VIDEO
 
 
 @dataclass(frozen=True)
@@ -89,11 +89,13 @@ def load_model(config: SamplingConfig, folder: ModelFolder, shard: Shard = ALONE
     dtype = choose_dtype(config.dtype, device)
     if config.offload != "none" and device.type == "cpu":
         raise InputError("offload", f"{config.offload} needs a CUDA device; supported on the CPU: none")
-    check_prompt_lengths(config, folder.traits, folder.outline)
+    check_prompt_lengths(config, folder)
     cls = getattr(diffusers, IMAGE_TO_VIDEO if config.image is not None else folder.pipeline)
     parts = {name: part for name, part in folder.outline.components.items() if name.startswith("tokenizer")}
     pipe = read_pipeline(cls, folder, dtype, scheduler=_scheduler(folder.outline.scheduler, config), **parts)
-    fuse_loras(pipe, config)
+    for argument in LORA:
+        for word in getattr(config, argument):
+            fuse_lora(pipe, argument, find_lora(argument, word))
     # A video at a time: its bits do not depend on those that are made with it. Some pipelines hand over latents in the
     # transformer's type.
     pipe.vae.enable_slicing()
@@ -155,10 +157,10 @@ def check_loaded(config: SamplingConfig, model: LoadedModel) -> None:
             raise InputError(name, f"must be {has!r}, with which the pipeline was loaded, got {wanted!r}")
     if (config.image is None) != (model.config.image is None):
         raise InputError("image", "must be given to load the pipeline too, or neither time")
-    check_prompt_lengths(config, model.folder.traits, model.pipe)
+    check_prompt_lengths(config, model.folder)
 
 
-def check_prompt_lengths(config: SamplingConfig, traits: Traits, pipe: Any) -> None:
+def check_prompt_lengths(config: SamplingConfig, folder: ModelFolder) -> None:
     """Check that no prompt is longer than the text encoders of a pipeline may see: nothing is cut off silently.
 
     Raises:
@@ -168,7 +170,7 @@ def check_prompt_lengths(config: SamplingConfig, traits: Traits, pipe: Any) -> N
     if config.negative_prompt:
         texts.append(("negative_prompt", config.negative_prompt))
     for name, text in texts:
-        for tokens, limit, which in traits.lengths(pipe, text, config.max_sequence_length):
+        for tokens, limit, which in folder.traits.lengths(folder.outline, text, config.max_sequence_length):
             if tokens > limit:
                 problem = f"must have at most {limit} tokens{which} for this model's text encoder"
                 raise InputError(name, f"{problem}; {text[:40]!r} has {tokens}")

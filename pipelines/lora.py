@@ -12,12 +12,9 @@ import textwrap
 import warnings
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from vmonarch.configs import InputError
-
-if TYPE_CHECKING:
-    from vmonarch.pipelines.config import SamplingConfig
 
 # The transformer that each setting is for.
 LORA = {"lora": "transformer", "lora_2": "transformer_2"}
@@ -74,20 +71,18 @@ def find_lora(argument: str, word: str) -> LoraFile:
         raise InputError(argument, f"{_SUPPORTED}, got {word!r}: {in_words(error)}") from error
 
 
-def fuse_loras(pipe: Any, config: SamplingConfig) -> None:
-    """Add the LoRA layers of a completed config to a pipeline's weights, which are still on the CPU.
+def fuse_lora(pipe: Any, argument: str, lora: LoraFile) -> None:
+    """Add LoRA layers to the weights of a pipeline's transformer, which are still on the CPU.
+
+    Args:
+        argument: of `LORA`, which says of which transformer.
 
     Raises:
-        InputError: the pipeline takes none, or has no place for a file's layers.
+        InputError: the pipeline takes none, or has no place for the layers.
     """
-    for argument, component in LORA.items():
-        for word in getattr(config, argument):
-            _fuse(pipe, argument, component, find_lora(argument, word))
-
-
-def _fuse(pipe: Any, argument: str, component: str, lora: LoraFile) -> None:
     from safetensors.torch import load_file
 
+    component = LORA[argument]
     if not hasattr(pipe, "load_lora_weights"):
         raise InputError(argument, f"cannot be used: diffusers loads no LoRA layers into a {type(pipe).__name__}")
     file, transformer = str(lora.file), getattr(pipe, component)

@@ -12,9 +12,9 @@ compiled blocks and quantised linear layers.
 
 from __future__ import annotations
 
-import functools
+import contextlib
 import importlib.util
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ from vmonarch.configs.methods import Additions, AttentionMethod, resolve_method
 from vmonarch.engines import CUDNN, fa3_backend
 from vmonarch.installation import find_transformers
 
-# What a transformer carries of a recipe: functions that take it off again, and how its weights were quantised for good.
+# What a transformer carries of a recipe: what takes it off again, and how its weights were quantised for good.
 _UNDO, _FOR_GOOD = "_vmonarch_undo", "_vmonarch_linears"
 # A block of a model is one function to torch.compile; every method, and every kind of step, makes a version of it.
 _VERSIONS = 64
@@ -159,17 +159,17 @@ def _take_off(transformer: Any, additions: Additions, device: torch.device) -> N
     if additions.compile and not repeated_blocks(transformer):
         name = type(transformer).__name__
         raise InputError("compile", f"cannot be used: diffusers names no repeated blocks of {name}")
-    for undo in reversed(vars(transformer).pop(_UNDO, [])):
-        undo()
+    vars(transformer).pop(_UNDO, contextlib.ExitStack()).close()
 
 
 def _put_on(transformer: Any, additions: Additions, device: torch.device, backend: str) -> None:
-    undo: list[Callable[[], object]] = []
+    undo = contextlib.ExitStack()
     setattr(transformer, _UNDO, undo)
     blocks = repeated_blocks(transformer)
     if additions.linears and not hasattr(transformer, _FOR_GOOD):
         chosen = _linears(transformer, additions.linears)
-        undo += [functools.partial(setattr, module, "weight", module.weight) for module in chosen]
+        for module in chosen:
+            undo.callback(setattr, module, "weight", module.weight)
         _quantise(transformer, additions.linears, chosen)
     if exact := additions.backend or (CUDNN if additions.compile and device.type == "cuda" else None):
         from diffusers.models.attention_dispatch import _AttentionBackendRegistry as registry
@@ -178,17 +178,13 @@ def _put_on(transformer: Any, additions: Additions, device: torch.device, backen
         transformer.set_attention_backend(exact)
         # diffusers has made it the default of all other models, too.
         registry.set_active_backend(default)
-        undo.append(transformer.reset_attention_backend)
+        undo.callback(transformer.reset_attention_backend)
     if additions.compile:
         allow_versions()
         for block in blocks:
             # Not block.compile(), which would compile the hooks of diffusers' caches too, and these are no graph.
-            undo.append(functools.partial(_put_back, block, vars(block).get("forward")))
+            if "forward" in vars(block):
+                undo.callback(setattr, block, "forward", block.forward)
+            else:
+                undo.callback(delattr, block, "forward")
             block.forward = torch.compile(block.forward, fullgraph=True, dynamic=False, backend=backend)
-
-
-def _put_back(block: Any, forward: Any) -> None:
-    """The forward that was set on a block before, or its class's."""
-    del block.forward
-    if forward is not None:
-        block.forward = forward

@@ -56,8 +56,8 @@ def _count(tokenizer: Any, text: str) -> int:
 
 
 def _lengths(pipe: Any, text: str, most: int | None) -> list[TextLength]:
-    """Of pipelines with one text encoder, which cut its text at `max_sequence_length`."""
-    assert most is not None
+    """Of pipelines with one text encoder, which cut its text at `max_sequence_length`, the setting or their own."""
+    most = most or inspect.signature(pipe.__call__).parameters["max_sequence_length"].default
     return [(_count(pipe.tokenizer, text), min(most, pipe.tokenizer.model_max_length), "")]
 
 
@@ -128,10 +128,6 @@ def _cogvideox_recommended(pipe: Any) -> dict[str, Any]:
     }
 
 
-def _cogvideox_lengths(pipe: Any, text: str, most: int | None) -> list[TextLength]:
-    return _lengths(pipe, text, inspect.signature(pipe.__call__).parameters["max_sequence_length"].default)
-
-
 _WAN = Traits(
     arguments=_GUIDED | {"guidance_2": "guidance_scale_2"},
     lengths=_wan_lengths,
@@ -162,7 +158,7 @@ TRAITS = {
     ),
     "CogVideoXPipeline": Traits(
         arguments={"guidance": "guidance_scale"},
-        lengths=_cogvideox_lengths,
+        lengths=_lengths,
         recommended=_cogvideox_recommended,
         most_tokens=_cogvideox_most_tokens,
         tiled=True,

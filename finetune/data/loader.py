@@ -1,19 +1,19 @@
 """Batches of clips for training, in an order that a run which was stopped takes up exactly.
 
-A position is a number of batches. The order of an epoch follows from seed, epoch and the number of rows alone. Its slot
-p is row `order[p mod rows]`, and the slots of a batch, over all ranks, are the next `batch_size * world_size`. The last
-batch repeats the first rows, so every rank has the same number of batches. What a slot holds depends on nothing else:
-not on threads, or any global random state. A row that cannot be used ends the run.
+Batches are numbered from 0, over all epochs. The order of an epoch follows from seed, epoch and the number of rows
+alone. Its slot p is row `order[p mod rows]`, and the slots of a batch, over all ranks, are the next
+`batch_size * world_size`. The last batch repeats the first rows, so every rank has the same number of batches. What a
+slot holds depends on nothing else: not on threads, or any global random state. A row that cannot be used ends the run.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import KW_ONLY, dataclass, replace
 from itertools import count, islice
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -38,8 +38,7 @@ def ahead(make: Callable[[Item], Made], items: Iterable[Item], threads: int) -> 
             yield waiting.popleft()
 
 
-@dataclass(frozen=True)
-class Batch:
+class Batch(NamedTuple):
     """Clips of one step on one rank.
 
     Args:
@@ -57,7 +56,7 @@ class Batch:
 
 @dataclass(eq=False)
 class LatentLoader:
-    """Batches of one rank, endless over epochs, from a position that is saved and restored exactly.
+    """Batches of one rank, endless over epochs.
 
     Args:
         folder: the rows.
@@ -67,15 +66,13 @@ class LatentLoader:
         mean, std: [C], the VAE's; latents become (raw - mean) / std.
         text_dim: of the text encoder.
         caption_dropout: share of slots whose caption is dropped; their text is the folder's encoding of "", or zeros.
-        shuffle: False keeps the folder's order.
 
     Raises:
-        DataError: the folder's empty caption has another dimension than `text_dim`; (from iteration) a row cannot be
+        DataError: the folder's empty caption has another dimension than `text_dim`; (from `batch`) a row cannot be
             decoded, is of another VAE or text encoder, or has another shape than others of its batch.
 
     Attributes:
         batches_per_epoch: the same on all ranks.
-        position: how many batches have been handed out; likewise. Setting it leaves iterators of before of no use.
     """
 
     folder: ParquetFolder
@@ -88,37 +85,40 @@ class LatentLoader:
     std: torch.Tensor
     text_dim: int
     caption_dropout: float = 0.0
-    shuffle: bool = True
 
     def __post_init__(self) -> None:
         if self.folder.empty_caption is not None:
             self._check_text(self.folder.empty_caption, f"{self.folder.path / EMPTY_CAPTION}")
         self._unit = self.batch_size * self.world_size
         self.batches_per_epoch = -(-len(self.folder) // self._unit)
-        self.position = 0
 
     def _check_text(self, text: torch.Tensor, place: str) -> None:
         if text.shape[1] != self.text_dim:
             problem = f"{place} has text of {text.shape[1]}: another text encoder made it"
             raise DataError(f"text_dim is {self.text_dim}, but {problem}")
 
-    def _rows(self) -> Iterator[list[tuple[int, bool]]]:
-        """Of each batch from the position on, the rows and whether their captions are dropped."""
+    def batches(self, first: int = 0) -> Generator[Batch]:
+        """All batches from the number `first` on."""
+        for _, future in ahead(self.batch, self._rows(first), THREADS):
+            yield future.result()
+
+    def _rows(self, first: int) -> Iterator[list[tuple[int, bool]]]:
+        """Of each batch the rows, and whether their captions are dropped."""
         rows, slots = len(self.folder), self.batches_per_epoch * self._unit
-        first, place = divmod(self.position, self.batches_per_epoch)
+        began, place = divmod(first, self.batches_per_epoch)
         random = lambda what, epoch, size: torch.rand(
             size, generator=generator_for(self.seed, what, epoch), dtype=torch.float64
         )
-        for epoch in count(first):
+        for epoch in count(began):
             # Of numbers and not by a shuffle, which another version of torch may make otherwise.
-            order = random("order", epoch, rows).argsort().tolist() if self.shuffle else range(rows)
+            order = random("order", epoch, rows).argsort().tolist()
             dropped = (random("captions", epoch, slots) < self.caption_dropout).tolist()
             for start in range(place * self._unit + self.rank * self.batch_size, slots, self._unit):
                 yield [(order[slot % rows], dropped[slot]) for slot in range(start, start + self.batch_size)]
             place = 0
 
-    def _batch(self, rows: list[tuple[int, bool]]) -> Batch:
-        """The clips of rows, and whether each goes without its caption."""
+    def batch(self, rows: Sequence[tuple[int, bool]]) -> Batch:
+        """The clips of some rows, each with its number and whether it goes without its caption."""
         samples = [self._sample(index, dropped) for index, dropped in rows]
         named = [{"vae_latent": sample.latents, **sample.extras} for sample in samples]
         shapes = [", ".join(f"{name} {list(x.shape)}" for name, x in tensors.items()) for tensors in named]
@@ -147,9 +147,3 @@ class LatentLoader:
         mean, std = (x.view(-1, 1, 1, 1) for x in (self.mean, self.std))
         latents, text = (sample.latents - mean) / std, text[:TEXT_LENGTH].view(-1, self.text_dim)
         return replace(sample, latents=latents, text=text)
-
-    def __iter__(self) -> Generator[Batch]:
-        for _, future in ahead(self._batch, self._rows(), THREADS):
-            batch = future.result()
-            self.position += 1
-            yield batch

@@ -13,12 +13,11 @@ from comfy.patcher_extension import CallbacksMP, WrappersMP
 from comfy_api.latest import ComfyExtension, io, ui
 
 from vmonarch.configs import InputError, described
-from vmonarch.pipelines.comfyui.override import KEY, PRESETS, OverrideAttention
+from vmonarch.pipelines.comfyui.override import KEY, OverrideAttention
 from vmonarch.plan import plan_names
 from vmonarch.requirements import check_versions
 
 _CATEGORY = "model_patches/vmonarch"
-_CHOICES = {"preset": PRESETS, "plan_part": ("transformer", "transformer_2")}
 _ADVANCED = ("plan_part", "offload_residuals")
 
 
@@ -34,8 +33,8 @@ def _inputs() -> Iterator[Any]:
         name, default = field.name, field.default
         told = {"default": default, "tooltip": about[name][0].upper() + about[name][1:] + "."}
         told |= {"advanced": True} if name in _ADVANCED else {}
-        if name in _CHOICES:
-            yield io.Combo.Input(name, options=list(_CHOICES[name]), **told)
+        if "choices" in field.metadata:
+            yield io.Combo.Input(name, options=list(field.metadata["choices"]), **told)
         elif isinstance(default, float):
             yield io.Float.Input(name, min=0.0, max=1.0, step=0.01, **told)
         else:

@@ -26,7 +26,7 @@ import torch
 from vmonarch.attend import Attend, Beside, Exact, Residual, Result
 from vmonarch.base import Layer
 from vmonarch.call import Call
-from vmonarch.configs import InputError
+from vmonarch.configs import InputError, Settings, choice, number
 from vmonarch.configs.methods import resolve_method
 from vmonarch.grid import LatentGrid
 from vmonarch.refresh import Refresh, Schedule
@@ -177,7 +177,7 @@ class Run:
     """One sampling run, and what happened to attention in it.
 
     Args:
-        model: class of the model.
+        model: of ComfyUI. known: about models of its class.
         preset: what computed attention.
         grids: of the videos.
         forwards: how many forward calls there were.
@@ -191,7 +191,8 @@ class Run:
         calls: of a branch in a step, by both.
     """
 
-    model: str
+    model: Any
+    known: ComfyModel
     preset: str
     sigma_start: float
     sigma_end: float
@@ -208,8 +209,9 @@ class Run:
 
     def __str__(self) -> str:
         grids = ", ".join("×".join(map(str, grid)) for grid in sorted(self.grids)) or "unknown"
+        model = type(self.model).__name__
         parts = [
-            f"VMonarch on {self.model}: latent grid {grids}, steps {self.steps}, forward calls {self.forwards}.",
+            f"VMonarch on {model}: latent grid {grids}, steps {self.steps}, forward calls {self.forwards}.",
             f"Calls of self-attention by {self.preset}: {self.attended - self.exact}.",
         ]
         if (schedule := self.schedule) is not None:
@@ -241,22 +243,20 @@ class _Call:
         prompts: numbers of tokens of what it attends to by cross-attention.
         why_exact: why all of it stays exact; empty if it does not.
         branch: whose residuals it uses; None if there are none, or it cannot be told.
-        seen: how many calls of self-attention of the video there were, by block.
+        seen: how many calls of self-attention of the video there were.
     """
 
     run: Run
-    known: ComfyModel
-    model: Any
     grid: LatentGrid | None
     before: int | None
     prompts: frozenset[int]
     why_exact: str
     branch: Branch | None
-    seen: Counter[Any] = dataclasses.field(default_factory=Counter)
+    seen: int = 0
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)
-class OverrideAttention:
+class OverrideAttention(Settings):
     """VMonarch on one model: in every sampling run it begins anew. Its fields are the inputs of the node.
 
     Args:
@@ -280,21 +280,20 @@ class OverrideAttention:
         InputError: an entry has an unsupported value, or there is no such plan.
     """
 
-    preset: str = PRESETS[0]
+    preset: str = choice(PRESETS[0], *PRESETS)
     refresh: str = ""
-    start_percent: float = 0.0
-    end_percent: float = 1.0
+    start_percent: float = number(0.0, "[0, 1]")
+    end_percent: float = number(1.0, "[0, 1]")
     dense_blocks: str = ""
     plan: str = ""
-    plan_part: str = "transformer"
+    plan_part: str = choice("transformer", "transformer", "transformer_2")
     offload_residuals: bool = False
 
     def __post_init__(self) -> None:
-        if self.preset not in PRESETS:
-            raise InputError("preset", f"must be one of {', '.join(PRESETS)}, got {self.preset!r}")
-        if not 0 <= self.start_percent <= self.end_percent <= 1:
-            got = f"start_percent={self.start_percent}, end_percent={self.end_percent}"
-            raise InputError("start_percent", f"must be from 0 to end_percent, and that at most 1; got {got}")
+        super().__post_init__()
+        if self.start_percent > self.end_percent:
+            problem = f"must be at most end_percent, {self.end_percent}, got {self.start_percent}"
+            raise InputError("start_percent", problem)
         self.sharing = parse_refresh(self.refresh, self.preset, offload=self.offload_residuals)
         name: dict[str, Any] = {"name": "vmonarch", "plan": self.plan} if self.plan else {"name": self.preset}
         # Residuals are shared here, not by the processor, which would look for a pipeline of diffusers.
@@ -335,8 +334,8 @@ class OverrideAttention:
         # A sampler may add noise to the first level.
         start = float(to_sigma(self.start_percent)) if self.start_percent else math.inf
         preset = f"plan {Path(self.plan).name}" if self.plan else self.preset
-        end = float(to_sigma(self.end_percent))
-        self._run = Run(type(_model_of(patcher)).__name__, preset, start, end)
+        end, model = float(to_sigma(self.end_percent)), _model_of(patcher)
+        self._run = Run(model, known_model(model), preset, start, end)
 
     def end_run(self, patcher: Any) -> None:
         """A sampling run is over: free its residuals and say what happened."""
@@ -359,7 +358,7 @@ class OverrideAttention:
         options = arguments.get("transformer_options")
         if self._run is None or not options:
             return executor(*args, **kwargs)
-        call = self._begin_call(self._run, executor.class_obj, arguments, options)
+        call = self._begin_call(self._run, arguments, options)
         there, previous = OVERRIDE in options, options.get(OVERRIDE)
         options[OVERRIDE] = functools.partial(self._attention, call, previous)
         branch = call.branch
@@ -383,8 +382,8 @@ class OverrideAttention:
                     call.run.residual_bytes = max(call.run.residual_bytes, kept)
 
     @torch.compiler.disable
-    def _begin_call(self, run: Run, model: Any, arguments: Arguments, options: Arguments) -> _Call:
-        known, x, step, why = known_model(model), arguments["x"], None, ""
+    def _begin_call(self, run: Run, arguments: Arguments, options: Arguments) -> _Call:
+        x, step, why = arguments["x"], None, ""
         sigma = float(options["sigmas"][0]) if options.get("sigmas") is not None else None
         if sigma is not None and options.get("sample_sigmas") is not None:
             schedule = options["sample_sigmas"].tolist()
@@ -399,7 +398,7 @@ class OverrideAttention:
             # Guidance may ask once more, with some blocks left out.
             replaced = {kind: frozenset(blocks) for kind, blocks in options.get("patches_replace", {}).items()}
             key = (tuple(options["uuids"]), x.shape, x.dtype, x.device, tuple(window), frozenset(replaced.items()))
-            there = Branch(schedule=run.schedule, devices=[x.device] * known.layers(model))
+            there = Branch(schedule=run.schedule, devices=[x.device] * run.known.layers(run.model))
             branch = run.branches.setdefault(key, there)
             branch.begin_call(step, run.schedule.times[step] + abs(sigma - schedule[step]), run.calls[key, step])
             run.calls[key, step] += 1
@@ -410,8 +409,8 @@ class OverrideAttention:
         run.forwards += 1
         context, image = arguments.get("context"), arguments.get("clip_fea")
         prompts = frozenset(x.shape[n] for x, n in ((context, 1), (image, -2)) if isinstance(x, torch.Tensor))
-        grid, before = known.grid(model, arguments), known.before(model, arguments)
-        return _Call(run, known, model, grid, before, prompts, why, branch)
+        grid, before = run.known.grid(run.model, arguments), run.known.before(run.model, arguments)
+        return _Call(run, grid, before, prompts, why, branch)
 
     @torch.compiler.disable
     def _attention(
@@ -451,6 +450,7 @@ class OverrideAttention:
         if not q.shape == k.shape == v.shape or q.ndim != (4 if skip_reshape else 3):
             return "cross-attention"
         tokens, options = q.shape[-2], others.get("transformer_options") or {}
+        known, model = call.run.known, call.run.model
         if tokens in call.prompts:
             return "with as many tokens as the prompt, which may be cross-attention"
         told = options.get("grid_sizes")
@@ -458,15 +458,13 @@ class OverrideAttention:
         if grid is None:
             return "where the model tells no latent grid"
         beside = tokens - grid.tokens
-        if beside < (call.before or 0) or (beside and not call.known.joint):
+        if beside < (call.before or 0) or (beside and not known.joint):
             return "of other tokens than the video's"
-        block = call.known.layer(call.model, options, call.seen.total())
+        block = known.layer(model, options, call.seen)
         if isinstance(block, str):
             return block
         call.run.grids.add(grid)
-        # VACE has a second block within some blocks.
-        layer = block, call.seen[block]
-        call.seen[block] += 1
+        call.seen += 1
         if mask is not None:
             return "with a mask"
         scale, head_dim = others.get("scale"), q.shape[-1] if skip_reshape else q.shape[-1] // heads
@@ -478,7 +476,7 @@ class OverrideAttention:
             return call.why_exact
         if block in self._dense:
             return "in dense_blocks"
-        sizes = block, call.known.layers(call.model), heads
+        sizes = block, known.layers(model), heads
         if sizes not in self._layers:
             # Of the attention module a processor asks no more.
             place = Layer(SimpleNamespace(heads=heads), block, *sizes[:2], component=self.plan_part)
@@ -500,7 +498,7 @@ class OverrideAttention:
 
         attend = Beside(attend, Exact())
         if call.branch is not None:
-            attend = Residual(attend, renewing, layer)
+            attend = Residual(attend, renewing, block)
         out, _ = attend(query, key, value, Call(grid, call.before, branch=call.branch).placed(tokens))
         return out.transpose(1, 2) if skip_output_reshape else out.flatten(2)
 

@@ -58,7 +58,7 @@ def make(folder, **changes):
 
 
 def epoch_ids(loader):
-    return [name for batch in islice(loader, loader.batches_per_epoch) for name in batch.ids]
+    return [name for batch in islice(loader.batches(), loader.batches_per_epoch) for name in batch.ids]
 
 
 # Shards
@@ -141,10 +141,10 @@ def test_a_flipped_byte_makes_its_row_unusable(tmp_path):
 @pytest.mark.parametrize("world", [1, 2])
 def test_every_row_comes_once_in_an_epoch_and_epochs_differ(tmp_path, world):
     folder = fill(tmp_path, 13)
-    ranks = [make(folder, rank=rank, world_size=world) for rank in range(world)]
-    epochs = []
+    loaders = [make(folder, rank=rank, world_size=world) for rank in range(world)]
+    epochs, ranks = [], [loader.batches() for loader in loaders]
     for _ in range(2):
-        batches = zip(*(islice(rank, rank.batches_per_epoch) for rank in ranks), strict=True)
+        batches = zip(*(islice(rank, loaders[0].batches_per_epoch) for rank in ranks), strict=True)
         epochs.append([name for side_by_side in batches for batch in side_by_side for name in batch.ids])
         # The last batch repeats the first rows.
         assert sorted(epochs[-1][:13]) == sorted(f"clip-{n}" for n in range(13))
@@ -154,7 +154,7 @@ def test_every_row_comes_once_in_an_epoch_and_epochs_differ(tmp_path, world):
 
 def test_caption_dropout_has_its_share_and_follows_the_slot_alone(tmp_path):
     folder = fill(tmp_path, 300)
-    both = list(islice(make(folder, batch_size=4, caption_dropout=0.2), 150))
+    both = list(islice(make(folder, batch_size=4, caption_dropout=0.2).batches(), 150))
     flags = lambda batches: [not text.any() for batch in batches for text in batch.text]
     whole, dropped = both[:75], flags(both[:75])
     assert dropped != flags(both[75:])
@@ -162,12 +162,13 @@ def test_caption_dropout_has_its_share_and_follows_the_slot_alone(tmp_path):
     torch.manual_seed(1), random.seed(1), np.random.seed(1)
     state = lambda: (torch.get_rng_state().tolist(), random.getstate(), np.random.get_state()[1].tolist())
     before = state()
-    ranks = [make(folder, rank=rank, world_size=2, caption_dropout=0.2) for rank in range(2)]
+    ranks = [make(folder, rank=rank, world_size=2, caption_dropout=0.2).batches() for rank in range(2)]
     for wanted, first, second in zip(whole, *ranks, strict=False):
         assert torch.equal(wanted.text, torch.cat([first.text, second.text]))
     assert state() == before
-    assert flags(islice(make(folder, batch_size=4, seed=8, caption_dropout=0.2), 75)) != dropped
-    assert not any(flags(islice(make(folder), 20))) and all(flags(islice(make(folder, caption_dropout=1.0), 20)))
+    first = lambda count, **changes: flags(islice(make(folder, **changes).batches(), count))
+    assert first(75, batch_size=4, seed=8, caption_dropout=0.2) != dropped
+    assert not any(first(20)) and all(first(20, caption_dropout=1.0))
 
 
 def test_a_dropped_caption_is_the_encoding_that_the_folder_brings(tmp_path):
@@ -176,9 +177,9 @@ def test_a_dropped_caption_is_the_encoding_that_the_folder_brings(tmp_path):
     save_file({"text_embedding": empty}, tmp_path / parquet_module.EMPTY_CAPTION)
     folder = ParquetFolder(tmp_path)
     assert torch.equal(folder.empty_caption, empty.float())
-    batches = list(islice(make(folder, caption_dropout=0.5), 6))
+    batches = list(islice(make(folder, caption_dropout=0.5).batches(), 6))
     kept = []
-    for found, plain in zip(batches, make(without), strict=False):
+    for found, plain in zip(batches, make(without).batches(), strict=False):
         for text, own in zip(found.text, plain.text, strict=True):
             kept.append(torch.equal(text, own))
             assert kept[-1] or torch.equal(text, empty.float()[:TEXT_LENGTH])
