@@ -267,8 +267,7 @@ def _complete(processor: str, given: dict[str, Any]) -> dict[str, Any]:
 
 def _own_options(processor: str, options: Mapping[str, Any]) -> dict[str, Any]:
     """What the processor is made with; null is for Based what it or an adapter decides on."""
-    learns = processor in ("based", "control")
-    left_out = (*_HASHES, "adapter") if learns else _HASHES
+    left_out = (*_HASHES, "adapter") if processor in ("based", "control") else _HASHES
     given = {name: value for name, value in options.items() if name not in left_out}
     return {name: value for name, value in given.items() if value is not None or processor != "based"}
 
