@@ -20,7 +20,7 @@ from vmonarch.own import Bound, ours_of
 from vmonarch.parallelism import check_no_first_block_cache
 from vmonarch.residuals import ResidualSharing
 from vmonarch.steps import denoising_step
-from vmonarch.validation import DenseSet
+from vmonarch.validation import is_dense
 
 _ATTRIBUTE = "_vmonarch_record"
 
@@ -145,10 +145,10 @@ def _begin_call(transformer: torch.nn.Module, args: tuple[Any, ...], kwargs: dic
     if not compiling and record.grid != grid:
         record.processor.warn_of_size(grid)
     record.grid = grid
-    dense, branch, steps = False, None, DenseSet("dense_steps", record.processor.dense_steps)
-    if steps.some:
+    dense, branch, dense_steps = False, None, record.processor.dense_steps
+    if dense_steps:
         step = denoising_step(transformer, arguments.get("timestep"), "dense_steps", "use dense_steps=0")
-        dense, record.steps = steps.contains(step.step, step.steps), step.steps
+        dense, record.steps = is_dense("dense_steps", dense_steps, step.step, step.steps), step.steps
     if record.sharing is not None:
         branch = record.sharing.begin(transformer, arguments)
     exact = branch is not None and branch.exact

@@ -17,7 +17,7 @@ from vmonarch.hooks import record_of
 from vmonarch.installation import find_transformers
 from vmonarch.own import ours_of
 from vmonarch.plan import method_flops
-from vmonarch.validation import DenseSet
+from vmonarch.validation import is_dense
 
 # Where the model's config tells none; of most methods the share of FLOPs does not depend on it.
 _HEAD_DIM = 128
@@ -95,8 +95,8 @@ def report(pipe_or_transformer: Any) -> Report:
         run.schedule.read()
     shares = [share for transformer in applied for share in _shares(transformer, grid)]
     steps = next((run.schedule.steps for run in runs), next(iter(applied.values())).steps)
-    dense = DenseSet("dense_steps", spec.dense_steps)
-    exact: dict[int, float | None] = dict.fromkeys(step for step in range(steps) if dense.contains(step, steps))
+    dense = [step for step in range(steps) if is_dense("dense_steps", spec.dense_steps, step, steps)]
+    exact: dict[int, float | None] = dict.fromkeys(dense)
     eight_bits = {step for run in runs for step in run.schedule.exact if run.schedule.precision(step)} - exact.keys()
     exact |= {step: error for run in runs for step, error in run.schedule.exact.items()}
     predicted = tuple(sorted(step for run in runs for step in run.schedule.predicted))
