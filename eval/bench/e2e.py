@@ -199,7 +199,7 @@ class Steps(WanPipeline):
         """What the latest run did in every step, of a method whose errors decide."""
         record = record_of(self.transformer)
         assert record is not None and record.sharing is not None
-        (schedule,) = (run.schedule for run in record.sharing.runs)
+        (schedule,) = record.sharing.runs
         kinds = dict.fromkeys(range(self.options.steps), "predicted") | dict.fromkeys(schedule.forward, "approximate")
         kinds |= {step: exact_kind(schedule, step, step in schedule.renewals) for step in schedule.exact}
         return list(kinds.values())
