@@ -127,7 +127,7 @@ class VideoAttentionProcessor(Options):
             attend = Beside(attend, Exact(self.implementation))
         if self.refresh is not None:
             attend = Residual(attend, exact, layer.place, self.implementation)
-        return Opaque.around(attend, inference=self.refresh is not None) if self.is_opaque(layer) else attend
+        return Opaque(attend) if self.is_opaque(layer) else attend
 
     def is_opaque(self, layer: Layer) -> bool:
         """Whether torch.compile is to see one operator for all layers of a transformer."""

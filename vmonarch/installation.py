@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 from typing import Any
@@ -35,7 +36,7 @@ KEEP = "save its parameters with vmonarch.save_adapter if they are to be kept, t
 
 
 @dataclasses.dataclass(frozen=True)
-class Installation:
+class Installation(contextlib.AbstractContextManager["Installation"]):
     """What `apply` did; also a context manager that restores the original processors at its end.
 
     The original ones, not those of an earlier `apply`: such contexts do not nest.
@@ -51,9 +52,6 @@ class Installation:
     def restore(self) -> None:
         """Put the original processors back; see `restore`."""
         _restore(self.transformers)
-
-    def __enter__(self) -> Installation:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.restore()

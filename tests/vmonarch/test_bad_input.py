@@ -83,7 +83,7 @@ OF_PROCESSORS = {
 }  # fmt: skip
 OF_BASED = {
     "layers-name": ({"layers": "linaer"}, ValueError, "layers must be one of linear, window"),
-    "layers-entry": ({"layers": ["both", "based"]}, ValueError, r"layers\[1\] must be one of .* got 'based'"),
+    "layers-entry": ({"layers": ["both", "based"]}, ValueError, "layers must be one of .* got .'both', 'based'"),
     "feature-map": ({"feature_map": "exp"}, ValueError, "feature_map must be one of taylor"),
     "window": ({"window": 3}, TypeError, "window must be three integers"),
 }  # fmt: skip
