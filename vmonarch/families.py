@@ -107,12 +107,9 @@ class Family:
 
 
 def _modules_named(block: torch.nn.Module, names: Collection[str]) -> list[torch.nn.Module]:
-    return [module for name, module in block.named_modules() if _unwrapped(name) in names]
-
-
-def _unwrapped(name: str) -> str:
-    """A module's name without those of the wrappers around it (torch.compile, FSDP, checkpointing)."""
-    return ".".join(part for part in name.split(".") if not part.startswith("_"))
+    # The names of wrappers around them (torch.compile, FSDP, checkpointing) are left out.
+    unwrapped = lambda name: ".".join(part for part in name.split(".") if not part.startswith("_"))
+    return [module for name, module in block.named_modules() if unwrapped(name) in names]
 
 
 def _patch(config: Any) -> tuple[int, int, int]:
