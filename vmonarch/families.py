@@ -336,13 +336,6 @@ def forward_arguments(transformer: Any) -> tuple[str, ...]:
     return tuple(inspect.signature(cls.forward).parameters)[1:]
 
 
-def describe(argument: object) -> str:
-    """An unusable argument, in words for an error."""
-    if isinstance(argument, type):
-        return f"the class {argument.__name__} (not an instance of it)"
-    return repr(argument) if isinstance(argument, (str, int, float, type(None))) else type(argument).__name__
-
-
 def transformers_in(pipe: object) -> dict[str, Any]:
     """The transformers that a pipeline has, supported or not, by component name.
 
@@ -353,7 +346,7 @@ def transformers_in(pipe: object) -> dict[str, Any]:
     if isinstance(pipe, type) or not any(hasattr(pipe, name) for name in _COMPONENTS):
         raise TypeError(
             "pipe_or_transformer must be a pipeline with a video transformer, or such a transformer, got"
-            f" {describe(pipe)}; supported: {SUPPORTED}"
+            f" {pipe if isinstance(pipe, type) else type(pipe).__name__}; supported: {SUPPORTED}"
         )
     present = {name: found for name in _COMPONENTS if (found := getattr(pipe, name, None)) is not None}
     if not present:

@@ -12,14 +12,7 @@ import torch
 from vmonarch.attend import Exact
 from vmonarch.base import FullAttentionProcessor, Layer, VideoAttentionProcessor
 from vmonarch.borrowed import borrow
-from vmonarch.families import (
-    SUPPORTED,
-    describe,
-    diffusers_class,
-    forward_arguments,
-    known_family,
-    transformers_in,
-)
+from vmonarch.families import SUPPORTED, diffusers_class, forward_arguments, known_family, transformers_in
 from vmonarch.hooks import Record, keep, record_of
 from vmonarch.own import Bound, ours_of
 from vmonarch.parallelism import (
@@ -32,6 +25,8 @@ from vmonarch.parallelism import (
 from vmonarch.residuals import NO_REFRESH, ResidualSharing
 from vmonarch.validation import is_dense
 
+# By component name, a transformer and what its modules of the video's self-attention get in place of their processors.
+Bindings = dict[str, tuple[torch.nn.Module, dict[torch.nn.Module, Any]]]
 KEEP = "save its parameters with vmonarch.save_adapter if they are to be kept, then call vmonarch.restore"
 
 
@@ -119,13 +114,8 @@ def apply(pipe_or_transformer: Any, processor: VideoAttentionProcessor | str = "
     return install(processor, bind_all(pipe_or_transformer, processor))
 
 
-def bind_all(
-    pipe_or_transformer: Any, processor: VideoAttentionProcessor
-) -> dict[str, tuple[torch.nn.Module, dict[torch.nn.Module, Any]]]:
-    """By component name, a transformer and what `processor` makes of itself for each of its modules; raises as `apply`.
-
-    The modules are those of the video's self-attention. Nothing is changed.
-    """
+def bind_all(pipe_or_transformer: Any, processor: VideoAttentionProcessor) -> Bindings:
+    """What `processor` makes of itself for a pipeline or transformer; nothing is changed. Raises as `apply`."""
     transformers = find_transformers(pipe_or_transformer)
     plan = getattr(processor, "plan", None)
     if plan is not None and isinstance(pipe_or_transformer, torch.nn.Module):
@@ -139,9 +129,7 @@ def bind_all(
     return {name: (transformer, _bind(name, transformer, processor)) for name, transformer in transformers.items()}
 
 
-def install(
-    processor: VideoAttentionProcessor, made: dict[str, tuple[torch.nn.Module, dict[torch.nn.Module, Any]]]
-) -> Installation:
+def install(processor: VideoAttentionProcessor, made: Bindings) -> Installation:
     """Put what `bind_all` has made of a processor on the modules."""
     sharing = None if processor.refresh is None else ResidualSharing(processor.refresh)
     for transformer, bound in made.values():
@@ -165,7 +153,7 @@ def _checked(pipe_or_transformer: object, processor: object) -> VideoAttentionPr
     if not isinstance(processor, VideoAttentionProcessor):
         raise TypeError(
             "processor must be a VMonarchProcessor(...) or another of vmonarch's, or the name of a preset, got"
-            f" {describe(processor)}; vmonarch.restore switches it off"
+            f" {processor!r}; vmonarch.restore switches it off"
         )
     # Diffusion forcing gives every latent frame its own noise level and its own copy of the scheduler.
     stepwise = "dense_steps" if processor.dense_steps else None if processor.refresh is None else "refresh"
