@@ -11,18 +11,18 @@ from pathlib import Path
 
 # By folder: the most lines that it may have now, and the aim.
 MOST_LINES = {
-    "vmonarch": (7_097, 6_500),
-    "vmonarch/cli": (975, 900),
+    "vmonarch": (7_022, 6_500),
+    "vmonarch/cli": (968, 900),
     "kernels": (12_736, 12_500),
     "pipelines": (2_993, 2_700),
     "finetune": (3_022, 2_700),
     "eval": (5_915, 6_300),
-    "configs": (585, 400),
+    "configs": (584, 400),
     "examples": (138, 200),
     "tests": (18_541, 19_000),
-    "": (51_094, 51_000),
+    "": (51_018, 51_000),
 }
-MOST_CHARACTERS_A_LINE, MOST_FILES, MOST_WORDS = (47, 47), (425, 430), (35_993, 36_000)
+MOST_CHARACTERS_A_LINE, MOST_FILES, MOST_WORDS = (47, 47), (425, 430), (35_992, 36_000)
 ROOT = Path(__file__).resolve().parents[1]
 
 
