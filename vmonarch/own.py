@@ -143,10 +143,12 @@ class Own(Bound):
             NotImplementedError: tokens are spread over several ranks for ring attention.
             RuntimeError: the grid or the step that an option needs is not known here.
         """
-        others |= {"encoder_hidden_states": encoder_hidden_states, "attention_mask": attention_mask}
+        others |= {"encoder_hidden_states": encoder_hidden_states}
         unknown = [argument for argument, value in others.items() if value is not None]
         if unknown:
             raise TypeError(f"self-attention of vmonarch supports no {', '.join(unknown)} in {type(attn).__name__}")
+        if attention_mask is not None:
+            raise ValueError("attention_mask must be None in self-attention of vmonarch: every token attends to all")
         if self._in_xfuser or context_parallel_config(self._parallel_config) is not None:
             return self._on_a_rank(attn, hidden_states, rotary_emb)
         return self._self_attention(attn, hidden_states, rotary_emb, None)

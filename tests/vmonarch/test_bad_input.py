@@ -134,5 +134,5 @@ def test_arguments_of_other_models_are_refused():
     for name in ("image_rotary_emb", "window"):
         with pytest.raises(TypeError, match=f"supports no {name} in WanAttention"):
             attention.processor(attention, torch.randn(1, 6, 24), **{name: 1})
-    with pytest.raises(TypeError, match="supports no attention_mask"):
+    with pytest.raises(ValueError, match="attention_mask"):
         attention(torch.randn(1, 6, 24), None, torch.ones(1, 6, dtype=torch.bool))
