@@ -250,8 +250,7 @@ def _check(name: str, value: Any, choices: Sequence[str] = (), interval: str = "
     if choices:
         check_choice(name, value, choices)
     if interval:
-        ends = interval[1:-1].replace(" ", "").split(",")
-        low, high = (int(end) if end.isdecimal() else float(end) for end in ends)
+        low, high = map(float, interval[1:-1].split(","))
         at_end = (value == low and interval[0] == "[") or (value == high and interval[-1] == "]")
         if not (low < value < high or at_end):
             raise InputError(name, f"must be in {interval}, got {value}")

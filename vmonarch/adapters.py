@@ -23,7 +23,8 @@ from vmonarch.configs import as_json
 from vmonarch.families import diffusers_class
 from vmonarch.files import AtomicFiles
 from vmonarch.hooks import record_of
-from vmonarch.installation import Installation, apply, bind_all, find_transformers, parameters_of
+from vmonarch.installation import Installation, bind_all, find_transformers, install, parameters_of
+from vmonarch.own import ours_of
 
 VERSION = 1
 _ENTRY = "vmonarch_adapter"
@@ -80,7 +81,8 @@ def save_adapter(
     facts: dict[str, dict[str, Any]] = {}
     applied: dict[str, dict[str, Any]] = {}
     for name, transformer in find_transformers(pipe_or_transformer).items():
-        learnt, record = _learnt(transformer), record_of(transformer)
+        record = record_of(transformer)
+        learnt = {} if record is None else _learnt(transformer, {attn: ours_of(attn) for attn in record.modules})
         if record is None or not learnt:
             raise ValueError(
                 f"{name} has no processor with parameters: apply a BasedProcessor, or save the other alone"
@@ -141,14 +143,13 @@ def load_adapter(pipe_or_transformer: Any, path: str | Path, **options: Any) -> 
                 f"{name} has adapters of PEFT already ({', '.join(there)}): fuse or delete, and unload them"
             )
 
+    made = bind_all(pipe_or_transformer, processor)
+    parameters = {name: _learnt(transformer, bound) for name, (transformer, bound) in made.items()}
     try:
-        layers = {name: _add_lora(adapter.lora[name], transformer) for name, transformer in with_lora.items()}
-        wanted: dict[str, torch.Tensor] = {}
-        for name, transformer in transformers.items():
-            learnt = _learnt(transformer, bind_all(transformer, processor, name))
-            wanted |= {f"{name}.{key}": x for key, x in (learnt | layers.get(name, {})).items()}
+        for name, transformer in with_lora.items():
+            parameters[name] |= _add_lora(adapter.lora[name], transformer)
+        wanted = {f"{name}.{key}": x for name, of in parameters.items() for key, x in of.items()}
         _check_names(adapter, wanted)
-        installation = apply(pipe_or_transformer, processor)
     except BaseException:
         for transformer in with_lora.values():
             if getattr(transformer, "peft_config", None):
@@ -156,12 +157,12 @@ def load_adapter(pipe_or_transformer: Any, path: str | Path, **options: Any) -> 
             vars(transformer).pop("_hf_peft_config_loaded", None)
         raise
     with torch.no_grad():
-        for name, transformer in transformers.items():
-            record = record_of(transformer)
-            assert record is not None
-            record.lora = _LORA_NAME if name in with_lora else None
-            for key, parameter in (_learnt(transformer) | layers.get(name, {})).items():
-                parameter.copy_(adapter.tensors[f"{name}.{key}"])
+        for name, parameter in wanted.items():
+            parameter.copy_(adapter.tensors[name])
+    installation = install(processor, made)
+    for transformer in with_lora.values():
+        record: Any = record_of(transformer)
+        record.lora = _LORA_NAME
     return installation
 
 
@@ -188,15 +189,12 @@ def _read(path: Path) -> _Adapter:
         raise ValueError(f"{path} has a damaged {_ENTRY} in its metadata: {error!r}") from error
 
 
-def _learnt(
-    transformer: torch.nn.Module, bound: Mapping[torch.nn.Module, Any] | None = None
-) -> dict[str, torch.nn.Parameter]:
-    """The parameters of our processors, by their names in the transformer; with `bound`, of those that it would get."""
-    processor_of = bound.get if bound is not None else lambda module: getattr(module, "processor", None)
+def _learnt(transformer: torch.nn.Module, bound: Mapping[torch.nn.Module, Any]) -> dict[str, torch.Tensor]:
+    """The parameters of the processors that modules have or get, by their names in the transformer."""
     return {
         f"{place}.processor.{name}": parameter
         for place, module in transformer.named_modules()
-        for name, parameter in parameters_of(processor_of(module)).items()
+        for name, parameter in parameters_of(bound.get(module)).items()
     }
 
 

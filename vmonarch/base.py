@@ -20,7 +20,7 @@ from vmonarch.opaque import Opaque
 from vmonarch.options import Options
 from vmonarch.own import Own
 from vmonarch.refresh import Refresh
-from vmonarch.validation import DenseSet, check_implementation
+from vmonarch.validation import check_dense, check_implementation, is_dense
 
 # Of options that are printed, text that is longer is their type's name.
 _LONG = 80
@@ -90,7 +90,7 @@ class VideoAttentionProcessor(Options):
         super().__post_init__()
         check_implementation(self.implementation)
         for name in ("dense_steps", "dense_layers"):
-            object.__setattr__(self, name, DenseSet(name, getattr(self, name)).dense)
+            object.__setattr__(self, name, check_dense(name, getattr(self, name)))
         object.__setattr__(self, "refresh", Refresh.parse(self.refresh))
         if self.grid is not None:
             object.__setattr__(self, "grid", LatentGrid.parse(self.grid))
@@ -127,7 +127,7 @@ class VideoAttentionProcessor(Options):
             attend = Beside(attend, Exact(self.implementation))
         if self.refresh is not None:
             attend = Residual(attend, exact, layer.place, self.implementation)
-        return Opaque.around(attend, inference=self.refresh is not None) if self.is_opaque(layer) else attend
+        return Opaque(attend) if self.is_opaque(layer) else attend
 
     def is_opaque(self, layer: Layer) -> bool:
         """Whether torch.compile is to see one operator for all layers of a transformer."""
@@ -174,7 +174,7 @@ class VideoAttentionProcessor(Options):
         ranks = config.ulysses_degree
         check_heads(ranks, heads)
         for name in ("dense_steps", "dense_layers") if heads % ranks and not config.ulysses_anything else ():
-            if not joint and DenseSet(name, getattr(self, name)).some:
+            if not joint and getattr(self, name):
                 raise ValueError(
                     f"{name} keeps the model's own attention, which shares heads evenly: its {heads} do not divide by"
                     f" ulysses_degree={ranks}; use ulysses_anything=True or {name}=0"
@@ -182,8 +182,8 @@ class VideoAttentionProcessor(Options):
 
     def check_run(self, grid: LatentGrid, steps: int, layers: int) -> None:
         """Raise ValueError if an option does not fit a run of so many steps of a transformer with so many layers."""
-        DenseSet("dense_steps", self.dense_steps).contains(0, steps)
-        DenseSet("dense_layers", self.dense_layers).contains(0, layers)
+        is_dense("dense_steps", self.dense_steps, 0, steps)
+        is_dense("dense_layers", self.dense_layers, 0, layers)
         if self.refresh is not None:
             self.refresh.schedule(steps)
         self.check_grid(grid)

@@ -145,15 +145,10 @@ class BasedProcessor(VideoAttentionProcessor):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        supported = f"one of {', '.join(LAYERS)}, or a list of these with one entry for each transformer block"
-        if not isinstance(self.layers, Sequence):
-            raise TypeError(f"layers must be {supported}, got {type(self.layers).__name__}")
-        named = {"layers": self.layers}
-        if not isinstance(self.layers, str):
-            named = {f"layers[{number}]": name for number, name in enumerate(self.layers)}
-        for argument, name in named.items():
-            if name not in LAYERS:
-                raise ValueError(f"{argument} must be {supported}, got {name!r}")
+        names = self.layers if isinstance(self.layers, tuple) else (self.layers,)
+        if not all(name in LAYERS for name in names):
+            supported = f"one of {', '.join(LAYERS)}, or a list of these with one entry for each transformer block"
+            raise ValueError(f"layers must be {supported}, got {self.layers!r}")
         check_positive_integer("feature_dim", self.feature_dim)
         if self.feature_map not in FEATURE_MAPS:
             raise ValueError(f"feature_map must be one of {', '.join(FEATURE_MAPS)}, got {self.feature_map!r}")

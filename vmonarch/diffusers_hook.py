@@ -25,12 +25,7 @@ from vmonarch.own import Bound
 from vmonarch.parallelism import check_restorable
 
 _set_on_model: Any = AttentionMixin.set_attn_processor
-
-
-def _is_ours(processor: object) -> bool:
-    """Whether an attention processor is of ours, bound or a class by mistake too."""
-    cls = processor if isinstance(processor, type) else type(processor)
-    return issubclass(cls, (VideoAttentionProcessor, Bound))
+_OURS = (VideoAttentionProcessor, Bound)
 
 
 @functools.wraps(_set_on_model)
@@ -45,18 +40,18 @@ def _set_ours_on_model(self: Any, processor: Any) -> None:
     several, record = isinstance(processor, Mapping), record_of(self)
     given = list(processor.values()) if several else [processor]
     bound = [] if record is None else record.bound
-    ours = [known for known in given if _is_ours(known)]
+    ours = [known for known in given if isinstance(known, _OURS)]
     if type(processor).__name__.startswith("Fused") or (
         several and processor is getattr(self, "original_attn_processors", None)
     ):
         # diffusers fuses projections, or unfuses them: what is applied stays.
         spec = record.processor if record is not None and is_applied(self) else None
-        stock = lambda known: known.original if _is_ours(known) else known
+        stock = lambda known: known.original if isinstance(known, Bound) else known
         _set_on_model(self, {name: stock(known) for name, known in processor.items()} if several else processor)
         if spec is not None:
             apply(self, spec)
     elif ours and not several:
-        apply(self, getattr(processor, "spec", processor))
+        apply(self, processor.spec if isinstance(processor, Bound) else processor)
     elif any(known not in bound for known in ours):
         raise ValueError(
             "processor must not be a dictionary with processors of vmonarch: pass one of them, which serves all"
@@ -83,8 +78,8 @@ def set_attn_processor(self: Any, processor: Any) -> None:
         AttributeError: another's was given, and a transformer has no `set_attn_processor`.
         TypeError, ValueError, NotImplementedError, RuntimeError: as `vmonarch.apply`.
     """
-    if _is_ours(processor):
-        apply(self, getattr(processor, "spec", processor))
+    if isinstance(processor, _OURS):
+        apply(self, processor.spec if isinstance(processor, Bound) else processor)
     elif processor is None:
         restore(self)
     else:

@@ -107,12 +107,9 @@ class Family:
 
 
 def _modules_named(block: torch.nn.Module, names: Collection[str]) -> list[torch.nn.Module]:
-    return [module for name, module in block.named_modules() if _unwrapped(name) in names]
-
-
-def _unwrapped(name: str) -> str:
-    """A module's name without those of the wrappers around it (torch.compile, FSDP, checkpointing)."""
-    return ".".join(part for part in name.split(".") if not part.startswith("_"))
+    # The names of wrappers around them (torch.compile, FSDP, checkpointing) are left out.
+    unwrapped = lambda name: ".".join(part for part in name.split(".") if not part.startswith("_"))
+    return [module for name, module in block.named_modules() if unwrapped(name) in names]
 
 
 def _patch(config: Any) -> tuple[int, int, int]:
@@ -339,13 +336,6 @@ def forward_arguments(transformer: Any) -> tuple[str, ...]:
     return tuple(inspect.signature(cls.forward).parameters)[1:]
 
 
-def describe(argument: object) -> str:
-    """An unusable argument, in words for an error."""
-    if isinstance(argument, type):
-        return f"the class {argument.__name__} (not an instance of it)"
-    return repr(argument) if isinstance(argument, (str, int, float, type(None))) else type(argument).__name__
-
-
 def transformers_in(pipe: object) -> dict[str, Any]:
     """The transformers that a pipeline has, supported or not, by component name.
 
@@ -356,7 +346,7 @@ def transformers_in(pipe: object) -> dict[str, Any]:
     if isinstance(pipe, type) or not any(hasattr(pipe, name) for name in _COMPONENTS):
         raise TypeError(
             "pipe_or_transformer must be a pipeline with a video transformer, or such a transformer, got"
-            f" {describe(pipe)}; supported: {SUPPORTED}"
+            f" {pipe if isinstance(pipe, type) else type(pipe).__name__}; supported: {SUPPORTED}"
         )
     present = {name: found for name in _COMPONENTS if (found := getattr(pipe, name, None)) is not None}
     if not present:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -14,7 +15,7 @@ from typing import Any
 from vmonarch.configs import InputError
 
 
-class AtomicFiles:
+class AtomicFiles(contextlib.AbstractContextManager["AtomicFiles"]):
     """Files, and folders of them, that appear complete or not at all.
 
     Each is written to a hidden temporary name in its own folder; when the block ends without an error they are flushed
@@ -32,9 +33,6 @@ class AtomicFiles:
     def __init__(self, *, overwrite: bool = False) -> None:
         self._overwrite = overwrite
         self._staged: list[tuple[Path, Path]] = []
-
-    def __enter__(self) -> AtomicFiles:
-        return self
 
     def stage(self, path: Path) -> Path:
         """The temporary path to write to, with the suffix of `path`.

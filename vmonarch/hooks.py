@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from vmonarch.base import VideoAttentionProcessor
 from vmonarch.call import Call, carry_calls, running
@@ -20,7 +21,7 @@ from vmonarch.own import Bound, ours_of
 from vmonarch.parallelism import check_no_first_block_cache
 from vmonarch.residuals import ResidualSharing
 from vmonarch.steps import denoising_step
-from vmonarch.validation import DenseSet
+from vmonarch.validation import is_dense
 
 _ATTRIBUTE = "_vmonarch_record"
 
@@ -38,6 +39,7 @@ class Record:
         grid: of the latest call, in any thread.
         steps: of the latest run, where `dense_steps` need to know them.
         lora: name of the LoRA layers that came with the processor's parameters (`load_adapter`), which go with it.
+        hooks: the handles of the transformer's forward hooks.
     """
 
     processor: VideoAttentionProcessor
@@ -49,6 +51,7 @@ class Record:
     grid: LatentGrid | None = None
     steps: int = 0
     lora: str | None = None
+    hooks: Sequence[RemovableHandle] = ()
 
 
 def record_of(transformer: Any) -> Record | None:
@@ -63,13 +66,17 @@ def keep(transformer: torch.nn.Module, record: Record | None) -> None:
         before.sharing.forget()
     _put_forward_back(transformer)
     if record is None:
-        _remove_hooks(transformer)
+        assert before is not None
+        for handle in before.hooks:
+            handle.remove()
         carry_calls(transformer, False)
         delattr(transformer, _ATTRIBUTE)
         return
-    if before is None:
-        transformer.register_forward_pre_hook(_begin_call, with_kwargs=True)
-        transformer.register_forward_hook(_end_call, always_call=True)
+    if before is not None:
+        record.hooks = before.hooks
+    else:
+        pre_hook = transformer.register_forward_pre_hook(_begin_call, with_kwargs=True)
+        record.hooks = pre_hook, transformer.register_forward_hook(_end_call, always_call=True)
     setattr(transformer, _ATTRIBUTE, record)
     if record.sharing is not None and record.sharing.refresh.cache is not None:
         _wrap_forward(transformer)
@@ -145,10 +152,10 @@ def _begin_call(transformer: torch.nn.Module, args: tuple[Any, ...], kwargs: dic
     if not compiling and record.grid != grid:
         record.processor.warn_of_size(grid)
     record.grid = grid
-    dense, branch, steps = False, None, DenseSet("dense_steps", record.processor.dense_steps)
-    if steps.some:
+    dense, branch, dense_steps = False, None, record.processor.dense_steps
+    if dense_steps:
         step = denoising_step(transformer, arguments.get("timestep"), "dense_steps", "use dense_steps=0")
-        dense, record.steps = steps.contains(step.step, step.steps), step.steps
+        dense, record.steps = is_dense("dense_steps", dense_steps, step.step, step.steps), step.steps
     if record.sharing is not None:
         branch = record.sharing.begin(transformer, arguments)
     exact = branch is not None and branch.exact
@@ -164,14 +171,3 @@ def _end_call(transformer: torch.nn.Module, args: tuple[Any, ...], output: Any) 
         if record.sharing.refresh.cache is not None and not _is_outermost(transformer):
             # A hook that came later is around it, or one that was there before has taken it away.
             _wrap_forward(transformer)
-
-
-def _remove_hooks(transformer: torch.nn.Module) -> None:
-    # Not by their handles, which a copied transformer does not have.
-    for hooks, ours, options in (
-        (transformer._forward_pre_hooks, _begin_call, transformer._forward_pre_hooks_with_kwargs),
-        (transformer._forward_hooks, _end_call, transformer._forward_hooks_always_called),
-    ):
-        for key in [key for key, hook in hooks.items() if hook is ours]:
-            del hooks[key]
-            options.pop(key, None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 from typing import Any
@@ -11,14 +12,7 @@ import torch
 from vmonarch.attend import Exact
 from vmonarch.base import FullAttentionProcessor, Layer, VideoAttentionProcessor
 from vmonarch.borrowed import borrow
-from vmonarch.families import (
-    SUPPORTED,
-    describe,
-    diffusers_class,
-    forward_arguments,
-    known_family,
-    transformers_in,
-)
+from vmonarch.families import SUPPORTED, diffusers_class, forward_arguments, known_family, transformers_in
 from vmonarch.hooks import Record, keep, record_of
 from vmonarch.own import Bound, ours_of
 from vmonarch.parallelism import (
@@ -29,13 +23,15 @@ from vmonarch.parallelism import (
     share_parallel_config,
 )
 from vmonarch.residuals import NO_REFRESH, ResidualSharing
-from vmonarch.validation import DenseSet
+from vmonarch.validation import is_dense
 
+# By component name, a transformer and what its modules of the video's self-attention get in place of their processors.
+Bindings = dict[str, tuple[torch.nn.Module, dict[torch.nn.Module, Any]]]
 KEEP = "save its parameters with vmonarch.save_adapter if they are to be kept, then call vmonarch.restore"
 
 
 @dataclasses.dataclass(frozen=True)
-class Installation:
+class Installation(contextlib.AbstractContextManager["Installation"]):
     """What `apply` did; also a context manager that restores the original processors at its end.
 
     The original ones, not those of an earlier `apply`: such contexts do not nest.
@@ -51,9 +47,6 @@ class Installation:
     def restore(self) -> None:
         """Put the original processors back; see `restore`."""
         _restore(self.transformers)
-
-    def __enter__(self) -> Installation:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.restore()
@@ -78,12 +71,6 @@ def _unwrap(module: torch.nn.Module, argument: str = "pipe_or_transformer") -> t
         problem = f"must be (or wrap) one supported video transformer, got {type(module).__name__}"
         raise TypeError(f"{argument} {problem}; supported: {SUPPORTED}")
     return found[0]
-
-
-def original_of(attn: Any) -> Any:
-    """The processor of an attention module; where that is ours, the one before."""
-    ours = ours_of(attn)
-    return attn.processor if ours is None else ours.original
 
 
 def apply(pipe_or_transformer: Any, processor: VideoAttentionProcessor | str = "near-lossless") -> Installation:
@@ -122,8 +109,14 @@ def apply(pipe_or_transformer: Any, processor: VideoAttentionProcessor | str = "
             parallelism and is of a model that is not supported so.
         RuntimeError: diffusers computes attention beyond the Wan family in another way than is known.
     """
-    transformers = find_transformers(pipe_or_transformer)
     processor = _checked(pipe_or_transformer, processor)
+    # Everything that can fail comes before the first change.
+    return install(processor, bind_all(pipe_or_transformer, processor))
+
+
+def bind_all(pipe_or_transformer: Any, processor: VideoAttentionProcessor) -> Bindings:
+    """What `processor` makes of itself for a pipeline or transformer; nothing is changed. Raises as `apply`."""
+    transformers = find_transformers(pipe_or_transformer)
     plan = getattr(processor, "plan", None)
     if plan is not None and isinstance(pipe_or_transformer, torch.nn.Module):
         if len(plan.layers) > 1:
@@ -133,19 +126,22 @@ def apply(pipe_or_transformer: Any, processor: VideoAttentionProcessor | str = "
             )
         # A transformer by itself is the one that the plan is for, whatever its pipeline calls it.
         transformers = dict(zip(plan.layers, transformers.values(), strict=True))
+    return {name: (transformer, _bind(name, transformer, processor)) for name, transformer in transformers.items()}
+
+
+def install(processor: VideoAttentionProcessor, made: Bindings) -> Installation:
+    """Put what `bind_all` has made of a processor on the modules."""
     sharing = None if processor.refresh is None else ResidualSharing(processor.refresh)
-    # Everything that can fail comes before the first change.
-    made = [(transformer, _bind(name, transformer, processor)) for name, transformer in transformers.items()]
-    for transformer, bound in made:
+    for transformer, bound in made.values():
         for attn, given in bound.items():
             _set_processor(attn, given)
         family, names = known_family(transformer), forward_arguments(transformer)
-        ours = [made for made in bound.values() if isinstance(made, Bound)]
+        ours = [given for given in bound.values() if isinstance(given, Bound)]
         keep(transformer, Record(processor, family, names, list(bound), ours, sharing))
         share_parallel_config(transformer)
         if not family.own:
             vars(transformer)["enable_parallelism"] = functools.partial(enable_parallelism, transformer)
-    return Installation(processor, transformers)
+    return Installation(processor, {name: transformer for name, (transformer, _) in made.items()})
 
 
 def _checked(pipe_or_transformer: object, processor: object) -> VideoAttentionProcessor:
@@ -157,11 +153,10 @@ def _checked(pipe_or_transformer: object, processor: object) -> VideoAttentionPr
     if not isinstance(processor, VideoAttentionProcessor):
         raise TypeError(
             "processor must be a VMonarchProcessor(...) or another of vmonarch's, or the name of a preset, got"
-            f" {describe(processor)}; vmonarch.restore switches it off"
+            f" {processor!r}; vmonarch.restore switches it off"
         )
-    some = DenseSet("dense_steps", processor.dense_steps).some
     # Diffusion forcing gives every latent frame its own noise level and its own copy of the scheduler.
-    stepwise = "dense_steps" if some else None if processor.refresh is None else "refresh"
+    stepwise = "dense_steps" if processor.dense_steps else None if processor.refresh is None else "refresh"
     if stepwise and "DiffusionForcing" in (name := type(pipe_or_transformer).__name__):
         instead = NO_REFRESH if stepwise == "refresh" else "use dense_steps=0"
         raise ValueError(f"{stepwise} is not supported with {name}: its frames are at different steps; {instead}")
@@ -169,7 +164,7 @@ def _checked(pipe_or_transformer: object, processor: object) -> VideoAttentionPr
 
 
 def _bind(name: str, transformer: torch.nn.Module, processor: VideoAttentionProcessor) -> dict[torch.nn.Module, Any]:
-    """`bind_all`, where the processor may be applied; raises as `apply`."""
+    """What `bind_all` says, of one transformer."""
     family, model = known_family(transformer), type(transformer).__name__
     if processor.LEARNS and not family.own:
         raise ValueError(f"{type(processor).__name__} supports the transformers of the Wan family, got {model}")
@@ -181,12 +176,20 @@ def _bind(name: str, transformer: torch.nn.Module, processor: VideoAttentionProc
             f"{name} is offloaded in groups, whose hooks would leave new parameters where they are: apply the processor"
             " before enable_group_offload"
         )
-    bound = bind_all(transformer, processor, name)
-    for attn, made in bound.items():
+    blocks = len(family.blocks_of(transformer))
+    bound = {}
+    for place, (block, attn) in enumerate(family.layers(transformer)):
         before: Any = ours_of(attn)
+        original: Any = attn.processor if before is None else before.original
+        layer = Layer(attn, place, block, blocks, family, transformer, name)
+        dense = is_dense("dense_layers", processor.dense_layers, block, blocks)
+        made = original if dense else processor.bind(layer, original)
+        if made is original and family.spread is not None:
+            made = borrow(FullAttentionProcessor(), Exact(), original, family, kept=True)
         if hasattr(before, "_attention_backend"):
             # The user has chosen it for the model.
             made._attention_backend = before._attention_backend
+        bound[attn] = made
     return bound
 
 
@@ -194,28 +197,6 @@ def _set_processor(attn: torch.nn.Module, processor: Any) -> None:
     # Mochi's modules have no way to set it.
     setter = getattr(attn, "set_processor", functools.partial(setattr, attn, "processor"))
     setter(processor)
-
-
-def bind_all(transformer: Any, processor: VideoAttentionProcessor, component: str) -> dict[torch.nn.Module, Any]:
-    """What `processor` makes of itself for each self-attention module of the video; nothing is installed.
-
-    Args:
-        component: the name of the transformer in its pipeline.
-
-    Raises:
-        ValueError: `dense_layers`, or an option of the processor, does not fit the transformer.
-    """
-    family = known_family(transformer)
-    dense_layers, blocks = DenseSet("dense_layers", processor.dense_layers), len(family.blocks_of(transformer))
-    bound = {}
-    for place, (block, attn) in enumerate(family.layers(transformer)):
-        original = original_of(attn)
-        layer = Layer(attn, place, block, blocks, family, transformer, component)
-        ours = original if dense_layers.contains(block, blocks) else processor.bind(layer, original)
-        if ours is original and family.spread is not None:
-            ours = borrow(FullAttentionProcessor(), Exact(), original, family, kept=True)
-        bound[attn] = ours
-    return bound
 
 
 def parameters_of(processor: Any) -> dict[str, torch.nn.Parameter]:
@@ -266,5 +247,6 @@ def _restore(transformers: dict[str, Any]) -> None:
         elif record.lora in there:
             transformer.delete_adapters(record.lora)
         for attn in record.modules:
-            _set_processor(attn, original_of(attn))
+            if (ours := ours_of(attn)) is not None:
+                _set_processor(attn, ours.original)
         share_parallel_config(transformer)

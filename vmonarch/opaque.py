@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from vmonarch.attend import Attend, Result
+from vmonarch.attend import Attend, Residual, Result
 from vmonarch.call import Call, running
 from vmonarch.grid import LatentGrid
 from vmonarch.kernels.common.launch import carry_tangents, learns
@@ -31,28 +31,23 @@ _layers: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 class Opaque:
     """One operator where torch.compile compiles, and nothing elsewhere. A copy has a number of its own.
 
-    Args:
-        inference: whether what is inside has no gradient.
-        number: by which the operator finds it, int64 [1] on the CPU.
+    Attributes:
+        number: by which the operator finds it as long as it lives, int64 [1] on the CPU.
     """
 
     inner: Attend
-    inference: bool
-    number: torch.Tensor = field(repr=False, compare=False)
+    number: torch.Tensor = field(init=False, repr=False, compare=False)
 
-    @classmethod
-    def around(cls, inner: Attend, inference: bool) -> Opaque:
-        """It with a new number, by which it is found as long as it lives."""
+    def __post_init__(self) -> None:
         number = next(_numbers)
         # torch.compile saves it for backward.
         with torch.inference_mode(False):
-            made = cls(inner, inference, torch.tensor([number]))
-        _layers[number] = made
-        return made
+            object.__setattr__(self, "number", torch.tensor([number]))
+        _layers[number] = self
 
     def __call__(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Call) -> Result:
         tangents = carry_tangents(query, key, value)
-        if self.inference and (tangents or learns(query, key, value)):
+        if isinstance(self.inner, Residual) and (tangents or learns(query, key, value)):
             raise RuntimeError("refresh is for inference: residuals have no gradient; train with refresh=None")
         # The operator has no forward-mode derivative.
         if not torch.compiler.is_compiling() or tangents:
@@ -63,7 +58,7 @@ class Opaque:
         return attend(query, key, value, self.number, call.key_mask, tokens, backend), None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Opaque.around, (self.inner, self.inference)
+        return Opaque, (self.inner,)
 
 
 # A recorded CUDA graph would repeat the layer that it was recorded for: inductor leaves such operators out of graphs.

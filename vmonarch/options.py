@@ -193,11 +193,9 @@ class VMonarchOptions(Options):
             raise ValueError("coarse pools the keys of all iterations but the last; with num_iterations=1 it must be 1")
         if isinstance(self.exact, Mapping):
             object.__setattr__(self, "exact", ExactBlocks.of(self.exact))
-        supported = 'None, "first_frame" or an ExactBlocks(rows=…, columns=…, band=…)'
-        if isinstance(self.exact, str) and self.exact != "first_frame":
+        if not isinstance(self.exact, (ExactBlocks, type(None))) and self.exact != "first_frame":
+            supported = 'None, "first_frame" or an ExactBlocks(rows=…, columns=…, band=…)'
             raise ValueError(f"exact must be {supported}, got {self.exact!r}")
-        if not isinstance(self.exact, (str, ExactBlocks, type(None))):
-            raise TypeError(f"exact must be {supported}, got {type(self.exact).__name__}")
         check_share("row_share", self.row_share)
         check_flag("last_l_update", self.last_l_update)
         if not self.last_l_update and self.num_iterations == 1:

@@ -24,7 +24,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from vmonarch.configs import Settings, build, choice, naming_the_option, number
-from vmonarch.validation import DenseSet
+from vmonarch.validation import check_dense, is_dense
 
 # This share of the steps at the start decides the video's layout. With a tolerance it is exact throughout.
 START = 0.12
@@ -75,10 +75,10 @@ class Refresh(Settings):
     def __post_init__(self) -> None:
         with naming_the_option("refresh."):
             super().__post_init__()
-        at_most = DenseSet("refresh.at_most", self.at_most)
-        if isinstance(at_most.dense, tuple) or not at_most.some:
+        at_most = check_dense("refresh.at_most", self.at_most)
+        if isinstance(at_most, tuple) or not at_most:
             raise ValueError(f"refresh.at_most must be a count or a fraction above 0, got {self.at_most!r}")
-        object.__setattr__(self, "at_most", at_most.dense)
+        object.__setattr__(self, "at_most", at_most)
         if (self.steps is None) == (self.tolerance is None):
             raise ValueError(
                 f"refresh needs either steps or a tolerance, got steps={self.steps!r}, tolerance={self.tolerance!r}"
@@ -87,10 +87,10 @@ class Refresh(Settings):
             return
         if self.at_most != type(self).at_most:
             raise ValueError(f"refresh.at_most is for a tolerance, got {self.at_most!r} with steps={self.steps!r}")
-        chosen = DenseSet("refresh", self.steps)
-        if not chosen.some:
+        chosen = check_dense("refresh", self.steps)
+        if not chosen:
             raise ValueError(f"refresh must name at least one step, got {self.steps!r}; None leaves residuals out")
-        object.__setattr__(self, "steps", chosen.dense)
+        object.__setattr__(self, "steps", chosen)
 
     def __repr__(self) -> str:
         changed = {f.name: v for f in dataclasses.fields(self) if (v := getattr(self, f.name)) != f.default}
@@ -118,11 +118,11 @@ class Refresh(Settings):
         Raises:
             ValueError: there are fewer steps than asked for.
         """
-        chosen = DenseSet("refresh", self.at_most if self.steps is None else self.steps)
-        if self.steps is None and isinstance(chosen.dense, int):
-            return spaced_steps(min(chosen.dense, steps), steps)
-        found = tuple(step for step in range(steps) if chosen.contains(step, steps))
-        return found if isinstance(chosen.dense, tuple) else spaced_steps(len(found), steps)
+        chosen = self.at_most if self.steps is None else self.steps
+        if self.steps is None and isinstance(chosen, int):
+            return spaced_steps(min(chosen, steps), steps)
+        found = tuple(step for step in range(steps) if is_dense("refresh", chosen, step, steps))
+        return found if isinstance(chosen, tuple) else spaced_steps(len(found), steps)
 
 
 @dataclasses.dataclass

@@ -17,7 +17,7 @@ from vmonarch.hooks import record_of
 from vmonarch.installation import find_transformers
 from vmonarch.own import ours_of
 from vmonarch.plan import method_flops
-from vmonarch.validation import DenseSet
+from vmonarch.validation import is_dense
 
 # Where the model's config tells none; of most methods the share of FLOPs does not depend on it.
 _HEAD_DIM = 128
@@ -92,20 +92,20 @@ def report(pipe_or_transformer: Any) -> Report:
     # Others may have the same transformer.
     runs = [run for run in runs if run.pipeline() is pipe_or_transformer]
     for run in runs:
-        run.schedule.read()
+        run.read()
     shares = [share for transformer in applied for share in _shares(transformer, grid)]
-    steps = next((run.schedule.steps for run in runs), next(iter(applied.values())).steps)
-    dense = DenseSet("dense_steps", spec.dense_steps)
-    exact: dict[int, float | None] = dict.fromkeys(step for step in range(steps) if dense.contains(step, steps))
-    eight_bits = {step for run in runs for step in run.schedule.exact if run.schedule.precision(step)} - exact.keys()
-    exact |= {step: error for run in runs for step, error in run.schedule.exact.items()}
-    predicted = tuple(sorted(step for run in runs for step in run.schedule.predicted))
+    steps = next((run.steps for run in runs), next(iter(applied.values())).steps)
+    dense = [step for step in range(steps) if is_dense("dense_steps", spec.dense_steps, step, steps)]
+    exact: dict[int, float | None] = dict.fromkeys(dense)
+    eight_bits = {step for run in runs for step in run.exact if run.precision(step)} - exact.keys()
+    exact |= {step: error for run in runs for step, error in run.exact.items()}
+    predicted = tuple(sorted(step for run in runs for step in run.predicted))
     # Without runs all steps count; a run begins with an exact one. Renewals compute approximate attention, too.
-    of_run = lambda schedule: range(min(schedule.exact, default=0), schedule.step + 1)
-    ran = set(range(steps)) if not sharings else {step for run in runs for step in of_run(run.schedule)}
+    of_run = lambda run: range(min(run.exact, default=0), run.step + 1)
+    ran = set(range(steps)) if not sharings else {step for run in runs for step in of_run(run)}
     done, rough = max(ran, default=-1) + 1, len(ran - {*exact, *predicted})
     whole = done - rough - len(predicted)
-    rough += sum(len(run.schedule.renewals) for run in runs)
+    rough += sum(len(run.renewals) for run in runs)
     of = lambda share: (done - len(predicted) if share == 1 else whole + share * rough) / done if done else share
     work = None if None in shares or sharings and not done else sum(map(of, shares)) / len(shares)
     return Report(
@@ -113,9 +113,9 @@ def report(pipe_or_transformer: Any) -> Report:
         grid=None if grid is None else (*grid,),
         steps=steps or None,
         exact=dict(sorted(exact.items())),
-        eight_bits=tuple(sorted(eight_bits)) if runs and runs[0].schedule.refresh.precision else None,
+        eight_bits=tuple(sorted(eight_bits)) if runs and runs[0].refresh.precision else None,
         predicted=predicted,
-        forward={step: e for run in runs for step, e in run.schedule.forward.items() if e is not None},
+        forward={step: e for run in runs for step, e in run.forward.items() if e is not None},
         work=work,
         residual_bytes=max((run.residual_bytes for run in runs), default=0),
     )

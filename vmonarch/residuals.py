@@ -24,6 +24,7 @@ from torch.utils import _pytree as pytree
 from vmonarch.families import BY_STEP
 from vmonarch.kernels.residual.api import attention_residual, renew_residual, residual_bytes
 from vmonarch.kernels.residual.reference import Residual
+from vmonarch.own import ours_of
 from vmonarch.refresh import Line, Refresh, Schedule, tensors_in
 from vmonarch.steps import DenoisingStep, denoising_step, noise_changes
 
@@ -125,7 +126,7 @@ class Branch:
         tensors = (tensor for kept in self.residuals.values() for tensor in kept.residual)
         return sum(tensor.nbytes for tensor in tensors)
 
-    def begin_call(self, step: int, time: float = 0.0, evaluation: int = 0) -> None:
+    def begin_call(self, step: int, time: float, evaluation: int = 0) -> None:
         """A forward call begins in this step; what its first layer needs is on its way from the host then.
 
         Args:
@@ -270,18 +271,16 @@ class Branch:
         return residual
 
 
-@dataclasses.dataclass
-class Run:
+@dataclasses.dataclass(kw_only=True)
+class Run(Schedule):
     """One denoising loop of a pipeline with one transformer; a branch makes one forward call a step in it.
 
     Args:
-        schedule: of the run.
         timesteps: of the scheduler, another tensor for each loop.
         pipeline, transformer: whose it is.
         residual_bytes: the most memory that the residuals of its branches took.
     """
 
-    schedule: Schedule
     timesteps: weakref.ref[torch.Tensor]
     pipeline: weakref.ref[Any]
     transformer: weakref.ref[torch.nn.Module]
@@ -297,32 +296,32 @@ class PipelineBranch(Branch):
     """A branch in one run of a pipeline of diffusers, with one call a step.
 
     Args:
-        run: that it is in.
+        schedule: the run that it is in.
         conditioning: what the transformer is called with, without latents and timestep.
         versions: of the tensors in there, which tell of changes in place.
         step: of the latest call.
     """
 
-    run: Run
+    schedule: Run
     conditioning: Mapping[str, Any]
     versions: list[int]
     step: int = -1
 
     def may_go_on(self, step: DenoisingStep, transformer: torch.nn.Module) -> bool:
         """Whether what the branch holds may be of use in that step, in which this transformer is called, or later."""
-        timesteps = self.run.timesteps()
+        timesteps = self.schedule.timesteps()
         if timesteps is not step.timesteps:
             # The run of another pipeline goes on, as long as its scheduler has not begun another one.
-            pipeline = self.run.pipeline()
+            pipeline = self.schedule.pipeline()
             return pipeline is not None and pipeline.scheduler.timesteps is timesteps
-        if self.run.transformer() is not transformer:
+        if self.schedule.transformer() is not transformer:
             # A pipeline with two of them goes on to the second for good.
             return self.step == step.step
         return step.step - 1 - _IDLE_STEPS <= self.step <= step.step
 
     def is_of(self, step: DenoisingStep, transformer: torch.nn.Module, conditioning: Mapping[str, Any]) -> bool:
         """Whether a call is the next one of the branch."""
-        follows = self.run.is_of(step, transformer) and self.step < step.step
+        follows = self.schedule.is_of(step, transformer) and self.step < step.step
         unchanged = self.versions == versions_of(self.conditioning)
         return follows and unchanged and same_values(self.conditioning, conditioning)
 
@@ -374,11 +373,9 @@ class ResidualSharing:
             self._drop(lambda branch: not branch.may_go_on(step, transformer))
             branch = next((b for b in self._branches if b.is_of(step, transformer, conditioning)), None)
             if branch is None:
-                run = self._run(step, transformer)
                 branch = PipelineBranch(
-                    schedule=run.schedule,
+                    schedule=self._run(step, transformer),
                     devices=_sharing_devices(transformer),
-                    run=run,
                     conditioning=conditioning,
                     versions=versions_of(conditioning),
                 )
@@ -390,29 +387,31 @@ class ResidualSharing:
     def _run(self, step: DenoisingStep, transformer: torch.nn.Module) -> Run:
         """The run of a new branch: that of another branch, or a new one, which begins with this step."""
         for branch in self._branches:
-            if branch.run.is_of(step, transformer):
-                return branch.run
+            if branch.schedule.is_of(step, transformer):
+                return branch.schedule
         over = lambda run: run.timesteps() is not step.timesteps and run.pipeline() in (None, step.pipeline)
         self.runs = [run for run in self.runs if not over(run)]
         # To read them is to wait for the GPU.
-        times = noise_changes(step.timesteps[step.first :].tolist()) if self.refresh.decides else ()
-        spent = sum(len(run.schedule.exact) for run in self.runs if run.timesteps() is step.timesteps)
-        schedule = Schedule(self.refresh, step.steps, times, spent)
-        run = Run(schedule, weakref.ref(step.timesteps), weakref.ref(step.pipeline), weakref.ref(transformer))
+        times = noise_changes(step.timesteps[-step.steps :].tolist()) if self.refresh.decides else ()
+        spent = sum(len(run.exact) for run in self.runs if run.timesteps() is step.timesteps)
+        owners = {"timesteps": step.timesteps, "pipeline": step.pipeline, "transformer": transformer}
+        refs: dict[str, Any] = {name: weakref.ref(owner) for name, owner in owners.items()}
+        run = Run(self.refresh, step.steps, times, spent, **refs)
         self.runs.append(run)
         return run
 
     def end(self, branch: PipelineBranch) -> None:
         """The forward call is over: after a run's last one its residuals are freed."""
         branch.end_call()
-        if branch.schedule.computed:
+        run = branch.schedule
+        if run.computed:
             with self._lock:
-                kept = sum(other.residual_bytes for other in self._branches if other.run is branch.run)
-            branch.run.residual_bytes = max(branch.run.residual_bytes, kept)
-        if branch.step < branch.schedule.steps - 1:
+                kept = sum(other.residual_bytes for other in self._branches if other.schedule is run)
+            run.residual_bytes = max(run.residual_bytes, kept)
+        if branch.step < run.steps - 1:
             return
         self._drop(lambda other: other is branch)
-        if branch.schedule.held and all(other.run is not branch.run for other in self._branches):
+        if run.held and all(other.schedule is not run for other in self._branches):
             warnings.warn(
                 f"the error of residual sharing may have grown beyond tolerance={self.refresh.tolerance}, because"
                 f" at_most={self.refresh.at_most} allows no more exact steps: raise it, or see vmonarch.report(pipe)",
@@ -455,9 +454,8 @@ def _same(expected: Any, given: Any) -> bool:
 
 def _sharing_devices(transformer: torch.nn.Module) -> list[torch.device]:
     """Those of the layers of a transformer that keep residuals."""
-    spec = lambda module: getattr(getattr(module, "processor", None), "spec", None)
-    layers = (module for module in transformer.modules() if getattr(spec(module), "refresh", None) is not None)
-    return [next(layer.parameters()).device for layer in layers]
+    bound = ((module, ours) for module in transformer.modules() if (ours := ours_of(module)) is not None)
+    return [next(module.parameters()).device for module, ours in bound if ours.spec.refresh is not None]
 
 
 def _free_bytes(device: torch.device) -> int | None:

@@ -48,15 +48,13 @@ class DenoisingStep(NamedTuple):
     Args:
         step: which it is, from 0.
         steps: how many there are.
-        timesteps: of the scheduler; a pipeline makes another tensor for every loop.
-        first: of them, the one that the loop begins with.
+        timesteps: of the scheduler, the last of which the loop goes through; another tensor for every loop.
         pipeline: which runs the loop.
     """
 
     step: int
     steps: int
     timesteps: torch.Tensor
-    first: int
     pipeline: Any
 
 
@@ -100,7 +98,7 @@ def denoising_step(transformer: torch.nn.Module | None, timestep: Any, needed_by
             # It counts from its first step on.
             place = skipped if scheduler.step_index is None else scheduler.step_index
         if place is not None and skipped <= place < len(timesteps):
-            return DenoisingStep(place - skipped, run, timesteps, skipped, pipe)
+            return DenoisingStep(place - skipped, run, timesteps, pipe)
     raise RuntimeError(
         f"{needed_by} needs the denoising step, but {type(scheduler).__name__}, the scheduler of {type(pipe).__name__},"
         " does not tell it here: the pipeline goes through other timesteps than its scheduler's, or another has begun"

@@ -70,8 +70,8 @@ def resolve_scale(scale: object, head_dim: int) -> float:
     return float(scale)  # type: ignore[arg-type]
 
 
-class DenseSet:
-    """Which of `total` steps or layers are computed with exact attention.
+def check_dense(argument: str, dense: object) -> int | float | tuple[int, ...]:
+    """Which steps or layers are computed with exact attention, as `is_dense` takes it; false if none are.
 
     Args:
         argument: name of the option, for the errors.
@@ -82,41 +82,35 @@ class DenseSet:
         TypeError: `dense` is none of these.
         ValueError: a negative count or index, or a fraction outside 0 … 1.
     """
+    supported = "a count (int), a fraction from 0.0 to 1.0 (float) or a collection of indices"
+    dense = plain(dense)
+    if isinstance(dense, (bool, str, bytes, dict)) or not isinstance(dense, (int, float, Iterable)):
+        raise TypeError(f"{argument} must be {supported}, got {dense!r}")
+    if isinstance(dense, float) and not 0.0 <= dense <= 1.0:
+        raise ValueError(f"{argument} as a fraction must lie between 0.0 and 1.0, got {dense}")
+    if isinstance(dense, int):
+        check_integer(f"{argument} as a count", dense)
+    if not isinstance(dense, Iterable):
+        return dense
+    indices = plain(list(dense))
+    for index in indices:
+        check_integer(f"an index in {argument}", index)
+    return tuple(sorted(set(indices)))
 
-    def __init__(self, argument: str, dense: object) -> None:
-        self.argument = argument
-        supported = "a count (int), a fraction from 0.0 to 1.0 (float) or a collection of indices"
-        dense = plain(dense)
-        if isinstance(dense, (bool, str, bytes, dict)) or not isinstance(dense, (int, float, Iterable)):
-            raise TypeError(f"{argument} must be {supported}, got {dense!r}")
-        if isinstance(dense, float) and not 0.0 <= dense <= 1.0:
-            raise ValueError(f"{argument} as a fraction must lie between 0.0 and 1.0, got {dense}")
-        if isinstance(dense, int):
-            check_integer(f"{argument} as a count", dense)
-        if isinstance(dense, Iterable):
-            indices = plain(list(dense))
-            for index in indices:
-                check_integer(f"an index in {argument}", index)
-            dense = tuple(sorted(set(indices)))
-        self.dense: int | float | tuple[int, ...] = dense
-        # Whether anything at all is dense. A plain attribute, because older torch.compile cannot trace `__bool__`.
-        self.some = self.dense != () and self.dense != 0
 
-    def contains(self, index: int, total: int) -> bool:
-        """Whether `index` is among the dense ones of `total`.
+def is_dense(argument: str, dense: int | float | tuple[int, ...], index: int, total: int) -> bool:
+    """Whether `index` is among the dense ones of `total` steps or layers; `dense` is what `check_dense` returned.
 
-        Raises:
-            ValueError: the option asks for more than there are.
-        """
-        noun = "layers" if self.argument == "dense_layers" else "steps"
-        if isinstance(self.dense, float):
-            return index < math.ceil(self.dense * total - 1e-9)
-        if isinstance(self.dense, int):
-            if self.dense > total:
-                raise ValueError(f"{self.argument}={self.dense}, but there are only {total} {noun}")
-            return index < self.dense
-        if self.dense and self.dense[-1] >= total:
-            raise ValueError(
-                f"{self.argument} names index {self.dense[-1]}, but there are only {total} {noun} (0 to {total - 1})"
-            )
-        return any(index == dense for dense in self.dense)
+    Raises:
+        ValueError: the option asks for more than there are.
+    """
+    noun = "layers" if argument == "dense_layers" else "steps"
+    if isinstance(dense, float):
+        return index < math.ceil(dense * total - 1e-9)
+    if isinstance(dense, int):
+        if dense > total:
+            raise ValueError(f"{argument}={dense}, but there are only {total} {noun}")
+        return index < dense
+    if dense and dense[-1] >= total:
+        raise ValueError(f"{argument} names index {dense[-1]}, but there are only {total} {noun} (0 to {total - 1})")
+    return any(index == chosen for chosen in dense)

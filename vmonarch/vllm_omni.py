@@ -28,7 +28,7 @@ from vmonarch.configs.methods import resolve_method
 from vmonarch.engines import add_member
 from vmonarch.grid import LatentGrid
 from vmonarch.plan import method_attention
-from vmonarch.validation import DenseSet
+from vmonarch.validation import is_dense
 
 NAME = "VMONARCH"
 # Its configuration of a backend has no place for our options. Its processes inherit the environment.
@@ -129,15 +129,14 @@ class VMonarchImpl(AttentionImpl):
             if getattr(parallel, degree, 1) > 1:
                 raise ValueError(f"{degree} must be 1 with {NAME}; use ulysses_degree")
         self.method, self.scale = chosen_method(), softmax_scale
-        self.steps = DenseSet("dense_steps", self.method.dense_steps)
-        layers = DenseSet("dense_layers", self.method.dense_layers)
+        layers = self.method.dense_layers
         # Of a name such as `blocks.3.attn1`.
         numbers = [int(part) for part in prefix.split(".") if part.isdigit()]
-        if layers.some and len(numbers) != 1:
+        if layers and len(numbers) != 1:
             raise ValueError(
                 f"{METHOD}.dense_layers must be 0: the name of the layer {prefix!r} does not have one number"
             )
-        self.dense = layers.some and layers.contains(numbers[0], sys.maxsize)
+        self.dense = bool(layers) and is_dense("dense_layers", layers, numbers[0], sys.maxsize)
         backend, _ = get_attn_backend_for_role(role, head_size, allow_trtllm_default=False)
         self.exact = backend.get_impl_cls()(
             num_heads=num_heads, head_size=head_size, softmax_scale=softmax_scale, prefix=prefix, role=role, **others
@@ -172,7 +171,8 @@ class VMonarchImpl(AttentionImpl):
         return torch.nn.functional.pad(out, (0, 0, 0, 0, 0, tokens - grid.tokens))
 
     def _step_is_dense(self) -> bool:
-        if not self.steps.some:
+        dense = self.method.dense_steps
+        if not dense:
             return False
         step = total = None
         if is_forward_context_available():
@@ -180,12 +180,12 @@ class VMonarchImpl(AttentionImpl):
             step, total = context.denoise_step_idx, context.total_denoise_steps
         if step is None:
             raise RuntimeError(f"{METHOD}.dense_steps must be 0: this pipeline does not tell vLLM-Omni its step")
-        if total is None and isinstance(self.steps.dense, float):
+        if total is None and isinstance(dense, float):
             raise RuntimeError(
-                f"{METHOD}.dense_steps must be a count or indices, got {self.steps.dense}: this pipeline does not tell"
+                f"{METHOD}.dense_steps must be a count or indices, got {dense}: this pipeline does not tell"
                 " vLLM-Omni how many steps it has"
             )
-        return self.steps.contains(step, sys.maxsize if total is None else total)
+        return is_dense("dense_steps", dense, step, sys.maxsize if total is None else total)
 
 
 def _grid(metadata: AttentionMetadata | None) -> LatentGrid:

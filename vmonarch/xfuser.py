@@ -54,15 +54,12 @@ def register(processor: VideoAttentionProcessor, name: str = "vmonarch") -> Any:
             f"processor must be a VMonarchProcessor or FlashBiasProcessor, got {type(processor).__name__}; others can"
             " be applied to xfuser's pipelines with vmonarch.apply"
         )
-    for option, usual, why in (
-        ("dense_steps", 0, "whose hybrid schedule (--use_hybrid_attn_schedule) chooses the backend of every step"),
-        ("refresh", None, "which is told neither layer nor step"),
-        ("dense_layers", 0, "which is not told the layer"),
-        ("plan", None, "which is not told the layer"),
-    ):
-        if getattr(processor, option, None) not in (usual, None, ()):
-            problem = f"{option} must be {usual} in a backend of xfuser, {why}"
-            raise ValueError(f"{problem}; or use vmonarch.apply on the pipeline")
+    for option, usual in {"dense_steps": 0, "dense_layers": 0, "refresh": None, "plan": None}.items():
+        if getattr(processor, option, None):
+            raise ValueError(
+                f"{option} must be {usual} in a backend of xfuser, which is told neither layer nor step: use"
+                " vmonarch.apply on the pipeline, or for steps xfuser's hybrid schedule (--use_hybrid_attn_schedule)"
+            )
 
     backends = import_xfuser(f"{GROUPS}.attention_backend")
     state = import_xfuser(f"{GROUPS}.runtime_state").RuntimeState

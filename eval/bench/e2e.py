@@ -37,7 +37,7 @@ from vmonarch.files import check_output, write_json
 from vmonarch.hooks import record_of
 from vmonarch.pipelines import recipes
 from vmonarch.refresh import Refresh, Schedule
-from vmonarch.validation import DenseSet
+from vmonarch.validation import check_dense, is_dense
 
 FORMAT = "vmonarch-e2e-1"
 MODES = ("eager", "compiled")
@@ -199,7 +199,7 @@ class Steps(WanPipeline):
         """What the latest run did in every step, of a method whose errors decide."""
         record = record_of(self.transformer)
         assert record is not None and record.sharing is not None
-        (schedule,) = (run.schedule for run in record.sharing.runs)
+        (schedule,) = record.sharing.runs
         kinds = dict.fromkeys(range(self.options.steps), "predicted") | dict.fromkeys(schedule.forward, "approximate")
         kinds |= {step: exact_kind(schedule, step, step in schedule.renewals) for step in schedule.exact}
         return list(kinds.values())
@@ -256,7 +256,7 @@ def step_kinds(method: AttentionMethod, transformers: Sequence[str]) -> list[str
         ValueError: the method asks for more steps than there are.
     """
     steps = len(transformers)
-    dense = DenseSet("dense_steps", method.options.get("dense_steps", 0))
+    dense = check_dense("dense_steps", method.options.get("dense_steps", 0))
     refresh = Refresh.parse(method.options.get("refresh"))
     schedules = {name: Schedule(refresh, steps) for name in transformers if refresh is not None}
     kinds = []
@@ -264,7 +264,7 @@ def step_kinds(method: AttentionMethod, transformers: Sequence[str]) -> list[str
         schedule = schedules.get(name)
         if schedule is not None:
             schedule.enter(step)
-        if dense.contains(step, steps):
+        if is_dense("dense_steps", dense, step, steps):
             kinds.append("dense")
         elif schedule is None or schedule.due < step:
             kinds.append("approximate")

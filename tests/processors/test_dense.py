@@ -11,7 +11,7 @@ from diffusers.modular_pipelines import WanBlocks
 
 import vmonarch
 from vmonarch import VMonarchProcessor
-from vmonarch.validation import DenseSet
+from vmonarch.validation import check_dense, is_dense
 
 
 @pytest.mark.parametrize(
@@ -28,9 +28,9 @@ from vmonarch.validation import DenseSet
     ids=str,
 )
 def test_what_a_dense_option_means(dense, total, expected):
-    chosen = DenseSet("dense_steps", dense)
-    assert [index for index in range(total) if chosen.contains(index, total)] == expected
-    assert chosen.some == bool(expected)
+    chosen = check_dense("dense_steps", dense)
+    assert [index for index in range(total) if is_dense("dense_steps", chosen, index, total)] == expected
+    assert bool(chosen) == bool(expected)
 
 
 def by_hand(tiny, pipe, dense, **options):

@@ -402,7 +402,7 @@ def test_the_second_transformer_takes_the_place_of_the_first(tiny):
         branches = pipe.transformer._vmonarch_record.sharing._branches
         assert all(len(branch.devices) == 2 for branch in branches)
         names = {id(pipe.transformer): 1, id(pipe.transformer_2): 2}
-        holders.append([names[id(branch.run.transformer())] for branch in branches if branch.residuals])
+        holders.append([names[id(branch.schedule.transformer())] for branch in branches if branch.residuals])
         return {}
 
     tiny.generate(pipe, steps=5, callback_on_step_end=callback)

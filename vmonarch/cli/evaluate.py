@@ -106,20 +106,26 @@ def run_calibrate(arguments: argparse.Namespace) -> None:
 
     check_alone()
     if arguments.diagnosis is not None:
-        _plan_again(arguments)
-        return
-    if arguments.plan is not None:
+        plan, *written = _plan_again(arguments)
+    elif arguments.plan is not None:
         raise InputError("plan", "is for --diagnosis; otherwise the plan lies in the output folder")
-    config = sampling_config(CalibrateConfig, arguments)
-    made = calibrate(config, progress=not arguments.quiet)
+    else:
+        made = calibrate(sampling_config(CalibrateConfig, arguments), progress=not arguments.quiet)
+        plan, *written = made.plan, made.folder / "diagnosis.json", made.folder / "plan.json"
     if not arguments.quiet:
-        _tell(made.plan)
-    for name in ("diagnosis.json", "plan.json"):
-        print(made.folder / name)
+        predicted = plan.about["predicted"]
+        print("heads:", ", ".join(f"{count} × {name}" for name, count in plan.about["heads"].items()))
+        print(
+            f"work: {100 * predicted['flops_of_full']:.1f} % of full attention, {predicted['flops_of_vmonarch']:.2f} × "
+            f"default VMonarch; predicted mean error {predicted['mean_error']:.4f}, row-KL {predicted['mean_kl']:.4f}"
+        )
+        if "time_of_full" in predicted:
+            print(f"time: {100 * predicted['time_of_full']:.1f} % of full attention's, as measured head by head")
+    print(*written, sep="\n")
 
 
-def _plan_again(arguments: argparse.Namespace) -> None:
-    """Make another plan of a diagnosis."""
+def _plan_again(arguments: argparse.Namespace) -> tuple[AttentionPlan, Path]:
+    """Another plan of a diagnosis, and its file."""
     from vmonarch.eval.calibrate.diagnosis import FORMAT
     from vmonarch.eval.calibrate.planning import plan
 
@@ -133,20 +139,7 @@ def _plan_again(arguments: argparse.Namespace) -> None:
     if path.exists():
         raise InputError("plan", f"{str(path)!r} exists; give another --plan")
     made.save(path)
-    if not arguments.quiet:
-        _tell(made)
-    print(path)
-
-
-def _tell(plan: AttentionPlan) -> None:
-    predicted = plan.about["predicted"]
-    print("heads:", ", ".join(f"{count} × {name}" for name, count in plan.about["heads"].items()))
-    print(
-        f"work: {100 * predicted['flops_of_full']:.1f} % of full attention, {predicted['flops_of_vmonarch']:.2f} × "
-        f"default VMonarch; predicted mean error {predicted['mean_error']:.4f}, row-KL {predicted['mean_kl']:.4f}"
-    )
-    if "time_of_full" in predicted:
-        print(f"time: {100 * predicted['time_of_full']:.1f} % of full attention's, as measured head by head")
+    return made, path
 
 
 def add_ui(parser: argparse.ArgumentParser) -> None:
