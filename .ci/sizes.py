@@ -11,13 +11,13 @@ from pathlib import Path
 
 # By folder: the most lines that it may have now, and the aim.
 MOST_LINES = {
-    "vmonarch": (7_097, 6_500),
-    "vmonarch/cli": (975, 900),
+    "vmonarch": (7_024, 6_500),
+    "vmonarch/cli": (968, 900),
     "kernels": (12_485, 12_500),
     "pipelines": (2_975, 2_700),
     "finetune": (3_000, 2_700),
     "eval": (5_924, 6_300),
-    "configs": (585, 400),
+    "configs": (584, 400),
     "examples": (138, 200),
     "tests": (18_551, 19_000),
     "": (50_822, 51_000),
