@@ -124,10 +124,12 @@ def allocate_barriers(STAGES: gl.constexpr, FULL: gl.constexpr = 1):
 def allocate_tiles(
     dtype: gl.constexpr, D: gl.constexpr, HAS_V: gl.constexpr,
     Q_STAGES: gl.constexpr, STAGES: gl.constexpr, BLOCK_N: gl.constexpr, FULL: gl.constexpr = 1,
+    LEAD: gl.constexpr = True,
 ):  # fmt: skip
     """Shared memory for Q_STAGES tiles of query rows, in halves, for STAGES tiles of keys, and their barriers.
 
-    FULL: arrivals that a barrier of keys counts.
+    FULL: arrivals that a barrier of keys counts. LEAD: whether the second half waits for the first; a barrier that
+    nobody uses would share its memory with what is allocated later, which the hardware does not allow.
     """
     layout: gl.constexpr = shared_layout(D)
     q_bufs = gl.allocate_shared_memory(dtype, [2 * Q_STAGES, _HALF, D], layout)
@@ -135,11 +137,12 @@ def allocate_tiles(
     v_bufs = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, D], layout) if HAS_V else k_bufs
     q_full = gl.allocate_shared_memory(gl.int64, [Q_STAGES, 1], mbarrier.MBarrierLayout())
     q_empty = gl.allocate_shared_memory(gl.int64, [Q_STAGES, 1], mbarrier.MBarrierLayout())
-    lead = gl.allocate_shared_memory(gl.int64, [Q_STAGES, 1], mbarrier.MBarrierLayout())
+    lead = gl.allocate_shared_memory(gl.int64, [Q_STAGES, 1], mbarrier.MBarrierLayout()) if LEAD else q_empty
     for i in gl.static_range(Q_STAGES):
         mbarrier.init(q_full.index(i), count=1)
         mbarrier.init(q_empty.index(i), count=2)
-        mbarrier.init(lead.index(i), count=1)
+        if LEAD:
+            mbarrier.init(lead.index(i), count=1)
     full, empty = allocate_barriers(STAGES, FULL)
     fence_async_shared()
     return q_bufs, k_bufs, v_bufs, q_full, q_empty, lead, full, empty

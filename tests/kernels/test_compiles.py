@@ -201,7 +201,7 @@ def test_hopper_kernels_compile(case, launches, compile_kernels):
             in_parts = "parts" in case and "_keys" not in name
             assert (kernel["options"].get("PARTS", 1) > 1) is in_parts, kernel
         assert kernel["warp_specialized"] or "exact" not in case and "tile" not in case, kernel
-        assert not kernel["serialized"] and kernel["spilled"] <= spilled, kernel
+        assert not kernel["serialized"] and not kernel["idle_barriers"] and kernel["spilled"] <= spilled, kernel
         assert kernel["shared"] <= BIG_SHARED_MEMORY, kernel
 
 

@@ -91,6 +91,17 @@ def assemble(backend, ptx, metadata, options, architecture):
     return binary
 
 
+def idle_barriers(text):
+    """Names in Triton's intermediate code of barriers that are begun and that no warps wait for.
+
+    What nobody uses gives its shared memory to something else, and memory that holds a barrier must hold nothing else.
+    """
+    buffers = dict(re.findall(r"(%\w+) = ttg.memdesc_index (%\w+)", text))
+    begun = {buffers.get(name, name) for name in re.findall(r"ttng.init_barrier (%\w+)", text)}
+    taken = ", ".join(re.findall(r"ttg.warp_specialize\((.*?)\)", text))
+    return sorted(begun.difference(taken.split(", ")))
+
+
 def hash_only(kernel, key, signature, device, constexprs, options, attrs, warmup):
     """In place of a compilation: what tells it from all others."""
     return kernel.ASTSource(kernel, signature, constexprs, attrs).hash() + options.hash()
@@ -116,6 +127,7 @@ def main():
                 "options": {name: value for name, value in options.items() if isinstance(value, int)},
                 "shared": compiled.metadata.shared,
                 "warp_specialized": "ttg.warp_specialize" in compiled.asm["ttgir"],
+                "idle_barriers": idle_barriers(compiled.asm["ttgir"]),
                 "spilled": compiled.metadata.spilled,
                 "serialized": compiled.metadata.serialized,
             }

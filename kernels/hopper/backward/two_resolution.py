@@ -156,7 +156,7 @@ def _hopper_two_resolution_queries_kernel(
     numbers = (H, items, width, queries, tiles, all_means)
     BIASED: gl.constexpr = REST or not FULL
     BLOCK_D: gl.constexpr = q_desc.block_type.shape[4]
-    buffers = allocate_tiles(k_desc.dtype, BLOCK_D, True, 1, STAGES, BLOCK_N, 129 if BIASED else 1)
+    buffers = allocate_tiles(k_desc.dtype, BLOCK_D, True, 1, STAGES, BLOCK_N, 129 if BIASED else 1, LEAD=False)
     do_bufs = gl.allocate_shared_memory(k_desc.dtype, [2, _HALF, BLOCK_D], shared_layout(BLOCK_D))
     shared: gl.constexpr = gl.SwizzledSharedLayout(vec=1, per_phase=1, max_phase=1, order=[0])
     bias_bufs = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_N], shared)
