@@ -325,6 +325,7 @@ LABELS = {
     "`sol`, tau 2, ¼ exact": "sol:tau=2,dense_steps=0.25",
     "`block-topk`, ¼ exact": "block-topk:dense_steps=0.25",
     "`reuse`, 32 % exact": "reuse:refresh=0.32",
+    **{f"`{name}`, finetuned": f"{name}:adapter={name}.safetensors" for name in ("sla", "vsa")},
     "plan embedded-0.50-refined": "vmonarch:plan=embedded-0.50-refined,refresh={tolerance: 0.07}",
     "plan embedded-1.00-refined": "vmonarch:plan=embedded-1.00-refined,refresh={tolerance: 0.07}",
     **{f"fixed steps, {share} %": f"vmonarch-t1:exact=null,refresh={share / 100:g}" for share in (33, 31, 25, 20)},
@@ -334,6 +335,7 @@ LABELS = {
 # Their kernels between exact steps, in peers-h200.json.
 KERNELS = {"full": "cudnn", "sol": "sol-tau1", "sol:tau=2": "sol-tau2", "sol:tau=null,share=0.1": "sol-top10"}
 KERNELS |= {"block-topk": "vsa-fastvideo", "vmonarch-dense-start": "vmonarch"}
+KERNELS |= {"vsa:adapter=vsa.safetensors": "vsa-fastvideo", "sla:adapter=sla.safetensors": "sla"}
 
 
 def attention_seconds(method, rows, ms, layers):

@@ -393,3 +393,19 @@ def test_what_is_learnt_is_added_to_block_sparse_attention(inputs, control):
         weights = (q.softmax(-1) @ k.softmax(-1).mT).masked_fill(chosen, 0)
         added = layer.learnt(weights / weights.sum(-1, keepdim=True) @ v).transpose(1, 2).flatten(2)
     torch.testing.assert_close(layer.mix(attn, x, rotary, Call(GRID)) - before, added, atol=2e-5, rtol=2e-4)
+
+
+@torch.no_grad()
+def test_what_was_learnt_is_a_method_by_its_file(tiny, tmp_path):
+    model, file = tiny.transformer(), tmp_path / "vsa.safetensors"
+    vmonarch.apply(model, ControlProcessor("vsa", share=0.25, **TILES))
+    for _, attn in known_family(model).layers(model):
+        attn.processor.learnt.weight.normal_(generator=torch.Generator().manual_seed(1))
+    vmonarch.save_adapter(model, file)
+    expected = tiny.run(model, tuple(GRID))
+    vmonarch.restore(model)
+    assert not torch.equal(tiny.run(model, tuple(GRID)), expected)
+    resolve_method(f"vsa:share=0.25,tile=[4,3,5],query_tile=[4,3,5],adapter={file}").install(model)
+    assert torch.equal(tiny.run(model, tuple(GRID)), expected)
+    with pytest.raises(InputError, match="adapter .* cannot be used"):
+        resolve_method(f"sol:adapter={file}").install(model)
