@@ -12,6 +12,7 @@ Source: https://github.com/hao-ai-lab/FastVideo (`pyarrow_schema_t2v`, `pyarrow_
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 from collections.abc import Iterable, Mapping
@@ -163,12 +164,12 @@ class ParquetFolder:
         self._sizes = [(self.path / name).stat().st_size for name in self.files]
         # Of each row its file, its row group there and its number in that.
         self._places: list[tuple[str, int, int]] = []
-        # A footer grows with the rows of its file: to read it again for every row would take longer than the row.
-        self._footers: dict[str, pq.FileMetaData] = {}
+        # A footer grows with its file's rows, until it takes longer to read than a row: those of a few files are kept.
+        self._footer = functools.lru_cache(16)(lambda name: pq.read_metadata(self.path / name))
         for name in self.files:
             file = self.path / name
             try:
-                footer = self._footers[name] = pq.read_metadata(file)
+                footer = self._footer(name)
                 columns = footer.schema.to_arrow_schema().names
             except _UNREADABLE as error:
                 raise DataError(f"{file} is not a parquet file, or its end is missing: {error}") from error
@@ -208,10 +209,9 @@ class ParquetFolder:
             OSError: the file is gone or cannot be opened; the message names it.
         """
         name, group, row = self._places[index]
-        path = self.path / name
         wanted = ["id", *_columns(TENSORS | EXTRA_TENSORS)]
         try:
-            with pq.ParquetFile(path, metadata=self._footers[name], page_checksum_verification=True) as file:
+            with pq.ParquetFile(self.path / name, metadata=self._footer(name), page_checksum_verification=True) as file:
                 table = file.read_row_group(group, columns=wanted)
             return decode_row({name: table[name][row].as_py() for name in table.column_names})
         except _UNREADABLE as error:
