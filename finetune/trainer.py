@@ -395,7 +395,7 @@ def _accelerator(config: FinetuneConfig, experts: int) -> Accelerator:
     if used == "FSDP":
         require(accelerator.is_fsdp2, "accelerate", "must be configured for FSDP version 2, got version 1")
         why = "with FSDP, which spreads the weights; configure accelerate for DDP"
-        for name, only in {"ema": 0, "transfer": 0, "sequence_parallel_size": 1}.items():
+        for name, only in {"ema": 0, "transfer": 0}.items():
             require(getattr(config, name) == only, name, f"must be {only} {why}")
         require(not config.validation.videos_every, "validation.videos_every", f"must be 0 {why}")
         if config.precision == "bf16":

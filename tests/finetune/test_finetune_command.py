@@ -101,6 +101,24 @@ def test_weights_that_are_spread_learn_what_copied_ones_learn_and_resume_exactly
         torch.testing.assert_close(tensor, same[name], atol=2e-5, rtol=1e-3)
 
 
+@pytest.mark.parametrize("more", [[], ["lora.rank=2", "objective.distillation=1"]], ids=["full", "lora"])
+def test_processes_that_share_clips_and_spread_weights_learn_what_one_learns_and_resume(
+    tiny, place, forks, launch, tmp_path, more
+):
+    """Sequence parallelism and FSDP2 together. The first process has two of three heads."""
+    pipe = tiny.pipeline("t2v")
+    pipe.register_modules(transformer=tiny.transformer(num_attention_heads=3))
+    pipe.save_pretrained(tmp_path / "model")
+    words = [f"model={tmp_path / 'model'}", "gradient_checkpointing=true", "checkpoints.every=3", *more]
+    assert forks(tmp_path, "vmonarch.finetune", *words_for(place, tmp_path / "one"), *words, "steps=5")[0] == 0
+    both = [*words, "sequence_parallel_size=2"]
+    joined = ["--then", *words_for(place, tmp_path / "parts"), *both, "steps=5"]
+    launch(tmp_path / "whole", *both, "steps=5", "--then", *joined[1:-1], "steps=3", *joined, program=AS_WITH_GPUS)
+    for value in ("loss", "gradient_norm"):
+        one, whole, parts = (tiny.logged(tmp_path / name, value) for name in ("one", "whole", "parts"))
+        assert len(one) == 5 and whole == pytest.approx(one, rel=1e-4) and parts == whole
+
+
 def test_what_cannot_be_used_is_named_without_a_traceback(place, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("vmonarch.finetune.trainer.get_available_trackers", lambda: ["tensorboard"])
     for words, message in (

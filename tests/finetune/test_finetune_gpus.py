@@ -69,13 +69,15 @@ def test_two_gpus_resume_as_if_they_had_not_ended(place, tmp_path, engine, rank)
 
 def test_processes_that_share_clips_learn_what_one_learns_and_spread_weights_what_copies_learn(place, tmp_path):
     options = {"one": (), "shared": ("sequence_parallel_size=2",), "copied": (), "spread": ()}
+    options["both"] = options["shared"]
     loss = {}
     for name, more in options.items():
-        engine = "fsdp" if name == "spread" else "ddp"
+        engine = "fsdp" if name in ("spread", "both") else "ddp"
         words = ["steps=12", *more]
         lines = launch(place, tmp_path / name, engine, *words, processes=1 if name == "one" else 2)
         loss[name] = torch.tensor([line["loss"] for line in lines if "loss" in line])
     assert len(loss["one"]) == 12
     torch.testing.assert_close(loss["shared"], loss["one"], rtol=0.02, atol=0)
+    torch.testing.assert_close(loss["both"], loss["one"], rtol=0.02, atol=0)
     # FSDP keeps bfloat16 copies of all weights, autocast of those of products.
     torch.testing.assert_close(loss["spread"], loss["copied"], rtol=0.02, atol=0)

@@ -7,6 +7,7 @@ import itertools
 import os
 import sys
 
+import torch
 from accelerate import PartialState
 from accelerate.utils import DistributedType
 
@@ -20,6 +21,8 @@ os.environ |= {
     # As `accelerate launch` has it by default: the weights are spread by the state dict.
     "FSDP_CPU_RAM_EFFICIENT_LOADING": "true",
 }
+# diffusers asks which GPU a rank that shares clips has.
+torch.accelerator.device_count = lambda: 1
 PartialState(cpu=True)
 PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
 words = (list(group) for then, group in itertools.groupby(sys.argv[1:], "--then".__eq__) if not then)
