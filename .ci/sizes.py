@@ -22,7 +22,7 @@ MOST_LINES = {
     "tests": (18_604, 19_000),
     "": (50_804, 51_000),
 }
-MOST_CHARACTERS_A_LINE, MOST_FILES, MOST_WORDS = (47, 47), (425, 430), (35_993, 36_000)
+MOST_CHARACTERS_A_LINE, MOST_FILES, MOST_WORDS = (47, 47), (425, 430), (36_000, 36_000)
 ROOT = Path(__file__).resolve().parents[1]
 
 
