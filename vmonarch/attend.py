@@ -20,6 +20,7 @@ Shapes: B batch, S tokens, of which N = T·H·W are the video's, H heads, D head
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -28,7 +29,7 @@ import torch
 
 from vmonarch.bias import BiasOption
 from vmonarch.call import Call
-from vmonarch.context_parallel import in_words
+from vmonarch.context_parallel import Part, balanced_heads, in_words, places_of, split_evenly
 from vmonarch.engines import CUDNN, FA3
 from vmonarch.kernels.common.launch import auto_takes_kernels, carry_tangents, learns
 from vmonarch.kernels.flash_bias.api import flash_bias_attention
@@ -37,7 +38,7 @@ from vmonarch.kernels.int8.api import int8_attention
 from vmonarch.kernels.merge.api import merge_partials
 from vmonarch.kernels.residual.api import add_residual
 from vmonarch.options import Options
-from vmonarch.plan import method_attention
+from vmonarch.plan import method_attention, method_flops
 
 # (out, lse or None)
 Result = tuple[torch.Tensor, Any]
@@ -132,7 +133,7 @@ class ByHead:
     heads: tuple[str, ...]
 
     def __call__(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Call) -> Result:
-        names = self.heads if call.heads is None else self.heads[call.heads.start : call.heads.stop]
+        names = self.heads if call.heads is None else tuple(self.heads[head] for head in call.heads.own)
         groups = {name: tuple(h for h, other in enumerate(names) if other == name) for name in dict.fromkeys(names)}
         found = []
         for name, own in groups.items():
@@ -213,13 +214,31 @@ class Share:
     inner: Attend
 
     def __call__(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Call) -> Result:
-        split = call.split
+        split, total = call.split, query.shape[2]
         assert split is not None
-        heads = split.share(query.shape[2])
+        heads = self._heads_of_ranks(call, len(split.tokens), total, query.shape[3])
+        sizes, order = tuple(map(len, heads)), tuple(itertools.chain(*heads))
         mask = None if call.key_mask is None else split.whole_mask(call.key_mask)
-        query, key, value = split.gather_tokens(query, key, value)
-        out, _ = self.inner(query, key, value, call._replace(heads=heads, key_mask=mask))
-        return split.gather_heads(out, heads.total), None
+        query, key, value = split.gather_tokens(sizes, *(_some_heads(x, order) for x in (query, key, value)))
+        call = call._replace(heads=Part(heads[split.rank], total), key_mask=mask)
+        out = split.gather_heads(sizes, self.inner(query, key, value, call)[0])
+        return _some_heads(out, tuple(map(order.index, range(total)))), None
+
+    def _heads_of_ranks(self, call: Call, ranks: int, total: int, head_dim: int) -> Sequence[Sequence[int]]:
+        """By rank. Those of a plan are placed by their FLOPs; where steps are exact, no rank has more than it must."""
+        method, sizes = method_of(self.inner), split_evenly(total, ranks)
+        if isinstance(method, ByHead) and len(set(method.heads)) > 1:
+            options = (getattr(method.methods[name], "options", None) for name in method.heads)
+            flops = [method_flops(of, call.grid, head_dim) for of in options]
+            return balanced_heads(flops, ranks, total if call.branch is None else max(sizes))
+        return [places_of(sizes, rank) for rank in range(ranks)]
+
+
+def method_of(element: Any) -> Any:
+    """The element of a stack that attends to the video's tokens by the processor's method."""
+    while (below := next((n for n in ("inner", "approximate", "video") if hasattr(element, n)), None)) is not None:
+        element = getattr(element, below)
+    return element
 
 
 def stack_lines(element: Any, name: str = "") -> Iterator[str]:
@@ -266,7 +285,7 @@ def _wide(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 def _some_heads(x: torch.Tensor, heads: tuple[int, ...]) -> torch.Tensor:
     """Some heads of [B, S, H, D]: a view, where they lie evenly apart and need no gradient."""
-    if len(heads) == x.shape[2]:
+    if heads == tuple(range(x.shape[2])):
         return x
     step = heads[1] - heads[0] if len(heads) > 1 else 1
     places = range(heads[0], heads[-1] + 1, step)

@@ -109,22 +109,33 @@ class Exchange(torch.autograd.Function):
         return *(None,) * 5, *Exchange.forward(*ctx.inverse, *grads)
 
 
-class Part(NamedTuple):
-    """A rank's part of `total` heads or channels: `start` to `stop` - 1."""
+def balanced_heads(costs: Sequence[float], ranks: int, most: int) -> tuple[tuple[int, ...], ...]:
+    """The heads of each rank, no more than `most`: the costliest first, each to the rank with the least to do.
 
-    start: int
-    stop: int
+    Source: Graham, Bounds on Multiprocessing Timing Anomalies (1969), Theorem 2.
+    """
+    heads: list[list[int]] = [[] for _ in range(ranks)]
+    for head in sorted(range(len(costs)), key=lambda head: -costs[head]):
+        free = (own for own in heads if len(own) < most)
+        min(free, key=lambda own: sum(costs[h] for h in own)).append(head)
+    return tuple(tuple(sorted(own)) for own in heads)
+
+
+class Part(NamedTuple):
+    """Which heads a rank has, of `total`."""
+
+    own: Sequence[int]
     total: int
 
     def of(self, x: torch.Tensor, dim: int, argument: str = "x") -> torch.Tensor:
-        """The part of a tensor with all heads along `dim`.
+        """The part of a tensor with all heads along `dim`, for heads that follow each other.
 
         Raises:
             ValueError: it has another number of heads.
         """
         if x.shape[dim] != self.total:
             raise ValueError(f"{argument} has {x.shape[dim]} heads, but attention has {self.total}")
-        return x.narrow(dim, self.start, self.stop - self.start)
+        return x.narrow(dim, self.own[0], len(self.own))
 
 
 @dataclass(frozen=True)
@@ -146,20 +157,13 @@ class TokenSplit:
         """S."""
         return sum(self.tokens)
 
-    def share(self, total: int) -> Part:
-        """This rank's part of `total` heads or channels; the first ranks have one more where they do not divide."""
-        own = places_of(split_evenly(total, len(self.tokens)), self.rank)
-        return Part(own.start, own.stop, total)
-
-    def gather_tokens(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """All tokens of this rank's heads: tensors [B, s, H, …] -> [B, S, h, …]; differentiable."""
-        heads = split_evenly(tensors[0].shape[2], len(self.tokens))
+    def gather_tokens(self, heads: Sequence[int], *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """All tokens of this rank's heads, of `heads` by rank: [B, s, H, …] -> [B, S, h, …]; differentiable."""
         return Exchange.apply(self.group, 2, heads, 1, self.tokens, *tensors)
 
-    def gather_heads(self, x: torch.Tensor, heads: int) -> torch.Tensor:
-        """The inverse of `gather_tokens` for one tensor: [B, S, h, …] -> [B, s, heads, …]."""
-        sizes = split_evenly(heads, len(self.tokens))
-        return Exchange.apply(self.group, 1, self.tokens, 2, sizes, x)[0]
+    def gather_heads(self, heads: Sequence[int], x: torch.Tensor) -> torch.Tensor:
+        """The inverse of `gather_tokens` for one tensor: [B, S, h, …] -> [B, s, H, …]."""
+        return Exchange.apply(self.group, 1, self.tokens, 2, heads, x)[0]
 
     def whole_mask(self, key_mask: torch.Tensor) -> torch.Tensor:
         """Which keys of the sequence may be attended: boolean [B, S]; no model with such a split has a mask."""
@@ -177,20 +181,19 @@ class VideoSplit(TokenSplit):
 
     sequence: Call
 
-    def gather_tokens(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        share, sequence = self.share(tensors[0].shape[2]), self.sequence
-        videos = super().gather_tokens(*map(sequence.video, tensors))
-        return tuple(
-            sequence.joined(video, share.of(sequence.beside(x), 2)) for video, x in zip(videos, tensors, strict=True)
-        )
+    def gather_tokens(self, heads: Sequence[int], *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        sequence, own = self.sequence, places_of(heads, self.rank)
+        videos = super().gather_tokens(heads, *map(sequence.video, tensors))
+        others = (sequence.beside(x)[:, :, own.start : own.stop] for x in tensors)
+        return tuple(sequence.joined(video, other) for video, other in zip(videos, others, strict=True))
 
-    def gather_heads(self, x: torch.Tensor, heads: int) -> torch.Tensor:
+    def gather_heads(self, heads: Sequence[int], x: torch.Tensor) -> torch.Tensor:
         sequence = self.sequence
         others = sequence.beside(x)
         # Every rank gets all of the others, and their gradients are summed.
         parts = [sequence.joined(video, others) for video in sequence.video(x).split(list(self.tokens), 1)]
         split = TokenSplit(self.group, self.rank, tuple(part.shape[1] for part in parts))
-        return split.gather_heads(torch.cat(parts, 1), heads)
+        return split.gather_heads(heads, torch.cat(parts, 1))
 
     def whole_mask(self, key_mask: torch.Tensor) -> torch.Tensor:
         # Those of the video may.

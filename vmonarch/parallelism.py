@@ -46,15 +46,14 @@ def check_parallelism(transformer: Any, processor: VideoAttentionProcessor, appl
         NotImplementedError: it runs with ring attention, or is of a model that context parallelism does not support.
         ValueError: its ranks cannot share its heads, or have their tokens in another way than by our plan.
     """
-    config = _config_of(transformer)
+    config, family = _config_of(transformer), known_family(transformer)
     if config is None:
         return
-    if not applied and not known_family(transformer).own and _spread_of(transformer).cp_plan is not None:
+    if not applied and not family.own and _spread_of(transformer).cp_plan is not None:
         raise ValueError(
             f"enable_parallelism has spread the tokens of a {type(transformer).__name__} in another way than"
             " vmonarch.apply needs: load it again, and apply before enable_parallelism"
         )
-    family = known_family(transformer)
     for _, attn in family.layers(transformer):
         processor.check_context_parallel(config, heads_of(attn), joint=not family.own)
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from vmonarch.attend import ByHead, Exact, Op
+from vmonarch.attend import ByHead, Exact, Op, method_of
 from vmonarch.families import heads_of, known_family
 from vmonarch.grid import LatentGrid
 from vmonarch.hooks import record_of
@@ -129,12 +129,10 @@ def _shares(transformer: Any, grid: LatentGrid | None) -> Iterator[float | None]
         if ours is None:
             yield from [1.0] * heads_of(attn)
             continue
-        element: Any = ours.attend
-        while (below := next((n for n in ("inner", "approximate", "video") if hasattr(element, n)), None)) is not None:
-            element = getattr(element, below)
-        heads = [element.methods[name] for name in element.heads] if isinstance(element, ByHead) else [element]
-        shares = [_share(head, grid, head_dim) for head in heads]
-        yield from shares if isinstance(element, ByHead) else shares * heads_of(attn)
+        element = method_of(ours.attend)
+        of_plan = isinstance(element, ByHead)
+        heads = [element.methods[name] for name in element.heads] if of_plan else [element] * heads_of(attn)
+        yield from (_share(head, grid, head_dim) for head in heads)
 
 
 def _share(element: Any, grid: LatentGrid | None, head_dim: int) -> float | None:

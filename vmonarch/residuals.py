@@ -220,7 +220,10 @@ class Branch:
         else:
             self._check_memory(exact)
             residual = attention_residual(exact, approximate(), implementation=by)
-        self.residuals[layer] = self._store(residual, kept)
+        gpu = exact.device if self._offloads(exact.device) else None
+        # In the host's memory, in place of the layer's last one.
+        place = None if kept is None else kept.residual
+        self.residuals[layer] = _Kept(schedule.step, residual if gpu is None else _to_host(residual, place), gpu)
 
     def _offloads(self, device: torch.device) -> bool:
         return self.schedule.refresh.offload and device.type == "cuda"
@@ -243,13 +246,6 @@ class Branch:
                 f"refresh needs {needed / 2**30:.1f} GiB for the residuals of {layers} layers, for each guidance"
                 f" branch, but {free / 2**30:.1f} GiB are free on {out.device}: give vmonarch.Refresh(…) offload=True"
             )
-
-    def _store(self, residual: Residual, before: _Kept | None) -> _Kept:
-        """A residual that has just been made, where it is to be kept: in place of the layer's last one."""
-        step, device = self.schedule.step, residual.values.device
-        if not self._offloads(device):
-            return _Kept(step, residual, None)
-        return _Kept(step, _to_host(residual, None if before is None else before.residual), device)
 
     def _fetch(self, layer: Any) -> None:
         """Begin to bring back what the layer needs, if that is in the host's memory and not on its way."""
@@ -373,9 +369,11 @@ class ResidualSharing:
             self._drop(lambda branch: not branch.may_go_on(step, transformer))
             branch = next((b for b in self._branches if b.is_of(step, transformer, conditioning)), None)
             if branch is None:
+                bound = ((module, ours) for module in transformer.modules() if (ours := ours_of(module)) is not None)
+                layers = (module for module, ours in bound if ours.spec.refresh is not None)
                 branch = PipelineBranch(
                     schedule=self._run(step, transformer),
-                    devices=_sharing_devices(transformer),
+                    devices=[next(layer.parameters()).device for layer in layers],
                     conditioning=conditioning,
                     versions=versions_of(conditioning),
                 )
@@ -450,12 +448,6 @@ def _same(expected: Any, given: Any) -> bool:
         return bool(expected == given)
     facts = lambda x: (x.shape, x.dtype, x.device)
     return all(tensors) and facts(expected) == facts(given) and torch.equal(expected, given)
-
-
-def _sharing_devices(transformer: torch.nn.Module) -> list[torch.device]:
-    """Those of the layers of a transformer that keep residuals."""
-    bound = ((module, ours) for module in transformer.modules() if (ours := ours_of(module)) is not None)
-    return [next(module.parameters()).device for module, ours in bound if ours.spec.refresh is not None]
 
 
 def _free_bytes(device: torch.device) -> int | None:

@@ -103,7 +103,7 @@ def _attention_function(
                 f" and {key.shape[2]} keys on {ranks} ranks"
             )
         h = query.shape[1]
-        heads = Part(rank * h, (rank + 1) * h, ranks * h) if ranks > 1 else None
+        heads = Part(range(rank * h, (rank + 1) * h), ranks * h) if ranks > 1 else None
         # Autocast computes the norms of queries and keys in float32.
         q, k, v = (x[:, :, : grid.tokens].to(value.dtype).transpose(1, 2) for x in (query, key, value))
         out = run_stack(attend, q, k, v, Call(grid, heads=heads)).transpose(1, 2)

@@ -71,8 +71,7 @@ def run_rank(rank: int, ranks: int, options: dict[str, Any], folder: Path, told:
         timeout=TIMEOUT,
         device_id=device if on_gpu else None,
     )
-    # diffusers spreads no tokens with FlashAttention-3.
-    of = e2e.bench(**{"methods": ("full", "vmonarch")} | options, ranks=ranks)
+    of = e2e.bench(**options, ranks=ranks)
     of = replace(
         of,
         name="parallel",
@@ -90,17 +89,22 @@ def run_rank(rank: int, ranks: int, options: dict[str, Any], folder: Path, told:
 
 
 def bench(
-    ranks: Sequence[int] | None = None, models: Sequence[str] = MODELS, modes: Sequence[str] = e2e.MODES
+    ranks: Sequence[int] | None = None,
+    models: Sequence[str] = MODELS,
+    modes: Sequence[str] = e2e.MODES,
+    methods: Sequence[str] = ("full", "vmonarch"),
 ) -> tuple[Sequence[int] | None, dict[str, Any]]:
     """(numbers of processes, options of `e2e.bench`).
 
     Args:
-        ranks: None for 1, 2, 4 … GPUs. models: settings of `vmonarch bench e2e`. modes: of the models.
+        ranks: None for 1, 2, 4 … GPUs. models: settings of `vmonarch bench e2e`. modes, methods: as there, though
+            diffusers spreads no tokens with FlashAttention-3.
 
     Raises:
         InputError: an argument cannot be used.
     """
-    options: dict[str, Any] = {"settings": models, "modes": modes, "guidance": False, "transformer_only": True}
+    options: dict[str, Any] = {"settings": models, "modes": modes, "methods": methods}
+    options |= {"guidance": False, "transformer_only": True}
     e2e.bench(**options)
     return ranks, options
 

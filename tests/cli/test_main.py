@@ -109,12 +109,3 @@ def test_info(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatc
     # A checkout that was never installed.
     monkeypatch.setattr("importlib.metadata.requires", absent)
     assert main(["info"]) == 0 and "extra" not in capsys.readouterr().out
-
-
-def test_info_computes_the_memory_of_residuals(capsys: pytest.CaptureFixture[str]) -> None:
-    # 24 × 44 × 80 tokens, 40 layers, two branches, 40 heads of 128 numbers, and a scale of 4 bytes for each.
-    numbers = 24 * 44 * 80 * 40 * 2 * 40
-    int8 = numbers * (128 + 4) / 2**30
-    assert main(["info", "--residuals", "wan2.1-14b", "93x704x1280"]) == 0
-    shown = f"{int8:.1f} GiB in int8, with guidance (84480 tokens, 40 layers)"
-    assert shown in capsys.readouterr().out

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
 import subprocess
 import sys
+from pathlib import Path
 
 import context_parallel_worker as worker
 import pytest
 import torch
 
-from vmonarch.context_parallel import TokenSplit
+from vmonarch.context_parallel import Part, TokenSplit, balanced_heads, places_of, split_evenly
+from vmonarch.grid import LatentGrid
+from vmonarch.plan import AttentionPlan, method_flops
 
 ALONE = worker.Alone()
+PLAN = Path(__file__).parents[2] / "docs" / "benchmarks" / "plan-1.3b.json"
 
 
 @pytest.fixture(scope="module")
@@ -67,10 +72,24 @@ def test_two_gpus_err_no_more_than_one_in_the_same_precision(child_environment, 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 5])
 def test_every_head_is_computed_once(ranks):
     x = torch.arange(5)
-    shares = [TokenSplit(None, rank, (7,) * ranks).share(5) for rank in range(ranks)]
-    assert torch.equal(torch.cat([share.of(x, 0) for share in shares]), x)
-    sizes = [share.stop - share.start for share in shares]
+    sizes = split_evenly(5, ranks)
+    assert torch.equal(torch.cat([Part(places_of(sizes, rank), 5).of(x, 0) for rank in range(ranks)]), x)
     assert max(sizes) - min(sizes) <= 1 and min(sizes) > 0
+
+
+@pytest.mark.parametrize(("ranks", "most", "bound"), [(2, 12, 1.03), (4, 12, 1.05), (4, 3, 1.13)])
+def test_heads_of_a_plan_are_placed_by_their_cost(ranks, most, bound):
+    """The work of the rank with the most of it over the mean, in all layers; by the numbers of the heads it is 1.74."""
+    plan, grid = AttentionPlan.parse(PLAN), LatentGrid(16, 28, 52)
+    slowest = total = 0.0
+    for names in plan.layers["transformer"]:
+        costs = [method_flops(plan.methods[name], grid, 128) for name in names]
+        heads = balanced_heads(costs, ranks, most)
+        assert sorted(itertools.chain(*heads)) == list(range(12)) and 0 < min(map(len, heads))
+        assert max(map(len, heads)) <= most
+        slowest += max(sum(costs[head] for head in own) for own in heads)
+        total += sum(costs)
+    assert slowest <= bound * total / ranks
 
 
 def test_ranks_with_parts_of_a_whole_sequence_take_no_mask():

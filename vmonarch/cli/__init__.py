@@ -22,8 +22,8 @@ from vmonarch.cli.arguments import Parser
 from vmonarch.configs import InputError
 from vmonarch.requirements import check_versions
 
-# Module here -> its commands, each with `add_NAME(parser)` for its arguments and `run_NAME(arguments)`, whose docstring
-# is its help. All are imported for every command, so that none imports torch, or what takes as long, before it is run.
+# Module here -> its commands, each with `run_NAME(arguments)`, whose docstring is its help, and `add_NAME(parser)` if it
+# has arguments. All are imported for every command, so that none imports torch, or what takes as long, before it is run.
 COMMANDS = {
     "generate": ("generate",),
     "evaluate": ("compare", "ui", "eval", "vbench", "calibrate"),
@@ -59,7 +59,7 @@ def build_parser() -> Parser:
             run = getattr(module, f"run_{name}")
             line, _, epilog = inspect.cleandoc(run.__doc__).partition("\n\n")
             command = commands.add_parser(name, help=line, description=line, epilog=epilog)
-            getattr(module, f"add_{name}")(command)
+            getattr(module, f"add_{name}", lambda parser: None)(command)
             for leaf in command.commands.values() or [command]:
                 leaf.add_argument("--debug", action="store_true", help="show the traceback of an error")
                 leaf.add_argument("--quiet", action="store_true", help="no progress; print paths only")
@@ -78,6 +78,8 @@ def _run(parser: Parser, arguments: argparse.Namespace) -> int:
         # could not load.
         for name in ("torchao", "torch.utils._pytree"):
             logging.getLogger(name).setLevel(logging.ERROR)
+        # Of sources that Python compiles when they are first imported.
+        warnings.simplefilter("ignore", SyntaxWarning)
         warnings.formatwarning = lambda message, *_, **__: f"{parser.prog}: warning: {' '.join(str(message).split())}\n"
     # Only the main thread may set handlers. SIGTERM unwinds the stack as Ctrl-C does, so that temporary files go.
     previous = signal.getsignal(signal.SIGTERM)

@@ -51,10 +51,10 @@ _OPTIONS: dict[str, list[tuple[str, dict[str, Any]]]] = {
         ("--methods", _METHODS),
     ],
     "parallel": [
-        ("--ranks", {"nargs": "+", "type": int, "metavar": "N",
-         "help": "numbers of processes, 1 among them (default: 1, 2, 4 …)"}),
+        ("--ranks", {"nargs": "+", "type": int, "metavar": "N", "help": "processes, one of them 1 (default: 1 2 4 …)"}),
         ("--models", {"nargs": "+", "metavar": "SETTING", "help": "of `vmonarch bench e2e`"}),
         ("--modes", {**_SEVERAL, "help": "eager, compiled (default: both)"}),
+        ("--methods", _METHODS),
     ],
     "tune": [
         ("--kernels", {**_SEVERAL, "help": "such as r_step l_output (default: all; an unknown one lists them)"}),

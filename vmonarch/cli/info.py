@@ -3,15 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import re
-
-
-def add_info(parser: argparse.ArgumentParser) -> None:
-    about = (
-        "also the memory that refresh takes, for a model as in `vmonarch bench e2e` and frames x height x width:"
-        " wan2.1-14b 93x704x1280"
-    )
-    parser.add_argument("--residuals", nargs=2, metavar=("MODEL", "SIZE"), help=about)
 
 
 def run_info(arguments: argparse.Namespace) -> None:
@@ -28,8 +19,6 @@ def run_info(arguments: argparse.Namespace) -> None:
     rows |= {"attention methods": ", ".join(preset_names("attention")), "recipes": ", ".join(preset_names("recipes"))}
     for extra, missing in missing_packages().items():
         rows[f"extra {extra}"] = f"missing {', '.join(missing)}" if missing else "installed"
-    if arguments.residuals is not None:
-        rows["residuals"] = _residuals(*arguments.residuals)
     for name, value in rows.items():
         print(f"{name:<{max(map(len, rows))}}  {value}")
 
@@ -62,19 +51,3 @@ def _embedded_model() -> str:
     except FileNotFoundError as error:
         return str(error)
     return f"{folder_bytes(folder) / 2**20:.1f} MiB at {folder}"
-
-
-def _residuals(model_name: str, size: str) -> str:
-    """Memory of the residuals of all layers and both guidance branches."""
-    from vmonarch.configs import InputError
-    from vmonarch.eval.wan_models import read_model
-    from vmonarch.kernels.residual.api import residual_bytes
-
-    if re.fullmatch(r"\d+x\d+x\d+", size) is None:
-        raise InputError("residuals", f"must be a model and frames x height x width, got {size!r}")
-    model = read_model(model_name)
-    shape = model.transformer
-    tokens = model.grid([int(side) for side in size.split("x")], argument="residuals").tokens
-    heads, head_dim, layers = (shape[name] for name in ("num_attention_heads", "attention_head_dim", "num_layers"))
-    needed = 2 * layers * residual_bytes(1, tokens, heads, head_dim)
-    return f"{needed / 2**30:.1f} GiB in int8, with guidance ({tokens} tokens, {layers} layers)"
