@@ -23,6 +23,7 @@ import json
 import os
 import shutil
 import statistics
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -145,10 +146,15 @@ def evaluate(
         items = [item for batch in batches for item in batch]
         own = [batch for batch in batches[shard.rank :: shard.size] if not all(item.is_done(output) for item in batch)]
         if own:
+            from vmonarch.installation import find_transformers, own_processors
+
             config, model = complete_and_load(config, model)
             # What the pipeline cannot carry shows before minutes are spent.
             for method in config.methods:
                 recipes.apply(model.pipe, method)
+                bound = (one for part in find_transformers(model.pipe).values() for one in own_processors(part))
+                if method.options.get("adapter") is None and any(ours.spec.LEARNS for _, ours, _ in bound):
+                    warnings.warn(f"{method.label} has learnt nothing: finetune it, give adapter=FILE", stacklevel=2)
             _Run(config, model, output, progress, environment(model.device)).run(own, len(items))
         missing = sum(not item.is_done(output) for item in items)
         return Evaluation(output, None, missing) if missing else _finish(config, folder, output, items, command)

@@ -30,6 +30,8 @@ def check_device(name: str) -> torch.device:
     Raises:
         InputError: there is no such device, or the kernels cannot run there.
     """
+    if name == "cuda" and not torch.cuda.device_count():
+        raise InputError("device", "must be a CUDA GPU, as times are of one; this torch sees none")
     device = choose_device(name)
     if device.type == "cpu":
         if not interpreted():

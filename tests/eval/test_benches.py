@@ -171,7 +171,7 @@ def test_speed_is_measured_on_a_gpu_without_the_interpreter(command, tmp_path, m
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    assert "--device must be auto or cpu, as this torch sees no CUDA device; got cuda" in problem()
+    assert "--device must be a CUDA GPU, as times are of one; this torch sees none" in problem()
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     assert "--device cpu needs TRITON_INTERPRET=1" in problem("--device", "cpu", "--output", "x.json")
     monkeypatch.setenv("TRITON_INTERPRET", "1")

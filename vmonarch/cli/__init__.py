@@ -22,8 +22,8 @@ from vmonarch.cli.arguments import Parser
 from vmonarch.configs import InputError
 from vmonarch.requirements import check_versions
 
-# Module here -> its commands, each with `run_NAME(arguments)`, whose docstring is its help, and `add_NAME(parser)` if it
-# has arguments. All are imported for every command, so that none imports torch, or what takes as long, before it is run.
+# Module here -> its commands. `run_NAME(arguments)` has their help as docstring; `add_NAME(parser)`, if any, adds
+# arguments. All are imported for every command, so that none imports torch, or what takes as long, before it is run.
 COMMANDS = {
     "generate": ("generate",),
     "evaluate": ("compare", "ui", "eval", "vbench", "calibrate"),
