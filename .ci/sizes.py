@@ -16,11 +16,11 @@ MOST_LINES = {
     "kernels": (12_488, 12_500),
     "pipelines": (2_975, 2_700),
     "finetune": (3_000, 2_700),
-    "eval": (5_936, 6_300),
+    "eval": (6_001, 6_300),
     "configs": (584, 400),
     "examples": (138, 200),
-    "tests": (18_643, 19_000),
-    "": (50_841, 51_000),
+    "tests": (18_667, 19_000),
+    "": (50_929, 51_000),
 }
 MOST_CHARACTERS_A_LINE, MOST_FILES, MOST_WORDS = (47, 47), (425, 430), (36_000, 36_000)
 ROOT = Path(__file__).resolve().parents[1]

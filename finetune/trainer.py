@@ -56,6 +56,9 @@ from vmonarch.pipelines.video_io import encode_video, to_uint8
 # moved: what they are is compared instead. The number of steps may change where the learning rate does not follow it.
 FREE = ("output_dir", "trackers", "log_every", "validation", "checkpoints", "data.validation", "data.path",
          "model", "revision", "attention.label")  # fmt: skip
+# accelerate would have gradients added in bfloat16. Inputs stay as they are: the rotary embedding is float32, and a
+# block that checkpointing computes again gets it without this cast.
+FSDP_PRECISION = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False)
 
 
 class TrainingError(RuntimeError):
@@ -399,11 +402,7 @@ def _accelerator(config: FinetuneConfig, experts: int) -> Accelerator:
             require(getattr(config, name) == only, name, f"must be {only} {why}")
         require(not config.validation.videos_every, "validation.videos_every", f"must be 0 {why}")
         if config.precision == "bf16":
-            # accelerate would have gradients added in bfloat16. Inputs stay as they are: the rotary embedding is
-            # float32, and a block that checkpointing computes again gets it without this cast.
-            accelerator.state.fsdp_plugin.mixed_precision_policy = MixedPrecisionPolicy(
-                param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False
-            )
+            accelerator.state.fsdp_plugin.mixed_precision_policy = FSDP_PRECISION
     return accelerator
 
 

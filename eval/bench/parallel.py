@@ -1,7 +1,8 @@
 """One video on several GPUs: time and scaling: `vmonarch bench parallel`.
 
 The rows of `vmonarch bench e2e`, computed by 1, 2, … processes that share the tokens of one video, with attention by
-heads (Ulysses). Every process holds about as many tokens as the others; its time is that of the slowest.
+heads (Ulysses); or those of `vmonarch bench train`, whose weights several processes hold in parts (FSDP2). Every
+process holds about as many tokens as the others; its time is that of the slowest.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,19 +23,21 @@ import torch.multiprocessing
 from torch.multiprocessing.spawn import ProcessException
 
 from vmonarch.configs import InputError
-from vmonarch.eval.bench import e2e
+from vmonarch.eval.bench import e2e, train
 from vmonarch.eval.bench.machine import Clock, check_device
 from vmonarch.eval.bench.rows import caption, digits
-from vmonarch.eval.bench.runner import left_out, run_bench
+from vmonarch.eval.bench.runner import Bench, Case, left_out, run_bench
 from vmonarch.files import check_output, write_json
 
 MODELS = ("14b-93x704x1280", "1.3b-61x720x1280")
+TRAINING = "training"
 # A process that fails ends the others; one that hangs does so after this.
 TIMEOUT = timedelta(seconds=120)
 FORMULAE = {
     **e2e.FORMULAE,
     "efficiency": "step of one process / (P · step of P processes), of the same row",
     "compiled": "compile_repeated_blocks(dynamic=False); of VMonarch on several processes all but self-attention",
+    "training": "tokens by heads, float32 weights and AdamW's averages in parts on all processes (FSDP2)",
 }
 
 
@@ -51,11 +55,11 @@ class SharedClock(Clock):
         return found
 
 
-def run_rank(rank: int, ranks: int, options: dict[str, Any], folder: Path, told: dict[str, Any]) -> None:
+def run_rank(rank: int, ranks: int, make: Callable[..., Bench], folder: Path, told: dict[str, Any]) -> None:
     """What one process does; the first writes what was measured after every case.
 
     Args:
-        options: of `e2e.bench`.
+        make: see `bench`.
         folder: for results and for what the processes share; of one machine.
         told: to `run_bench`.
     """
@@ -71,7 +75,7 @@ def run_rank(rank: int, ranks: int, options: dict[str, Any], folder: Path, told:
         timeout=TIMEOUT,
         device_id=device if on_gpu else None,
     )
-    of = e2e.bench(**options, ranks=ranks)
+    of = make(ranks=ranks)
     of = replace(
         of,
         name="parallel",
@@ -93,24 +97,38 @@ def bench(
     models: Sequence[str] = MODELS,
     modes: Sequence[str] = e2e.MODES,
     methods: Sequence[str] = ("full", "vmonarch"),
-) -> tuple[Sequence[int] | None, dict[str, Any]]:
-    """(numbers of processes, options of `e2e.bench`).
+) -> tuple[Sequence[int] | None, Callable[..., Bench]]:
+    """(numbers of processes, what makes the benchmark of one of them from `ranks`).
 
     Args:
-        ranks: None for 1, 2, 4 … GPUs. models: settings of `vmonarch bench e2e`. modes, methods: as there, though
-            diffusers spreads no tokens with FlashAttention-3.
+        ranks: None for 1, 2, 4 … GPUs. models: settings of `vmonarch bench e2e`. methods: as there, though diffusers
+            spreads no tokens with FlashAttention-3.
+        modes: as there, or "training" alone.
 
     Raises:
         InputError: an argument cannot be used.
     """
-    options: dict[str, Any] = {"settings": models, "modes": modes, "methods": methods}
-    options |= {"guidance": False, "transformer_only": True}
-    e2e.bench(**options)
-    return ranks, options
+    if TRAINING not in modes:
+        make = partial(e2e.bench, models, methods=methods, modes=modes, guidance=False, transformer_only=True)
+    elif len(modes) > 1:
+        raise InputError("modes", f"must be {TRAINING} alone, or of {', '.join(e2e.MODES)}; got {', '.join(modes)}")
+    else:
+        make = partial(training, models, None, methods)
+    make()
+    return ranks, make
+
+
+def training(settings: Sequence[str], model: str | None, methods: Sequence[str], ranks: int = 1) -> Bench:
+    """The benchmark of training steps on clips of these settings; arguments and errors are those of `e2e.bench`."""
+    chosen = e2e.choose_settings(settings, model)
+    made = [train.bench(s.model, s.size[:1], s.size[1:], methods, ranks) for s in chosen]
+    cases = [Case(**{**vars(of.cases[0]), "label": setting.label}) for setting, of in zip(chosen, made, strict=True)]
+    common = {key: value for key, value in made[0].settings.items() if key not in ("model", "parameters")}
+    return replace(made[0], cases=cases, settings=common)
 
 
 def measure(
-    job: tuple[Sequence[int] | None, dict[str, Any]],
+    job: tuple[Sequence[int] | None, Callable[..., Bench]],
     *,
     device: str,
     budget: float,
@@ -133,7 +151,7 @@ def measure(
     check_device(device)
     check_output(output)
     most = torch.cuda.device_count() if device != "cpu" else None
-    asked, options = job
+    asked, make = job
     numbers = [2**n for n in range((most or 1).bit_length())] if asked is None else sorted(asked)
     if numbers[0] != 1 or len(set(numbers)) < len(numbers):
         raise InputError("ranks", f"must be different numbers, 1 among them, got {numbers}")
@@ -146,7 +164,7 @@ def measure(
         share = (budget - (time.monotonic() - started)) / (len(numbers) - n)
         say(f"{ranks} processes, {share:.0f} s for them")
         with tempfile.TemporaryDirectory() as folder:
-            given = (ranks, options, Path(folder), {**told, "device": device, "budget": share})
+            given = (ranks, make, Path(folder), {**told, "device": device, "budget": share})
             try:
                 torch.multiprocessing.spawn(run_rank, given, nprocs=ranks)
             except ProcessException as error:
@@ -174,7 +192,8 @@ def summary(results: dict[str, Any], numbers: Sequence[int]) -> dict[str, Any]:
             if "step_s" in row and "step_s" in alone:
                 row["efficiency"] = alone["step_s"]["median"] / (ranks * row["step_s"]["median"])
                 cells[-1] += f" ({100 * row['efficiency']:.0f} %)" if ranks > 1 else ""
-            if row["status"] not in ("ok", "left out"):
+            # Several processes are also for what has no room in one.
+            if row["status"] not in ("ok", "left out", "out of memory"):
                 wrong.append(f"{name} at {case}, {ranks} processes: {row['problem']}")
         lines.append([case, name, *cells])
     gpus = [f"{ranks} GPUs, ms" if ranks > 1 else "1 GPU, ms" for ranks in numbers]

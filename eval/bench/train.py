@@ -2,30 +2,38 @@
 
 One transformer with random weights takes the steps that `vmonarch.finetune` takes: float32 weights and AdamW, products
 in bfloat16, gradient checkpointing, one clip. The methods are exchanged on it in turns, so that all else is the same.
-Full attention is cuDNN's.
+Full attention is cuDNN's. Several processes (`vmonarch bench parallel --modes training`) share the clip's tokens, and
+FSDP2 spreads the weights over all of them.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from diffusers import WanTransformer3DModel
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+from vmonarch import apply
+from vmonarch.base import FullAttentionProcessor
+from vmonarch.configs import InputError
 from vmonarch.configs.methods import AttentionMethod
 from vmonarch.engines import CUDNN
 from vmonarch.eval.bench.e2e import TEXT_TOKENS
+from vmonarch.eval.bench.machine import Clock
 from vmonarch.eval.bench.runner import Bench, Case, Way, Ways
 from vmonarch.eval.settings import resolved
 from vmonarch.eval.wan_models import read_model_config
 from vmonarch.finetune.config import OptimizerConfig
+from vmonarch.finetune.models import Experts, share_clips
 from vmonarch.finetune.objective import Objective
-from vmonarch.finetune.trainer import make_optimizer
+from vmonarch.finetune.trainer import FSDP_PRECISION, make_optimizer
 
 
-def ways(methods: Sequence[AttentionMethod], case: Case, device: torch.device, dtype: torch.dtype) -> Ways:
+def ways(methods: Sequence[AttentionMethod], ranks: int, case: Case, device: torch.device, dtype: torch.dtype) -> Ways:
     """A step by every method on a random clip, all of the same transformer."""
     config = case.config
     torch.manual_seed(0)
@@ -35,26 +43,57 @@ def ways(methods: Sequence[AttentionMethod], case: Case, device: torch.device, d
     on_gpu = device.type == "cuda"
     # Full attention, the text's too, and under every method.
     transformer.set_attention_backend(CUDNN if on_gpu else "native")
+    model = transformer if ranks == 1 else spread(transformer, ranks, device)
     parameters = list(transformer.parameters())
     optimizer = make_optimizer(parameters, OptimizerConfig(), device)
     objective = Objective()
     latents = torch.randn(1, config["in_channels"], *case.latents, device=device)
     text = torch.randn(1, TEXT_TOKENS, config["text_dim"], device=device)
     numbers = itertools.count()
+    latest: dict[str, tuple[torch.Tensor, Any]] = {}
 
     def run(method: AttentionMethod) -> tuple[torch.Tensor, ...]:
         method.install(transformer)
+        if ranks > 1 and method.processor_name == "full":
+            apply(transformer, FullAttentionProcessor())
         draw = objective.draw(latents, step=next(numbers))
         with torch.autocast(device.type, torch.bfloat16, enabled=on_gpu):
-            losses = objective.losses(transformer, draw, latents, text, {})
-        losses.mean().backward()
-        torch.nn.utils.clip_grad_norm_(parameters, OptimizerConfig().clip)
+            losses = objective.losses(model, draw, latents, text, {})
+        # The mean over all processes, which have parts of its gradient.
+        (ranks * losses.mean()).backward()
+        norm = torch.nn.utils.clip_grad_norm_(parameters, OptimizerConfig().clip)
+        latest[method.label] = losses.detach(), norm
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         return ()
 
+    def more(method: AttentionMethod, clock: Clock, row: dict[str, Any]) -> None:
+        loss, norm = latest[method.label]
+        # FSDP gives each process its part.
+        norm = norm.full_tensor() if ranks > 1 else norm
+        row.update(loss=loss.item(), gradient_norm=norm.item())
+
     # Whole steps have nothing to be compared with: what is computed is for attention's own benchmarks to check.
-    return {m.label: partial(Way, partial(run, m), before=0) for m in methods}
+    return {m.label: partial(Way, partial(run, m), before=0, more=partial(more, m)) for m in methods}
+
+
+def spread(transformer: Any, ranks: int, device: torch.device) -> Callable[..., Any]:
+    """The call of a transformer whose tokens and weights are spread over all processes as `vmonarch.finetune` does."""
+    apply(transformer, FullAttentionProcessor())
+    experts = Experts({"transformer": transformer})
+    share_clips(experts, ranks, device)
+    precision = FSDP_PRECISION if device.type == "cuda" else MixedPrecisionPolicy()
+    for module in (*transformer.blocks, experts):
+        fully_shard(module, mp_policy=precision)
+    return partial(experts, "transformer")
+
+
+def finish(case: dict[str, Any]) -> None:
+    """Add mode and seconds to the rows."""
+    for row in case["rows"]:
+        row["mode"] = "training"
+        if "ms" in row:
+            row["step_s"] = {key: ms / 1e3 for key, ms in row["ms"].items()}
 
 
 def bench(
@@ -62,6 +101,7 @@ def bench(
     frames: Sequence[int] = (61, 141),
     size: Sequence[int] = (448, 832),
     methods: Sequence[str] = ("full", "vmonarch"),
+    ranks: int = 1,
 ) -> Bench:
     """The benchmark of clips of these numbers of frames.
 
@@ -69,12 +109,17 @@ def bench(
         model: of configs/models.yaml, or a YAML file.
         size: height and width of the clips.
         methods: where full attention is among them, the others are compared with it.
+        ranks: processes of this group that share the clip.
 
     Raises:
         InputError: an argument cannot be used.
     """
     wan = read_model_config(model)
     compared = resolved(methods, "methods", recipes=False)
+    for method in compared:
+        if method.options.get("refresh") is not None:
+            problem = f"must be methods that can be trained; the residuals of {method.label!r} have no gradient"
+            raise InputError("methods", problem)
     labels = tuple(method.label for method in compared)
     cases = []
     for clip in ((count, *size) for count in frames):
@@ -88,8 +133,9 @@ def bench(
         methods=labels,
         ours=labels,
         cases=cases,
-        ways=partial(ways, compared),
+        ways=partial(ways, compared, ranks),
         base="full",
+        finish=finish,
         settings={
             "model": model,
             "parameters": parameters,

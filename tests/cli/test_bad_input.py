@@ -76,6 +76,8 @@ BENCH = {
     "unknown method": ([*E2E, "--methods", "vmonach"], ["--methods", "did you mean vmonarch"]),
     "unknown command": (["kernls"], ["COMMAND", "did you mean kernels?"]),
     "no round": ([*KERNELS, "--rounds", "0"], ["--rounds must be above 0, got 0"]),
+    "residuals are not trained": ([*TRAIN, "--methods", "full", "fast"], ["residuals of 'fast' have no gradient"]),
+    "modes of two kinds": ([*PARALLEL, "--modes", "eager", "training"], ["--modes must be training alone, or of"]),
     "train frames": ([*TRAIN, "--frames", "60"], ["--frames must have frames 1 more than a multiple of 4, got 60"]),
 }
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from vmonarch.cli import main
-from vmonarch.eval.bench import kernels, machine, parallel, runner
+from vmonarch.eval.bench import e2e, kernels, machine, parallel, runner
 from vmonarch.eval.bench.rows import tables
 from vmonarch.eval.bench.runner import Bench, Case, Run, Way
 from vmonarch.flops import vmonarch_work
@@ -290,26 +290,36 @@ ROWS = [f"{method}, {mode}" for method in METHODS for mode in ("eager", "compile
 
 def job(tiny_yaml, ranks=(1, 2, 3), **options):
     alone = {"guidance": False, "transformer_only": True, "compile_backend": "eager"}
-    return (ranks, {"settings": ["5x32x64"], "model": tiny_yaml, "methods": METHODS, **alone, **options})
+    return ranks, functools.partial(e2e.bench, ["5x32x64"], tiny_yaml, METHODS, **alone, **options)
 
 
 @pytest.fixture(scope="module")
-def results(tiny_yaml, made_once, forkserver):
-    """What a run with 1, 2 and 3 processes wrote, the last of which fail."""
+def measure(forkserver):
+    """`parallel.measure` on CPUs: (job, output, what it says)."""
+    start = functools.partial(torch.multiprocessing.start_processes, start_method=forkserver.get_start_method())
 
-    def measure(folder):
-        said = []
+    def measure(job, output, say=str):
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("OMP_NUM_THREADS", "1")
-            start = functools.partial(torch.multiprocessing.start_processes, start_method=forkserver.get_start_method())
             patch.setattr(torch.multiprocessing, "spawn", start)
             patch.setattr(parallel, "run_rank", parallel_bench_rank.rank)
-            told = {"rounds": 1, "budget": 300.0, "command": "the command", "say": said.append}
-            with pytest.raises(RuntimeError, match="(?s)3 processes: .*Traceback.*three are too many"):
-                parallel.measure(job(tiny_yaml), device="cpu", output=folder / "parallel.json", **told)
+            told = {"rounds": 1, "budget": 300.0, "command": "the command", "say": say}
+            return parallel.measure(job, device="cpu", output=output, **told)
+
+    return measure
+
+
+@pytest.fixture(scope="module")
+def results(tiny_yaml, made_once, measure):
+    """What a run with 1, 2 and 3 processes wrote, the last of which fail."""
+
+    def make(folder):
+        said = []
+        with pytest.raises(RuntimeError, match="(?s)3 processes: .*Traceback.*three are too many"):
+            measure(job(tiny_yaml), folder / "parallel.json", said.append)
         assert [text.split(" processes, ")[0] for text in said if " s for them" in text] == ["1", "2", "3"]
 
-    return json.loads((made_once("parallel-bench", measure) / "parallel.json").read_text())
+    return json.loads((made_once("parallel-bench", make) / "parallel.json").read_text())
 
 
 @pytest.mark.deep
@@ -329,6 +339,18 @@ def test_every_row_is_right_and_timed_and_a_number_of_processes_that_fails_loses
     assert [case["ranks"] for case in results["cases"]] == [1, 2] and not results["wrong"]
     assert [line[1] for line in table["rows"]] == ROWS
     assert all("%" not in line[2] and "%" in line[3] for line in table["rows"])
+
+
+def test_processes_that_share_a_clip_and_its_weights_take_the_steps_of_one(tiny_yaml, measure, tmp_path):
+    make = functools.partial(parallel.training, ["5x32x64"], tiny_yaml, ("full", "vmonarch"))
+    found = measure(((1, 2), make), tmp_path / "parallel.json")
+    alone, shared = (case["rows"] for case in found["cases"])
+    assert [row["method"] for row in alone] == ["full", "vmonarch"] and not found["wrong"]
+    for one, two in zip(alone, shared, strict=True):
+        for value in ("loss", "gradient_norm"):
+            assert two[value] == pytest.approx(one[value], rel=1e-5)
+        assert two["efficiency"] == pytest.approx(one["step_s"]["median"] / (2 * two["step_s"]["median"]))
+    assert [line[1] for line in found["tables"][0]["rows"]] == ["full, training", "vmonarch, training"]
 
 
 def test_every_number_of_processes_gets_its_share_of_the_time_and_what_is_left_out_is_named(

@@ -53,7 +53,7 @@ _OPTIONS: dict[str, list[tuple[str, dict[str, Any]]]] = {
     "parallel": [
         ("--ranks", {"nargs": "+", "type": int, "metavar": "N", "help": "processes, one of them 1 (default: 1 2 4 …)"}),
         ("--models", {"nargs": "+", "metavar": "SETTING", "help": "of `vmonarch bench e2e`"}),
-        ("--modes", {**_SEVERAL, "help": "eager, compiled (default: both)"}),
+        ("--modes", {**_SEVERAL, "help": "eager, compiled (default: both), or training alone"}),
         ("--methods", _METHODS),
     ],
     "tune": [
