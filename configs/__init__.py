@@ -2,7 +2,7 @@
 
 `methods.py` has attention methods and recipes by name. Every package but `kernels` may import both. A wrong key or type
 is an `InputError` that names the key. Interpolations (`${…}`) are never evaluated: a prompt may contain any text, and a
-record must not reach the environment of who reads it.
+record must not read the environment of its reader.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def parse_override(override: str) -> dict[str, Any]:
 
 
 def _yaml(given: str | list[str]) -> Any:
-    """What OmegaConf reads in a text or in overrides: unlike for PyYAML, 1e-6 is a number, and a date is text.
+    """Parse a text or overrides by OmegaConf, for which, unlike PyYAML, 1e-6 is a number and a date is text.
 
     Raises:
         ValueError: it is not YAML.
@@ -90,7 +90,7 @@ def _yaml(given: str | list[str]) -> Any:
 def deep_merge(base: Mapping[str, Any], top: Mapping[str, Any]) -> dict[str, Any]:
     """`base` with the entries of `top` laid over it, mappings merged recursively.
 
-    Of `steps` and `tolerance`, which exclude each other in `refresh`, one takes the place of the other.
+    `steps` and `tolerance`, which exclude each other in `refresh`, replace each other.
     """
     merged = dict(base)
     for name, other in (("steps", "tolerance"), ("tolerance", "steps")):
@@ -108,8 +108,8 @@ def read_document(argument: str, path: str | Path, form: str, what: str) -> dict
     """The mapping in a JSON file of ours, whose "format" must be `form`.
 
     Args:
-        argument: of the user, for the errors.
-        what: the file should be, likewise, such as "diagnosis of `vmonarch calibrate`".
+        argument: the user's argument, for the errors.
+        what: the kind of file that is expected, also for the errors, such as "diagnosis of `vmonarch calibrate`".
 
     Raises:
         InputError: the file cannot be read, or is something else.
@@ -172,12 +172,12 @@ def check_choice(argument: str, word: object, known: Iterable[str]) -> None:
 
 
 class Settings:
-    """Of a frozen dataclass: values get the types of their hints and are checked when it is made.
+    """Base of frozen dataclasses that convert values to the types of their hints and check them when they are made.
 
-    Fields may be settings themselves, and are then made of mappings.
+    Fields may be settings themselves, which are then made from mappings.
 
     Raises:
-        InputError: a value is of another type, or not in the interval or among the choices of its field.
+        InputError: a value has another type, or lies outside the interval or the choices of its field.
     """
 
     def __post_init__(self) -> None:
@@ -196,12 +196,12 @@ class Settings:
                 _check(name, one, **field.metadata)
 
     def to_dict(self) -> dict[str, Any]:
-        """Every setting as JSON has it, methods with all their parameters."""
+        """Every setting as a JSON value, methods with all their parameters."""
         return {name: as_json(value) for name, value in vars(self).items()}
 
 
 def as_json(value: Any) -> Any:
-    """Settings, options, methods and plans as JSON has them."""
+    """Settings, options, methods and plans as JSON values."""
     if hasattr(value, "to_dict"):
         value = value.to_dict()
     if isinstance(value, Mapping):
@@ -257,7 +257,7 @@ def _check(name: str, value: Any, choices: Sequence[str] = (), interval: str = "
 
 
 def described(schema: type) -> dict[str, str]:
-    """What the docstrings of a dataclass and its bases say of each field under Args, without the last full stop."""
+    """The text on each field under Args in the docstrings of a dataclass and its bases, without the last full stop."""
     found: dict[str, str] = {}
     for cls in reversed(schema.__mro__):
         for entry in re.finditer(r"^    ([a-z_0-9, ]+): (.+(?:\n {8}.+)*)", inspect.getdoc(cls) or "", re.MULTILINE):
@@ -266,14 +266,14 @@ def described(schema: type) -> dict[str, str]:
 
 
 def _as(hint: Any, value: Any) -> Any:
-    """`value` as a type hint asks for it: lists as tuples, text as numbers, numbers as text.
+    """Convert `value` to the type of a hint: lists to tuples, text to numbers, numbers to text.
 
     Raises:
-        TypeError, ValueError: it is of another type.
+        TypeError, ValueError: the value is of another type.
     """
     parts, origin = typing.get_args(hint), typing.get_origin(hint)
     if origin in (types.UnionType, typing.Union):
-        # What is of one of the types already is not converted to another.
+        # A value that has one of the types already is not converted.
         for part in sorted(parts, key=lambda part: type(value) is not part):
             with contextlib.suppress(TypeError, ValueError):
                 return _as(part, value)

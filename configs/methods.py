@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from vmonarch.base import VideoAttentionProcessor
     from vmonarch.grid import LatentGrid
 
-# What `processor` says in YAML, and where the class is; "full" is the model's own attention.
+# Classes by the value of `processor` in YAML; "full" is the model's own attention.
 PROCESSORS = {
     "full": "",
     "vmonarch": "vmonarch.processors:VMonarchProcessor",
@@ -46,7 +46,7 @@ PROCESSORS = {
     "based": "vmonarch.based:BasedProcessor",
     "control": "vmonarch.eval.controls:ControlProcessor",
 }
-# What methods have besides the options of their processor; the hashes are of the files that options name.
+# Entries of methods besides the options of their processor: hashes of the files that options name.
 _HASHES = ("adapter_sha256", "plan_sha256")
 _ADVICE = (
     "What learns has to be trained for a model: give adapter=FILE of vmonarch.save_adapter, or adapter=null for"
@@ -56,7 +56,7 @@ _ADVICE = (
 
 @dataclass(frozen=True)
 class Additions(Settings):
-    """What is switched on besides attention; `vmonarch.pipelines.recipes` does it.
+    """What a recipe adds to attention; `vmonarch.pipelines.recipes` switches it on.
 
     Args:
         compile: compile the transformer's blocks, and on a GPU let cuDNN compute exact attention.
@@ -81,10 +81,10 @@ class AttentionMethod:
     Args:
         name: as in `configs/attention.yaml` or `configs/recipes.yaml`.
         processor_name: one of `PROCESSORS`.
-        options: all of the processor's, as YAML has them; `adapter`, the file of what it has learnt; and the SHA-256 of
-            the files that `plan` and `adapter` name.
-        label: what tables and videos call it: the name, and the overrides when there are any.
-        additions: of a recipe; `vmonarch.pipelines.recipes` does it.
+        options: all options of the processor, as YAML values; `adapter`, the file with its parameters; and the SHA-256
+            of the files that `plan` and `adapter` name.
+        label: its name in tables and videos: the name, with the overrides if there are any.
+        additions: those of a recipe; `vmonarch.pipelines.recipes` switches them on.
         attention: the method in a recipe; None if this is no recipe.
     """
 
@@ -96,7 +96,7 @@ class AttentionMethod:
     attention: AttentionMethod | None = None
 
     def without_dense(self) -> AttentionMethod:
-        """The method with no exact steps: what a one-step warm-up has to run."""
+        """The method without exact steps, for a warm-up of one step."""
         off = {name: none for name, none in (("dense_steps", 0), ("refresh", None)) if name in self.options}
         return dataclasses.replace(self, options=self.options | off)
 
@@ -104,7 +104,7 @@ class AttentionMethod:
         """The method as a processor.
 
         Raises:
-            InputError: it is none; the error says what takes its place.
+            InputError: the method is no processor; the error says what to use instead.
         """
         if self.processor_name == "full":
             raise InputError("processor", "cannot be 'full', the model's own attention: vmonarch.restore puts it back")
@@ -120,7 +120,7 @@ class AttentionMethod:
         """
         from vmonarch import apply, load_adapter, restore
 
-        # What a method before had learnt is in its file.
+        # Parameters of an earlier method are safe in its file.
         restore(pipe)
         if (adapter := self.options.get("adapter")) is not None:
             try:
@@ -135,10 +135,10 @@ class AttentionMethod:
         """Check the options that depend on the video, the model and the device, before any of them is there.
 
         Args:
-            argument: of the user, for the error.
-            grid: of the video's latent tokens.
-            layers: of a transformer.
-            why_not_triton: why kernels cannot run there; None if they can.
+            argument: the user's argument, for the error.
+            grid: that of the video's latent tokens.
+            layers: number of layers of a transformer.
+            why_not_triton: why kernels cannot run on the device; None if they can.
 
         Raises:
             InputError: an option does not fit.
@@ -153,7 +153,7 @@ class AttentionMethod:
             raise InputError(argument, f"{self.label!r} cannot compute this video: {error}") from error
 
     def to_dict(self) -> dict[str, Any]:
-        """Name, processor and every option, or a recipe's attention and additions: what `resolve_method` reads back."""
+        """Name, processor and every option, or a recipe's attention and additions, as `resolve_method` takes them."""
         about: dict[str, Any] = {"name": self.name, "label": self.label}
         if self.attention is None:
             return about | {"processor": self.processor_name} | self.options
@@ -164,7 +164,7 @@ def merge_attention(below: Any, above: Any) -> Any:
     """One attention entry over another, which it replaces unless it is a mapping without a name."""
     if not isinstance(above, Mapping) or "name" in above or not isinstance(below, str | Mapping):
         return above
-    # The label named the options as they were, and a hash the file that another takes the place of.
+    # The label describes the old options, and a hash the file that is being replaced.
     stale = {"label", *(f"{key}_sha256" for key in above)}
     below = {key: value for key, value in _entry(below).items() if key not in stale}
     merged = deep_merge(below, above)
@@ -178,7 +178,7 @@ def _entry(spec: str | Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(spec, str):
         return dict(spec)
     name, _, words = (part.strip() for part in spec.partition(":"))
-    # Commas inside of values are followed by no key.
+    # No key follows the commas inside values.
     values: dict[str, Any] = {}
     for word in re.split(r",\s*(?=[a-z_][\w.]*=)", words) if words else ():
         values = deep_merge(values, parse_override(word))
@@ -188,10 +188,10 @@ def _entry(spec: str | Mapping[str, Any]) -> dict[str, Any]:
 def resolve_method(
     spec: str | Mapping[str, Any] | AttentionMethod, *, argument: str = "attention", recipes: bool = False
 ) -> AttentionMethod:
-    """The method that `spec` names: `name`, `name:key=value,key=value`, or a mapping with `name` and options; or is.
+    """The method of `spec`: `name`, `name:key=value,key=value`, a mapping with `name` and options, or a method itself.
 
     Args:
-        recipes: whether it may be a recipe; for callers that do what it adds.
+        recipes: whether it may be a recipe; for callers that switch on what it adds.
 
     Raises:
         InputError: an unknown name, an unknown option, or a value that the processor refuses.
@@ -235,7 +235,7 @@ def _label(name: str, values: Mapping[str, Any], defaults: Mapping[str, Any]) ->
 
 
 def _complete(processor: str, given: dict[str, Any]) -> dict[str, Any]:
-    """The options of a method, those that are not given at the processor's defaults.
+    """All options of a method, with the processor's defaults where none are given.
 
     Raises:
         TypeError, ValueError: an option is unknown or refused, or names a file that is missing or not what it was.
@@ -247,7 +247,7 @@ def _complete(processor: str, given: dict[str, Any]) -> dict[str, Any]:
             raise InputError(next(iter(given)), "is no option of full attention, which has none")
         return {}
     made = {name: value for name, value in _made(processor, given).config.items() if name != "grid"}
-    # An adapter decides on all that is not given.
+    # An adapter decides everything that is not given.
     options = given if given.get("adapter") is not None else made | given
     for option, find in (("plan", plan_file), ("adapter", _adapter_file)):
         if isinstance(word := options.get(option), str):
@@ -259,21 +259,21 @@ def _complete(processor: str, given: dict[str, Any]) -> dict[str, Any]:
                 raise InputError(option, f"{word!r} cannot be used: {error}{advice}") from error
             if options.get(entry) not in (None, found):
                 raise InputError(option, f"{word!r} is not the file that it was: its SHA-256 is {found}")
-            # A record must find it from any folder; what ships has its name everywhere.
+            # A record must find the file from any folder; shipped files have the same name everywhere.
             named = not Path(word).expanduser().is_file()
             options = options | {entry: found, option: word if named else str(file.resolve())}
     return options
 
 
 def _own_options(processor: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    """What the processor is made with; null is for Based what it or an adapter decides on."""
+    """The arguments of the processor. For Based, null leaves the decision to it or to an adapter."""
     left_out = (*_HASHES, "adapter") if processor in ("based", "control") else _HASHES
     given = {name: value for name, value in options.items() if name not in left_out}
     return {name: value for name, value in given.items() if value is not None or processor != "based"}
 
 
 def _made(processor: str, options: Mapping[str, Any]) -> VideoAttentionProcessor:
-    """The processor with these options, without what an adapter has learnt."""
+    """The processor with these options, without an adapter's parameters."""
     return build(pkgutil.resolve_name(PROCESSORS[processor]), _own_options(processor, options))
 
 

@@ -39,7 +39,7 @@ from vmonarch.options import ExactBlocks, Options, TwoResolutionOptions, VMonarc
 from vmonarch.own import Own, Rotary, project, run_stack
 from vmonarch.validation import check_flag, check_integer, check_number, check_positive_integer
 
-# Which frames a term is held at its initial value for; the paper's superscripts 0, 1 and * (Table 5).
+# Frames for which a term keeps its initial value: the paper's superscripts 0, 1 and * (Table 5).
 FIXED = ("none", "first", "all")
 # Axes of the grid, as the paper names them.
 AXES = ("T", "H", "W")

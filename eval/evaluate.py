@@ -58,7 +58,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 EVALUATION_FORMAT = "vmonarch-eval-3"
-# How much stronger pictures show what videos differ by, and what they call a step.
+# Pictures amplify differences of videos by this factor, and name the kinds of steps so.
 GAIN = 4
 KINDS = {"e": "exact", "a": "approximate", "p": "predicted"}
 # Settings that change no number of an item.
@@ -87,7 +87,7 @@ class Item:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What `evaluate` made: its folder, and its record, which is also `evaluation.json` in that folder.
+    """The output of `evaluate`: its folder, and its record, which is also `evaluation.json` in that folder.
 
     Args:
         record: None as long as items are missing.
@@ -149,7 +149,7 @@ def evaluate(
             from vmonarch.installation import find_transformers, own_processors
 
             config, model = complete_and_load(config, model)
-            # What the pipeline cannot carry shows before minutes are spent.
+            # Fail on a method that the pipeline cannot carry before minutes are spent.
             for method in config.methods:
                 recipes.apply(model.pipe, method)
                 bound = (one for part in find_transformers(model.pipe).values() for one in own_processors(part))
@@ -426,13 +426,13 @@ def _finish(config: EvalConfig, folder: ModelFolder, output: Path, items: Sequen
         "differences": summary.differences(records, labels, baseline),
         "vbench": vbench,
         "items": records,
-        # Which say nothing of an evaluation on another machine.
+        # These say nothing about an evaluation on another machine.
         "config": {key: value for key, value in config.to_dict().items() if key not in ("output_dir", "device")},
         "model_files": folder.fingerprint(),
         "environments": environments,
     }
     text = summary.json_text(record | summary.document_table(record))
-    # As it is read back: JSON has no tuples.
+    # In the form that is read back: JSON has no tuples.
     record = json.loads(text)
     page = report(record, output)
     with AtomicFiles(overwrite=True) as made:

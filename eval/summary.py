@@ -25,7 +25,7 @@ class Measure:
 
 
 def _closeness(prefix: str = "", heading: str = "", about: str = "") -> dict[str, Measure]:
-    """What tells how close a video is to the reference."""
+    """Measures of how close a video is to the reference."""
     return {
         f"{prefix}psnr": Measure(f"{heading}PSNR dB", 2, True, f"10·log10(1/MSE), the error pooled over frames{about}"),
         f"{prefix}ssim": Measure(f"{heading}SSIM", 4, True, f"11×11 Gaussian window, sigma 1.5, mean of frames{about}"),
@@ -74,7 +74,7 @@ def interval(values: Sequence[float]) -> dict[str, Any]:
 
 
 def low_end(records: Sequence[Mapping[str, Any]], label: str) -> dict[str, Any]:
-    """What the mean PSNR of a method's videos hides, in dB; the percentile is interpolated linearly.
+    """The tail that a method's mean PSNR hides, in dB; the percentile is interpolated linearly.
 
     Returns:
         p5 (a number, "inf", or None of fewer than 20 videos, where less than one video lies below it),
@@ -143,7 +143,7 @@ def summary_rows(
 
 
 def sampled(config: Mapping[str, Any]) -> str:
-    """How many videos a method made, with which model and at which settings, in words."""
+    """Number of videos of a method, the model and the settings, in words."""
     prompts, seeds = (len(config[key]) for key in ("prompts", "seeds"))
     return (
         f"{prompts} prompt{'s' * (prompts > 1)} × {seeds} seed{'s' * (seeds > 1)}, model {config['model']},"

@@ -39,13 +39,13 @@ from vmonarch.pipelines.loading import LoadedModel, check_loaded, load_model
 from vmonarch.pipelines.model_folder import ModelError, find_model
 from vmonarch.pipelines.outputs import RECORD_FORMAT, GenerationError
 
-# What to choose from: the recipe for it, and the method for where that cannot run.
+# The choices: a recipe, and the method for devices where that cannot run.
 PRESETS = {
     "Faithful: hardly to be told from full attention": ("stack-near-lossless", "near-lossless"),
     "Fast: sooner, and a little less faithful": ("stack-fast", "fast"),
     "Full attention: exact and slow": ("stock", "full"),
 }
-# What the fields set in `GenerateConfig` (`size` both of its sides), in their order on the page.
+# The settings of `GenerateConfig` behind the fields, in their order on the page; `size` sets both sides.
 FIELDS = {
     "prompts": "Prompt",
     "image": "First frame",
@@ -207,7 +207,7 @@ class Studio:
 
 
 def offered_presets(device: torch.device) -> dict[str, str]:
-    """By its words what each of `PRESETS` is here: the recipe where the device can compute it, or the method alone."""
+    """By the words on the page, what each of `PRESETS` runs here: the recipe if the device can, or else the method."""
     try:
         recipes.check_linears("float8", device)
     except InputError:

@@ -27,7 +27,7 @@ from vmonarch.configs import InputError
 
 FORMAT = 6
 RUN = "run.json"
-# What the names of trained weights, and of their average, have before them.
+# Prefixes of the names of trained weights and of their average.
 WEIGHTS, AVERAGE = "weights.", "average."
 # Tensors of a file: a process holds those of one in memory while it writes them.
 _IN_A_FILE = 64
@@ -38,7 +38,7 @@ class CheckpointError(RuntimeError):
 
 
 def path_of(folder: Path, step: int) -> Path:
-    """Where the checkpoint of a step is, or will be."""
+    """The folder of a step's checkpoint, existing or not."""
     return folder / f"step-{step:08d}"
 
 
@@ -68,14 +68,14 @@ def save(folder: Path, step: int, tensors: Mapping[str, torch.Tensor], run: Mapp
         if state.is_main_process:
             if target.exists():
                 raise CheckpointError(f"{target} exists and is not overwritten")
-            # What dead runs left.
+            # Dead runs left these.
             for leftover in folder.glob(".step-*"):
                 shutil.rmtree(leftover)
             partial.mkdir(parents=True)
         state.wait_for_everyone()
         write_tensors(partial, tensors)
         state.wait_for_everyone()
-        # Of files that another process has written, too: each machine forces its own to disk.
+        # Also for files of other processes: each machine forces its own to disk.
         files.flush_all(partial)
         state.wait_for_everyone()
         if state.is_main_process:
@@ -103,7 +103,7 @@ def newest(folder: Path) -> Path | None:
 
 
 def read(folder: Path) -> dict[str, Any]:
-    """What `run.json` of a checkpoint says.
+    """The contents of a checkpoint's `run.json`.
 
     Raises:
         CheckpointError: there is none that this version can read.

@@ -1,4 +1,4 @@
-"""What a finetune run is made of: typed settings, merged from YAML files and `key=value` overrides."""
+"""Settings of a finetune run, typed and merged from YAML files and `key=value` overrides."""
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ class OptimizerConfig(Settings):
     """AdamW and its learning rate.
 
     Args:
-        learning_rate: after the warm-up of so many steps; with the schedule `cosine` it falls to 0 at the last step.
-        transfer_learning_rate: of the steps of `transfer`.
+        learning_rate: the rate after `warmup` steps; with the schedule `cosine` it falls to 0 at the last step.
+        transfer_learning_rate: the rate in the steps of `transfer`.
         clip: largest norm of all gradients together.
     """
 
@@ -86,10 +86,10 @@ class LoraConfig(Settings):
 
 @dataclass(frozen=True)
 class ValidationConfig(Settings):
-    """What is measured while training, always with the same noise.
+    """Measurements while training, always with the same noise.
 
     Args:
-        every: steps; 0 for never. clips, levels: of the loss: so many clips at so many noise levels.
+        every: steps; 0 for never. clips, levels: numbers of clips and of noise levels in the loss.
         prompts: of videos that are sampled every `videos_every` steps.
     """
 
@@ -177,7 +177,7 @@ class FinetuneConfig(Settings):
             require(prompts, "validation.prompts", "must hold a prompt if validation.videos_every is above 0")
 
     def learning_rate(self, step: int) -> float:
-        """Of the update number `step`, from 0."""
+        """Learning rate of update number `step`, from 0."""
         options = self.optimizer
         if step < self.transfer:
             return options.transfer_learning_rate

@@ -1,6 +1,6 @@
-"""What is trained: the transformers of a Wan pipeline folder with the attention of the run, and what they need to know.
+"""The trained models: transformers of a Wan pipeline folder with the run's attention, and their objective.
 
-Only the transformers' weights are read. Text encoder and VAE have done their work when the data were made.
+Only the transformers' weights are read. Text encoder and VAE did their work when the data were made.
 """
 
 from __future__ import annotations
@@ -83,12 +83,12 @@ class Experts(nn.Module):
 def load_experts(
     folder: ModelFolder, trained: Iterable[Expert], config: FinetuneConfig, frozen: torch.dtype = torch.float32
 ) -> tuple[Experts, Callable[..., Any] | None]:
-    """(what is trained, with the run's attention; the teacher with full attention if the run distils).
+    """(the trained transformers, with the run's attention; the teacher with full attention if the run distils).
 
     Args:
         trained: the transformers.
-        frozen: dtype of the weights that LoRA leaves as they are, but for the layers that the model keeps in float32.
-            All that is trained is float32.
+        frozen: dtype of the weights that LoRA leaves as they are, except layers that the model keeps in float32. All
+            trained parameters are float32.
 
     Raises:
         InputError: an attention that does not fit, or LoRA layers on top of those that an attention adapter brings.

@@ -39,7 +39,7 @@ def generator_for(seed: int, *place: object) -> torch.Generator:
 
 
 class Draw(NamedTuple):
-    """What is random in a micro-batch.
+    """The random part of a micro-batch.
 
     Args:
         expert: whose levels these are.
@@ -97,7 +97,7 @@ class Objective:
         return torch.special.ndtr((logit - self.options.mean) / self.options.std) if normal else logit.sigmoid()
 
     def draw(self, latents: torch.Tensor, *, step: int, micro: int = 0, data_rank: int = 0) -> Draw:
-        """What is random for clips of the shape of `latents`; the expert is the same on all ranks of a step."""
+        """The random part for clips of the shape of `latents`; the expert is the same on all ranks of a step."""
         expert = self.experts[0]
         if len(self.experts) > 1:
             chooser = generator_for(self.seed, "expert", step)
@@ -150,7 +150,7 @@ class Objective:
         x, timestep = (1 - s) * latents + s * draw.noise, TIMESTEPS * draw.sigma
         arguments = {"encoder_hidden_states": text}
         if self.channels:
-            # As WanImageToVideoPipeline.prepare_latents: of the mask's four channels the first latent frame is 1.
+            # As in WanImageToVideoPipeline.prepare_latents: the mask's four channels are 1 in the first latent frame.
             mask = torch.zeros_like(x[:, :4])
             mask[:, :, 0] = 1
             x = torch.cat([x, mask, extras["first_frame_latent"].to(x)], 1)

@@ -37,11 +37,11 @@ from vmonarch.pipelines.environment import choose_device, environment, shown_com
 from vmonarch.pipelines.model_folder import PROXY_RECORD
 
 CAPTIONS_PER_CLIP, TRAIN_TOKENS, CAPTION_DROPOUT, UNIFORM_SHARE = 4, 55, 0.1, 0.1
-# By the seed they are other clips than the embedded model's.
+# The seed makes them other clips than the embedded model's.
 CLIPS, STEPS, BATCH, LEARNING_RATE, SEED = 8192, 4000, 24, 1e-3, 104_728
-# Of pixels. Four times the tokens show the same scene through twice the noise.
+# In pixels. Four times the tokens show the same scene through twice the noise.
 SCALE, FLOW_SHIFT = 2, 5.0
-# What differs from the config of the embedded model's.
+# Differences to the config of the embedded model.
 TRANSFORMER = {"num_attention_heads": 8, "ffn_dim": 2048, "num_layers": 8}
 
 

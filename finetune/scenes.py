@@ -66,7 +66,7 @@ PATTERNS: tuple[str, ...] = ("plain", "striped", "checkered", "gradient", "dotte
 PANNABLE = ("striped", "checkered", "dotted")
 """Patterns on which a camera pan is visible."""
 PANS = {"none": (0.0, 0.0)} | {name: (-x, -y) for name, (x, y) in DIRECTIONS.items() if "-" not in name}
-"""Where what the camera films moves to: against the camera, which pans straight."""
+"""Motion of the scene for each pan of the camera: the opposite direction."""
 SHAPE_EXTENT = 1.35
 """No shape reaches further than this many radii from its centre."""
 
@@ -163,7 +163,7 @@ def place(shown: SceneAttributes, objects: Sequence[ObjectAttributes], generator
     extent = SHAPE_EXTENT * radius[:, None]
     low = extent + (-motion).clamp(min=0)
     high = torch.tensor([float(WIDTH), float(HEIGHT)]) - extent - motion.clamp(min=0)
-    # Of 48 pairs of start points one whose objects do not touch, if there is one.
+    # One of 48 random pairs of start points whose objects do not touch, if there is one.
     starts = low + uniform(48, len(objects), 2) * (high - low).clamp(min=0)  # [48, N, 2]
     times = torch.linspace(0, 1, 9)[:, None]
     gaps = ((starts[:, 1] - starts[:, 0])[:, None] + times * (motion[1] - motion[0])).norm(dim=-1).amin(-1)  # [48]

@@ -1,8 +1,8 @@
 """The training loop of `vmonarch finetune`.
 
 accelerate brings the processes, mixed precision, gradient accumulation and the trackers; how weights are spread over
-GPUs (DDP, FSDP2) is the user's accelerate config. All that is random, and the position in the data, is a function of
-(seed, step, data rank), so that a resumed run takes the same steps as one that was not ended.
+GPUs (DDP, FSDP2) is the user's accelerate config. All randomness, and the position in the data, is a function of
+(seed, step, data rank), so that a resumed run takes the same steps as an uninterrupted one.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ from vmonarch.pipelines.outputs import changes
 from vmonarch.pipelines.sampling import sample
 from vmonarch.pipelines.video_io import encode_video, to_uint8
 
-# What may change between a run and the one that resumes it; all else would make it another run. Model and data may have
-# moved: what they are is compared instead. The number of steps may change where the learning rate does not follow it.
+# Settings that may change when a run is resumed; any other change makes it another run. Model and data may have moved:
+# their contents are compared instead. The number of steps may change if the learning rate does not depend on it.
 FREE = ("output_dir", "trackers", "log_every", "validation", "checkpoints", "data.validation", "data.path",
          "model", "revision", "attention.label")  # fmt: skip
 # accelerate would have gradients added in bfloat16. Inputs stay as they are: the rotary embedding is float32, and a
@@ -62,22 +62,22 @@ FSDP_PRECISION = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=t
 
 
 class TrainingError(RuntimeError):
-    """A run that cannot go on; the message says at which step, and why."""
+    """The run cannot go on; the message says at which step, and why."""
 
 
 class Trainer:
-    """A run: everything is loaded and restored when it is made, `run` trains.
+    """A run: making it loads and restores everything, `run` trains.
 
     Raises:
-        InputError, ModelError, DataError, CheckpointError: the settings, the model, the data or the checkpoint that is
-            to be resumed cannot be used, or another run is using the output folder, which is held until `run` ends.
+        InputError, ModelError, DataError, CheckpointError: settings, model, data or the checkpoint to resume cannot be
+            used, or another run is using the output folder, which this run locks until `run` ends.
 
     Attributes:
         held_out: reads the clips of `data.validation`; None if there are none.
     """
 
     def __init__(self, config: FinetuneConfig) -> None:
-        # Before the model, which may have to be downloaded.
+        # Checked before the model, which may have to be downloaded.
         installed = ["all", *map(str, get_available_trackers())]
         for name in config.trackers:
             problem = f"must be of {', '.join(installed)}, which are installed, got {name}"
@@ -102,7 +102,7 @@ class Trainer:
         product = f"micro_batch × processes = {config.micro_batch} × {self.data_world}"
         require(rest == 0, "batch_size", f"must be a multiple of {product}, got {config.batch_size}")
         self.accelerator.gradient_accumulation_steps = self.accumulation
-        # Weights may be hashed and git asked for it: once, not at every checkpoint.
+        # This may hash weights and run git: once, not at every checkpoint.
         self.about: dict[str, Any] = {
             "config": config.to_dict(),
             "model": self.folder.fingerprint(),
@@ -146,7 +146,7 @@ class Trainer:
         require(learns or not config.transfer, "transfer", "must be 0 with an attention that has no parameters")
         trained = [parameter for parameter in experts.parameters() if parameter.requires_grad]
         optimizer = make_optimizer(trained, config.optimizer, accelerator.device)
-        # The parts are reached through this; training goes through what accelerate makes of it.
+        # The parts are reached through this; training calls the module that accelerate makes of it.
         self.experts: Experts = experts
         self.model, self.optimizer = accelerator.prepare(experts, optimizer)
         self.teacher = teacher
@@ -159,7 +159,7 @@ class Trainer:
         self.trained = {name: parameter for name, parameter in named if parameter.requires_grad}
         self.average = EMAModel(self.trained.values(), decay=config.ema) if config.ema else None
         for parameter in self.trained.values():
-            # AdamW would make it in its first step: what a checkpoint fills has to be there before.
+            # AdamW would make the state in its first step, but a checkpoint must be able to fill it before.
             moments = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
             self.optimizer.state[parameter] = {"step": torch.zeros((), device=parameter.device), **moments}
 
@@ -170,7 +170,7 @@ class Trainer:
         return checkpoints.save(self.saved, self.step, self._tensors(), self.about, keep=self.config.checkpoints.keep)
 
     def _tensors(self) -> dict[str, torch.Tensor]:
-        """All that training changes, by name: the weights, what AdamW knows of each, and their average."""
+        """Everything that training changes, by name: weights, AdamW's state of each, and their average."""
         found = {}
         for name, parameter in self.trained.items():
             found[checkpoints.WEIGHTS + name] = parameter.detach()
@@ -220,7 +220,7 @@ class Trainer:
             if config.trackers:
                 accelerator.init_trackers("vmonarch", {k: str(v) for k, v in self.about["config"].items()})
                 held.callback(accelerator.end_training)
-            # In a file a line every half a minute.
+            # In a file, one line every half minute.
             every = 0.1 if sys.stderr.isatty() else 30.0
             shown = {"mininterval": every, "maxinterval": every, "dynamic_ncols": True, "disable": self.rank > 0}
             bar = held.enter_context(tqdm(total=config.steps, initial=self.step, unit="step", **shown))
@@ -266,7 +266,7 @@ class Trainer:
             seen.append(batch)
         for name, parameter in self.trained.items():
             if transfer and ".processor." not in name:
-                # Only what the attention itself learns is for the optimizer.
+                # The optimizer updates the attention's own parameters alone.
                 parameter.grad = None
         norm = accelerator.clip_grad_norm_(list(self.trained.values()), config.optimizer.clip)
         # FSDP gives each rank its part.
@@ -306,7 +306,7 @@ class Trainer:
             f" no weight was changed. Clips of this step: {'; '.join(of_all)}"
         )
 
-    # What is seen of it
+    # Measurements and videos
 
     @torch.no_grad()
     def validate(self) -> float:
@@ -315,7 +315,7 @@ class Trainer:
         rows, J = len(self.held_out.folder), self.config.validation.levels
         clips = min(self.config.validation.clips, rows)
         objective = self.objective
-        # Of one of two experts, its own levels: it may serve none of all.
+        # If only one of two experts is trained, its own levels: it may serve none of the others.
         low, high = min(e.low for e in objective.experts), max(e.high for e in objective.experts)
         sigmas = objective.levels((torch.arange(J, dtype=torch.float64) + 0.5) / J, low, high)
         losses: list[float] = []
@@ -327,7 +327,7 @@ class Trainer:
                 batch = send_to_device(self.held_out.batch([(clip % rows, False)]), self.accelerator.device)
                 latents = batch.latents
                 for j, sigma in enumerate(sigmas):
-                    # By the clip and not by its rank: the noise is the same on any number of processes.
+                    # Seeded by the clip, not by the rank: the noise is the same on any number of processes.
                     random = generator_for(0, "validation", clip, j)
                     noise = torch.randn(latents.shape, generator=random).to(latents)
                     conditioned = torch.zeros(1, dtype=torch.bool, device=latents.device)
@@ -340,7 +340,7 @@ class Trainer:
 
     @contextlib.contextmanager
     def _exported_weights(self) -> Iterator[None]:
-        """Let the model be in evaluation, with the averaged weights, if there are any, which are what is exported."""
+        """Put the model into evaluation mode with the weights to be exported: the averaged ones, if there are any."""
         self.model.eval()
         if self.average is not None:
             self.average.store(self.trained.values())
@@ -358,7 +358,7 @@ class Trainer:
             config, device = self.config, self.accelerator.device
             wanted = SamplingConfig(config.validation.prompts, model=config.model, revision=config.revision)
             settings = complete(wanted, self.folder)
-            # What is not trained is read for it and then dropped.
+            # Parts that are not trained are read for the video and then dropped.
             kind, parts = getattr(diffusers, self.folder.pipeline), dict(self.experts.parts.items())
             pipe = read_pipeline(kind, self.folder, torch.float32, **parts).to(device)
             model = LoadedModel(pipe, self.folder, device, torch.float32, settings)
@@ -367,7 +367,7 @@ class Trainer:
             for number, prompt in enumerate(settings.prompts):
                 with self._exported_weights(), self.accelerator.autocast():
                     frames = to_uint8(sample(model, settings, [prompt], [0]).frames[0])
-                # In place of that of a run which ended before its next checkpoint.
+                # This replaces the video of a run that ended before its next checkpoint.
                 encode_video(videos / f"step-{self.step:08d}-{number:02d}.mp4", frames, settings.fps or 16.0)
         self.accelerator.wait_for_everyone()
 
@@ -382,7 +382,7 @@ class Trainer:
 
 
 def _accelerator(config: FinetuneConfig, experts: int) -> Accelerator:
-    # The others wait while the first process samples videos or writes a checkpoint; if one dies, a launcher ends all.
+    # The others wait while the first process samples videos or writes a checkpoint. If one dies, the launcher ends all.
     handlers: list[Any] = [InitProcessGroupKwargs(timeout=timedelta(hours=6))]
     if experts > 1 or config.transfer:
         handlers.append(DistributedDataParallelKwargs(find_unused_parameters=True))
@@ -409,7 +409,7 @@ def _accelerator(config: FinetuneConfig, experts: int) -> Accelerator:
 def make_optimizer(
     parameters: Iterable[torch.nn.Parameter], options: OptimizerConfig, device: torch.device
 ) -> torch.optim.Optimizer:
-    """AdamW. On GPUs it is fused: the other forms hold a copy of all weights during an update."""
+    """AdamW, fused on GPUs: its other forms hold a copy of all weights during an update."""
     return torch.optim.AdamW(
         parameters,
         lr=options.learning_rate,

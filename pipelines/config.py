@@ -1,4 +1,4 @@
-"""What is to be generated: settings, checked and completed by what the model recommends."""
+"""Settings of a generation, checked and completed by the model's recommendations."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Config = TypeVar("Config", bound="SamplingConfig")
 AnySettings = TypeVar("AnySettings", bound=Settings)
 
 
-# Metadata of a field: what its option on the command line has of its own.
+# Metadata of a field: special arguments of its command-line option.
 _LORA_OPTION = {"option": {"action": "append", "nargs": None, "metavar": "FILE[:SCALE]"}}
 
 
@@ -153,7 +153,7 @@ class GenerateConfig(SamplingConfig):
 
 
 def check_sizes(config: Any, multiples: tuple[int, int], temporal: int, where: str = "") -> None:
-    """Raise InputError unless its sizes (None: not given) are such multiples, and num_frames is `temporal`·k + 1."""
+    """Raise InputError unless the given sizes are these multiples, and num_frames is `temporal`·k + 1."""
     for name, multiple in zip(("height", "width"), multiples, strict=True):
         value = getattr(config, name)
         if value is not None and value % multiple:
@@ -170,7 +170,7 @@ def check_sizes(config: Any, multiples: tuple[int, int], temporal: int, where: s
 
 
 def _check_text(name: str, text: str) -> None:
-    """Raise InputError for what no text encoder sees all of, and for half a surrogate pair, which no file can take."""
+    """Raise InputError for text that no encoder sees completely, or that no file can hold (half a surrogate pair)."""
     if re.search("[\0\ud800-\udfff]", text) or (name == "prompts" and not text.strip()):
         raise InputError(name, f"must not be empty, nor hold NUL characters or half a surrogate pair, got {text!r}")
 
@@ -211,7 +211,7 @@ def read_prompts(path: str) -> tuple[str, ...]:
 
 
 def recommended_settings(model: ModelFolder) -> dict[str, Any]:
-    """What a model is best run with: the embedded model's own settings, also finetuned, a proxy's, or its class's.
+    """Recommended settings of a model: those of the embedded model (also finetuned), of a proxy, or of its class.
 
     Raises:
         InputError: the pipeline has a part that is not supported.
@@ -227,7 +227,7 @@ def recommended_settings(model: ModelFolder) -> dict[str, Any]:
 
 
 def _is_embedded(model: ModelFolder) -> bool:
-    """Whether it has the VAE of the embedded model, which need not be installed."""
+    """Whether a model has the VAE of the embedded model, which need not be installed."""
     try:
         config, embedded = (path / "vae" / "config.json" for path in (model.path, embedded_model_path()))
     except FileNotFoundError:
@@ -246,7 +246,7 @@ def complete(config: Config, model: ModelFolder) -> Config:
     _check_settings(config, model)
     recommended = recommended_settings(model)
     missing: dict[str, Any] = {key: value for key, value in recommended.items() if getattr(config, key) is None}
-    # The record must find the model and all files from any folder.
+    # A record must find the model and all files from any folder.
     missing |= {"model": model.word, "revision": model.revision or config.revision}
     missing |= {name: tuple(find_lora(name, word).word for word in getattr(config, name)) for name in LORA}
     if config.image is not None:
@@ -316,7 +316,7 @@ def _check_video(config: SamplingConfig, model: ModelFolder) -> None:
     from vmonarch.kernels.common.launch import why_not_triton
 
     device, reason = choose_device(config.device), None
-    # GPUs have kernels; to ask for their dtype would begin to use one, before a process knows which is its own.
+    # GPUs have kernels. Asking for their dtype would initialise one before a process knows which is its own.
     if device.type == "cpu":
         reason = why_not_triton(torch.empty(1, 1, 1, 1, dtype=choose_dtype(config.dtype, device)))
     assert config.steps is not None

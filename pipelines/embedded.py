@@ -13,7 +13,7 @@ from types import SimpleNamespace
 EMBEDDED_SETTINGS = SimpleNamespace(
     height=96, width=160, num_frames=61, num_inference_steps=20, guidance_scale=4.0, flow_shift=3.0, fps=15
 )
-"""What the model was trained and scored with: arguments of the pipeline's call, the scheduler's `flow_shift`, `fps`."""
+"""Settings of its training and scores: arguments of the pipeline's call, the scheduler's `flow_shift`, `fps`."""
 
 
 def embedded_model_path() -> Path:

@@ -1,6 +1,6 @@
-"""The machine: which device and precision, and what a result was computed with (versions, devices, commit).
+"""The machine: device and precision, and the environment of a result (versions, devices, commit).
 
-The latter is saved beside every output and shown by `vmonarch info`.
+The environment is saved beside every output and shown by `vmonarch info`.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def package_versions(names: Iterable[str] = PACKAGES) -> dict[str, str | None]:
 
 
 def missing_packages() -> dict[str, list[str]]:
-    """What is not installed of each extra of vmonarch; "tested" is not among them, which has bounds alone."""
+    """Missing packages of each extra of vmonarch, except "tested", which only sets bounds."""
     found: dict[str, list[str]] = {}
     # A checkout that was never installed has no metadata.
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -125,7 +125,7 @@ def device_name(device: Any) -> str:
 
 
 def environment(device: Any) -> dict[str, Any]:
-    """All that bears on whether a run on `device` can be repeated bit for bit."""
+    """Everything that decides whether a run on `device` can be repeated bit for bit."""
     import torch
 
     import vmonarch

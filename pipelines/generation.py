@@ -55,8 +55,7 @@ def generate(
     Raises:
         InputError: an argument that cannot be used, found before anything is loaded where possible.
         ModelError: the model folder is missing something, damaged or unsupported.
-        GenerationError: a video came out constant or with NaN, or could not be written. The others are on disk all
-            the same.
+        GenerationError: a video came out constant or with NaN, or could not be written. The other videos are on disk.
     """
     check_sharing(config, shard)
     config, model = complete_and_load(config, model, shard=shard, recorded=recorded)
@@ -74,11 +73,11 @@ def _generate(config: GenerateConfig, model: LoadedModel, shard: Shard, progress
     failures: list[GenerationError] = []
     for jobs in config.batches():
         title = f"video {len(videos) + len(failures) + 1} of {total}" if progress else None
-        # The first process decodes and writes.
+        # Only the first process decodes and writes.
         result = sample(model, config, *zip(*jobs, strict=True), decode=shard.rank == 0, progress=title)
         if shard.rank > 0:
             continue
-        # Of the whole batch: its videos are sampled together.
+        # These hold for the whole batch, whose videos are sampled together.
         facts |= {
             "seconds": result.seconds,
             "transformer_calls": result.transformer_calls,

@@ -96,12 +96,12 @@ def load_model(config: SamplingConfig, folder: ModelFolder, shard: Shard = ALONE
     for argument in LORA:
         for word in getattr(config, argument):
             fuse_lora(pipe, argument, find_lora(argument, word))
-    # A video at a time: its bits do not depend on those that are made with it. Some pipelines hand over latents in the
-    # transformer's type.
+    # One video at a time, so that its bits do not depend on the rest of the batch. Some pipelines hand over latents in
+    # the transformer's type.
     pipe.vae.enable_slicing()
     pipe.vae.decoder.register_forward_pre_hook(lambda _, inputs: (inputs[0].float(), *inputs[1:]))
     methods = [method for several in config.attention_methods.values() for method in several]
-    # Of several that take turns each has its own.
+    # Several methods that take turns each have their own.
     if len(methods) == 1 and (linears := methods[0].additions.linears):
         for transformer in find_transformers(pipe).values():
             quantize_for_good(transformer, linears, device)
@@ -164,7 +164,7 @@ def check_prompt_lengths(config: SamplingConfig, folder: ModelFolder) -> None:
     """Check that no prompt is longer than the text encoders of a pipeline may see: nothing is cut off silently.
 
     Raises:
-        InputError: a prompt has more tokens than the limit; both numbers are told.
+        InputError: a prompt has more tokens than the limit; the error gives both numbers.
     """
     texts = [("prompts", prompt) for prompt in config.prompts]
     if config.negative_prompt:

@@ -24,15 +24,15 @@ if TYPE_CHECKING:
     from vmonarch.grid import LatentGrid
 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
-# In the folder of a proxy (`vmonarch.finetune.proxy`): how it was trained, and what it is best run with.
+# A file in the folder of a proxy (`vmonarch.finetune.proxy`): how it was trained, and its recommended settings.
 PROXY_RECORD = "proxy.json"
-# Components that are models and so must come with weights; the others are tokenizers, schedulers and processors.
+# Components that are models and must have weights; the others are tokenizers, schedulers and processors.
 MODELS = ("transformer", "transformer_2", "vae", "text_encoder", "text_encoder_2", "image_encoder")
-# Whose classes components may be.
+# Libraries whose classes components may be.
 _LIBRARIES = ("diffusers", "transformers")
-# Up to here a model's weights are hashed for the record; above, their sizes must do: 60 GB would take minutes.
+# Up to this size a record has hashes of a model's weights; above, of their sizes, because 60 GB would take minutes.
 _HASHED_BYTES = 256 * 2**20
-# Not the weights of other programs, which lie beside the components' folders.
+# Weights of other programs, which lie beside the components' folders, are left out.
 _HUB_FILES = ["*.json", "*/*.safetensors", "*.txt", "*.model", "*.jinja"]
 
 
@@ -78,17 +78,17 @@ class ModelFolder:
 
     @property
     def word(self) -> str:
-        """What finds it from any folder: `embedded` on any machine, a hub id, or its path."""
+        """A name that finds the model from any folder: `embedded`, a hub id, or its path."""
         return self.name if self.name == "embedded" or self.revision else str(self.path)
 
     @property
     def traits(self) -> Traits:
-        """What there is to know of pipelines of its class."""
+        """The traits of its pipeline's class."""
         return TRAITS[self.pipeline]
 
     @property
     def multiples(self) -> tuple[int, int]:
-        """What a video's height and width must be multiples of; most of diffusers' pipelines demand 16."""
+        """A video's height and width must be multiples of these; most of diffusers' pipelines demand 16."""
         return math.lcm(16, self.spatial * self.patch[1]), math.lcm(16, self.spatial * self.patch[2])
 
     def grid(self, num_frames: int, height: int, width: int) -> LatentGrid:
@@ -109,7 +109,7 @@ class ModelFolder:
         with cannot_be_loaded(folder):
             known = getattr(importlib.import_module(library), cls)
             model, found = known.from_pretrained(folder, dtype=dtype, **options)
-        # The libraries only warn of these, and what is missing would be random. Tied weights are not among them.
+        # The libraries only warn, and missing tensors would be random. Tied weights are not among them.
         for keys, problem in (
             ("missing_keys", "lack {} of the tensors that {} has by its config.json"),
             ("unexpected_keys", "hold {} tensors that {} has no place for by its config.json"),
@@ -172,7 +172,7 @@ def find_model(name: str, revision: str | None = None) -> ModelFolder:
             raise ModelError(f"{path / component} cannot be loaded: {problem}")
         if not (path / component).is_dir():
             raise ModelError(f"{path} has no folder {component}/, which its model_index.json names")
-        # What the libraries say of missing and damaged files names them.
+        # The libraries' own errors name missing and damaged files.
         if component in MODELS and not any((path / component).glob("*.safetensors")):
             problem = "has no weights; safetensors files are supported, pickled ones are not"
             raise ModelError(f"{path / component} {problem}")
@@ -221,7 +221,7 @@ def _outline(path: Path, pipeline: str, components: Mapping[str, tuple[str, str]
 
 @contextlib.contextmanager
 def cannot_be_loaded(folder: Path) -> Iterator[None]:
-    """Turn whatever goes wrong in the block, where the libraries load what is in a folder, into a `ModelError`."""
+    """Turn any error of the block, in which the libraries load from a folder, into a `ModelError`."""
     try:
         yield
     except Exception as error:

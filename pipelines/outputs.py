@@ -1,4 +1,4 @@
-"""What generation leaves on disk, and where: nothing is overwritten or lost; a record makes its video again."""
+"""Outputs of generation on disk: nothing is overwritten or lost, and a record makes its video again."""
 
 from __future__ import annotations
 
@@ -62,10 +62,10 @@ def load_record(path: str) -> dict[str, Any]:
 
 
 def check_sources(recorded: Mapping[str, Any], config: SamplingConfig, folder: ModelFolder) -> None:
-    """Check that what a completed config still takes from a record is what it was: model, picture and LoRA files.
+    """Check that what a completed config takes from a record is unchanged: model, picture and LoRA files.
 
     Raises:
-        InputError: it has changed.
+        InputError: something has changed.
     """
     settings, now = config.to_dict(), source_hashes(config, folder)
     for what, names, hashes in (
@@ -79,7 +79,7 @@ def check_sources(recorded: Mapping[str, Any], config: SamplingConfig, folder: M
 
 
 def source_hashes(config: SamplingConfig, folder: ModelFolder) -> dict[str, Any]:
-    """Hashes of what a completed config names: the files of the model, of the picture and of the LoRA layers."""
+    """Hashes of the files that a completed config names: model, picture and LoRA layers."""
     return {
         "image_sha256": file_sha256(config.image) if config.image else None,
         "lora_sha256": [file_sha256(find_lora(name, word).file) for name in LORA for word in getattr(config, name)],
@@ -93,7 +93,7 @@ def frames_sha256(frames: torch.Tensor) -> str:
 
 
 def facts(config: SamplingConfig, model: LoadedModel) -> dict[str, Any]:
-    """What a record says about model and machine: the same for all videos of a run."""
+    """A record's facts about model and machine, the same for all videos of a run."""
     assert config.height is not None and config.width is not None
     return {
         "model": {
@@ -113,10 +113,10 @@ def facts(config: SamplingConfig, model: LoadedModel) -> dict[str, Any]:
 
 
 def changes(before: Any, now: Any, free: Collection[str] = (), place: str = "") -> Iterator[str]:
-    """What differs between the settings of two runs, in words, each with its place such as `methods[1].num_iterations`.
+    """Differences between the settings of two runs, in words, each with its place, such as `methods[1].num_iterations`.
 
     Args:
-        before: as JSON has it. free: places that may differ.
+        before: JSON values. free: places that may differ.
     """
     if place in free:
         return
@@ -137,6 +137,6 @@ def changes(before: Any, now: Any, free: Collection[str] = (), place: str = "") 
 
 
 def next_number(folder: Path) -> str:
-    """The four-digit output number after the last in `folder`."""
+    """The four-digit output number after the last one in `folder`."""
     taken = [int(found.group(1)) for path in folder.iterdir() if (found := re.match(r"\.?(\d{4,})[-.]", path.name))]
     return f"{max(taken, default=0) + 1:04d}"

@@ -27,7 +27,7 @@ class Shard(NamedTuple):
 
     @classmethod
     def of_environment(cls) -> Shard:
-        """From RANK, WORLD_SIZE and LOCAL_RANK, which launchers set; the only process without them.
+        """Read RANK, WORLD_SIZE and LOCAL_RANK, which launchers set; without them this is the only process.
 
         Raises:
             InputError: they are no numbers, or contradict each other.

@@ -1,4 +1,4 @@
-"""Recipes: attention with all else that makes a video fast, switched on by one word and off by another.
+"""Recipes: attention and everything else that makes a video fast, switched on by one word and off by another.
 
     from vmonarch.pipelines import recipes
 
@@ -6,8 +6,8 @@
     video = pipe("a lighthouse in a storm").frames[0]
     recipes.apply(pipe, "full")                       # stock again
 
-A recipe is an entry of `configs/recipes.yaml`: an attention method, and `Additions` (`vmonarch.configs.methods`), of
-compiled blocks and quantised linear layers.
+A recipe is an entry of `configs/recipes.yaml`: an attention method and `Additions` (`vmonarch.configs.methods`), such
+as compiled blocks and quantised linear layers.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from vmonarch.configs.methods import Additions, AttentionMethod, resolve_method
 from vmonarch.engines import CUDNN, fa3_backend
 from vmonarch.installation import find_transformers
 
-# What a transformer carries of a recipe: what takes it off again, and how its weights were quantised for good.
+# Attributes of a transformer with a recipe: what undoes the recipe, and how its weights were quantised for good.
 _UNDO, _FOR_GOOD = "_vmonarch_undo", "_vmonarch_linears"
-# A block of a model is one function to torch.compile; every method, and every kind of step, makes a version of it.
+# A block is one function to torch.compile, with a version for every method and every kind of step.
 _VERSIONS = 64
-# Linear layers of other sizes have no products in float8.
+# Other sizes of linear layers have no float8 products.
 _FLOAT8_MULTIPLE = 16
-# The first GPUs with products in float8: Ada.
+# Ada: the first GPUs with float8 products.
 _FLOAT8_CAPABILITY = (8, 9)
 
 
@@ -42,7 +42,7 @@ def apply(
 ) -> AttentionMethod:
     """Put a recipe or an attention method on a pipeline of diffusers, in place of what it carries of either.
 
-    Weights that are quantised are kept in their own type too, for the next call; `quantize_for_good` saves the memory.
+    Quantised weights are also kept in their own type, for the next call; `quantize_for_good` saves that memory.
 
     Args:
         recipe: a name in `configs/recipes.yaml` or `configs/attention.yaml`, `name:key=value,…`, or what
@@ -57,7 +57,7 @@ def apply(
     """
     method = resolve_method(recipe, argument="recipe", recipes=True)
     transformers: list[Any] = list(find_transformers(pipe).values())
-    # Where it computes: with offloading the weights are elsewhere.
+    # The device of the computation: offloaded weights are elsewhere.
     device = getattr(pipe, "_execution_device", None) or next(transformers[0].parameters()).device
     for transformer in transformers:
         _take_off(transformer, method.additions, device)
@@ -70,7 +70,7 @@ def apply(
 def quantize_for_good(transformer: torch.nn.Module, linears: str, device: torch.device) -> None:
     """Quantise the linear layers of a transformer's blocks, block by block on `device`; the weights are not kept.
 
-    Every block returns to where it was, so that neither the model in its own type nor a block too many has to fit.
+    Every block returns to its place, so that at most one block in its own type has to fit on the device.
 
     Raises:
         InputError: the device cannot compute them, torchao is missing, or there are no such layers.
@@ -98,7 +98,7 @@ def check_linears(linears: str, device: torch.device) -> None:
 
 
 def allow_versions() -> None:
-    """From now on let torch.compile make as many versions of a block as methods and kinds of steps may need."""
+    """Let torch.compile make as many versions of a block as methods and kinds of steps may need, from now on."""
     torch._dynamo.config.recompile_limit = max(_VERSIONS, torch._dynamo.config.recompile_limit)
 
 
@@ -127,7 +127,7 @@ def _quantise(module: torch.nn.Module, linears: str, chosen: set[Any]) -> None:
     """Quantise the weights of those linear layers of a module that are chosen."""
     from torchao import quantization as torchao
 
-    # With torchao's settings of inductor, which it makes for the whole process, a block takes minutes to compile.
+    # torchao's settings of inductor, which hold for the whole process, make a block compile for minutes.
     ours = {"set_inductor_config": False}
     config = (
         torchao.Float8WeightOnlyConfig(**ours)
@@ -176,13 +176,13 @@ def _put_on(transformer: Any, additions: Additions, device: torch.device, backen
 
         default, _ = registry.get_active_backend()
         transformer.set_attention_backend(exact)
-        # diffusers has made it the default of all other models, too.
+        # diffusers has made it the default for all other models as well.
         registry.set_active_backend(default)
         undo.callback(transformer.reset_attention_backend)
     if additions.compile:
         allow_versions()
         for block in blocks:
-            # Not block.compile(), which would compile the hooks of diffusers' caches too, and these are no graph.
+            # Not block.compile(): it would also compile the hooks of diffusers' caches, which are no graph.
             if "forward" in vars(block):
                 undo.callback(setattr, block, "forward", block.forward)
             else:

@@ -31,7 +31,7 @@ class _FewSteps:
     def set_timesteps(
         self, num_inference_steps: int | None = None, device: Any = None, sigmas: Any = None, **others: Any
     ) -> None:
-        """As diffusers'; `sigmas` are levels before the shift."""
+        """As in diffusers; `sigmas` are levels before the shift."""
         if sigmas is None:
             steps, most = num_inference_steps or 0, len(self.levels)
             if self.levels and steps > most:
@@ -43,7 +43,7 @@ class _FewSteps:
     def step(
         self, model_output: torch.Tensor, timestep: Any, sample: torch.Tensor, generator: Any = None, **others: Any
     ) -> Any:
-        """As diffusers', whose result has the type of the prediction, not of the latents."""
+        """As in diffusers, but the result has the dtype of the latents, not of the prediction."""
         prediction = model_output.to(sample.dtype)
         return super().step(prediction, timestep, sample, generator=generator or self.generator, **others)  # type: ignore[misc]
 
@@ -53,7 +53,7 @@ class EulerScheduler(_FewSteps, FlowMatchEulerDiscreteScheduler):
 
 
 class LCMScheduler(_FewSteps, FlowMatchLCMScheduler):
-    """Every step predicts the video, and noise is added to that again for the next one."""
+    """Every step predicts the video, and adds noise to it again for the next step."""
 
 
 def few_step_scheduler(name: str, flow_shift: float = 1.0, sigmas: Sequence[float] = ()) -> Any:

@@ -1,4 +1,4 @@
-"""The pipelines that videos are sampled from: all that differs between their classes in diffusers.
+"""The pipelines that sample videos: everything that differs between their classes in diffusers.
 
 To add one: a record in `TRAITS`, an entry in `configs/defaults.yaml`, and a tiny pipeline in
 `tests/support/tiny_folders.py`.
@@ -22,9 +22,9 @@ TextLength = tuple[int, int, str]
 
 @dataclass(frozen=True)
 class Traits:
-    """What there is to know of the pipelines of one class, and cannot be asked them.
+    """What the pipelines of one class do not tell about themselves.
 
-    The functions are given a pipeline of the class, whose models need no weights (`ModelFolder.outline`).
+    The functions get a pipeline of the class, whose models need no weights (`ModelFolder.outline`).
 
     Args:
         arguments: what the pipeline's call names the settings that not every pipeline has, by their own names.
@@ -56,7 +56,7 @@ def _count(tokenizer: Any, text: str) -> int:
 
 
 def _lengths(pipe: Any, text: str, most: int | None) -> list[TextLength]:
-    """Of pipelines with one text encoder, which cut its text at `max_sequence_length`, the setting or their own."""
+    """For pipelines with one text encoder, which cut its text at `max_sequence_length`, given or their own."""
     most = most or inspect.signature(pipe.__call__).parameters["max_sequence_length"].default
     return [(_count(pipe.tokenizer, text), min(most, pipe.tokenizer.model_max_length), "")]
 

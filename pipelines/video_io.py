@@ -123,7 +123,7 @@ def open_image(path: str, height: int, width: int) -> tuple[Image.Image, str]:
     kept = (min(size[0], round(size[1] * width / height)), min(size[1], round(size[0] * height / width)))
     if kept != size:
         changes.append(f"{size[0]}×{size[1]} is cropped to {kept[0]}×{kept[1]}, the shape of {width}×{height}")
-    # As diffusers scales.
+    # diffusers scales in the same way.
     frame = ImageOps.fit(picture.convert("RGB"), (width, height), Image.Resampling.LANCZOS)
     return frame, "; ".join(changes)
 
@@ -158,9 +158,9 @@ def strips(
 def side_by_side(
     videos: Mapping[str, NDArray[np.uint8] | None], *, notes: Mapping[str, str] | None = None, columns: int = 3
 ) -> NDArray[np.uint8]:
-    """One video [F, H', W', 3] of labelled videos [F, H, W, 3] of one shape, so many in a row; H', W' are even.
+    """One video [F, H', W', 3] of labelled videos [F, H, W, 3] of one shape, `columns` in a row; H', W' are even.
 
-    The first is a video; None leaves a place empty.
+    The first must be a video; None leaves a place empty.
     """
     first = next(iter(videos.values()))
     assert first is not None
@@ -175,7 +175,7 @@ def side_by_side(
 
 
 def difference(video: NDArray[np.uint8], reference: NDArray[np.uint8], gain: int) -> NDArray[np.uint8]:
-    """What two videos differ by, `gain` times as strong, around a mid grey."""
+    """The difference of two videos, amplified `gain` times, around a mid grey."""
     return np.clip(128 + gain * (video.astype(np.int16) - reference), 0, 255).astype(np.uint8)
 
 

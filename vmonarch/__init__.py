@@ -4,13 +4,13 @@
     pipe.set_attn_processor(vmonarch.VMonarchProcessor())
     vmonarch.restore(pipe)
 
-Beside this file lie the processors, what `apply` makes of them for a model, plans, residuals, context parallelism,
-adapters and the engines. They import `kernels` and, for methods by name, `configs`, but nothing of `pipelines`,
-`finetune`, `eval` or `cli`. Begin with `options.py` and `processors.py`, then `base.py`, whose `stack` builds what
-`attend.py` has; docs/architecture.md follows one call.
+This folder holds the processors, the attention stacks that `apply` makes of them for a model, plans, residuals, context
+parallelism, adapters and other engines. The modules import `kernels` and, for methods by name, `configs`, but nothing
+from `pipelines`, `finetune`, `eval` or `cli`. Begin with `options.py` and `processors.py`, then `base.py`, whose
+`stack` is built from the elements in `attend.py`; docs/architecture.md follows one call.
 
-Importing this package is cheap: nothing is loaded until a name that needs it is used. With the first name that is about
-models, diffusers' pipelines get `set_attn_processor` (`vmonarch.diffusers_hook`).
+Importing this package is cheap: a name loads what it needs on first use. The first name that is about models gives
+diffusers' pipelines `set_attn_processor` (`vmonarch.diffusers_hook`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from vmonarch.requirements import unsupported_versions
 
-# What is offered from each module. Resolved on first use, so that `import vmonarch` never loads diffusers.
+# Public names by module. They are resolved on first use, so that `import vmonarch` never loads diffusers.
 _OFFERED = {
     "requirements": ("__version__",),
     "grid": ("LatentGrid",),
@@ -97,7 +97,7 @@ def __getattr__(name: str) -> Any:
     if _MODULES.get(name) in _OF_MODELS:
         importlib.import_module("vmonarch.diffusers_hook")
     place = f"vmonarch.{name}" if name in _PACKAGES else f"vmonarch.{_MODULES[name]}:{name}"
-    # Found at once from now on.
+    # Later lookups find it at once.
     value = globals()[name] = pkgutil.resolve_name(place)
     return value
 

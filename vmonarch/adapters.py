@@ -1,9 +1,9 @@
-"""Saving and loading what a processor and LoRA layers have learnt, in one file, with nothing passed over in silence.
+"""Saving and loading what a processor and LoRA layers have learnt, in one file; nothing is skipped silently.
 
-The file is safetensors. Names of tensors are those in the pipeline, "transformer.blocks.0.attn1.processor.…"; LoRA
-layers bear diffusers' names and their settings diffusers' metadata, so that `load_lora_weights` of a stock pipeline
-takes the LoRA part. The metadata entry "vmonarch_adapter" is JSON: version, processor, its config, and for each
-transformer what must be the same in the one that the file is loaded to.
+The file is safetensors. Tensors have their names in the pipeline, "transformer.blocks.0.attn1.processor.…". LoRA layers
+have diffusers' names, and their settings lie in diffusers' metadata, so that `load_lora_weights` of a stock pipeline
+loads the LoRA part. The metadata entry "vmonarch_adapter" is JSON: version, processor, its config, and for each
+transformer the facts that must agree with the one that the file is loaded to.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ _ENTRY = "vmonarch_adapter"
 # diffusers' name for the settings of LoRA layers.
 _LORA_ENTRY = "lora_adapter_metadata"
 _LORA_NAME = "vmonarch"
-# Where processors that learn are.
+# Modules of the processors that learn.
 _PROCESSORS = {"BasedProcessor": "vmonarch.based", "ControlProcessor": "vmonarch.eval.controls"}
 # Entries of a transformer's config that decide the shapes of learnt tensors and the meaning of layers.
 _FACTS = ("num_layers", "num_attention_heads", "attention_head_dim", "patch_size", "in_channels", "vace_layers")
-# Options that no parameter depends on, which may differ from those that were saved.
+# Options that may differ from the saved ones, because no parameter depends on them.
 _FREE_OPTIONS = ("dense_steps", "grid", "implementation")
 # Settings of PEFT that say what the layers compute.
 _LORA_SETTINGS = ("r", "lora_alpha", "target_modules", "use_rslora", "rank_pattern", "alpha_pattern")
@@ -43,7 +43,7 @@ _LORA_SETTINGS = ("r", "lora_alpha", "target_modules", "use_rslora", "rank_patte
 
 @dataclasses.dataclass(frozen=True)
 class _Adapter:
-    """What a file holds: tensors by name, LoRA settings and facts by transformer."""
+    """The contents of a file: tensors by name, LoRA settings and facts by transformer."""
 
     source: Path
     processor: str
@@ -56,19 +56,19 @@ class _Adapter:
 def save_adapter(
     pipe_or_transformer: Any, path: str | Path, *, dtype: torch.dtype | None = None, overwrite: bool = False
 ) -> None:
-    """Write the learnt parameters of the processor applied, and those of LoRA layers if there are any, to one file.
+    """Write the learnt parameters of the applied processor, and of LoRA layers if there are any, to one file.
 
     Args:
         pipe_or_transformer: as in `vmonarch.apply`; of a pipeline all transformers are saved.
-        path: of the file, which ends with .safetensors.
-        dtype: to save in; None for that of each parameter.
-        overwrite: replace a file that is there.
+        path: the file, which ends with .safetensors.
+        dtype: that of the saved tensors; None for each parameter's own.
+        overwrite: replace an existing file.
 
     Raises:
         TypeError: `pipe_or_transformer` has no supported transformer.
-        ValueError: a transformer has no processor with parameters, or another than the rest; it has several LoRA
-            adapters, or one that changed the weights below it, is disabled or has another weight than 1; `path` has
-            another ending; a value does not fit `dtype`.
+        ValueError: a transformer has no processor with parameters, or another one than the rest; it has several LoRA
+            adapters, or one that changed the weights below it, is disabled or has a weight other than 1; `path` has
+            another suffix; a value does not fit `dtype`.
         FileExistsError: the file exists, and `overwrite` is False.
         FileNotFoundError: its folder does not exist.
         NotImplementedError: the weights are offloaded to where only hooks find them.
@@ -102,29 +102,29 @@ def save_adapter(
     if lora_settings:
         metadata[_LORA_ENTRY] = json.dumps(lora_settings, sort_keys=True)
     with AtomicFiles(overwrite=overwrite) as files:
-        # Written as any other file: save_file would let nobody but its owner read it.
+        # Written like any other file: save_file would make it readable for its owner alone.
         files.stage(path).write_bytes(save(tensors, metadata))
 
 
 def load_adapter(pipe_or_transformer: Any, path: str | Path, **options: Any) -> Installation:
-    """Apply the processor that `save_adapter` saved, with all that it and its LoRA layers had learnt.
+    """Apply the processor that `save_adapter` saved, with everything that it and its LoRA layers had learnt.
 
-    Nothing is changed unless everything fits. `vmonarch.restore` takes away what was loaded, LoRA layers too.
+    Nothing changes unless everything fits. `vmonarch.restore` removes what was loaded, including LoRA layers.
 
     Args:
         pipe_or_transformer: as in `vmonarch.apply`.
-        path: of the file.
-        options: `dense_steps`, `grid` and `implementation` of the processor, in place of those that were saved; others
-            must be those that were saved.
+        path: the file.
+        options: `dense_steps`, `grid` and `implementation` of the processor, in place of the saved ones; all others
+            must equal the saved ones.
 
     Returns:
         The installation, as from `vmonarch.apply`.
 
     Raises:
         TypeError: `pipe_or_transformer` has no supported transformer, or the processor no such option.
-        ValueError: this is no adapter, one of another version or for another model, one with parameters missing,
-            unexpected or of another shape, each of which is named; or the transformer has parameters of a processor or
-            LoRA layers already.
+        ValueError: the file is no adapter, or one of another version or for another model; parameters are missing,
+            unexpected or of another shape, and the error names them; or the transformer has parameters of a processor
+            or LoRA layers already.
     """
     transformers = find_transformers(pipe_or_transformer)
     adapter = _read(Path(path).expanduser())
@@ -264,17 +264,17 @@ def _lora_of(name: str, transformer: Any) -> tuple[dict[str, torch.Tensor], dict
     settings = {key: getattr(config, key) for key in _LORA_SETTINGS}
     settings = {key: sorted(value) if isinstance(value, set) else value for key, value in settings.items()}
     layers = get_peft_model_state_dict(transformer, adapter_name=adapter)
-    # Parameters of the processor are no LoRA layers, whatever PEFT was told to save with them.
+    # The processor's parameters are no LoRA layers, even if PEFT saves them as well.
     return {key: value for key, value in layers.items() if ".processor." not in key}, settings
 
 
 def _add_lora(settings: Mapping[str, Any], transformer: Any) -> dict[str, torch.Tensor]:
-    """Give a transformer LoRA layers with such settings: their tensors, by the names that files have for them."""
+    """Add LoRA layers with these settings to a transformer; returns their tensors by their names in files."""
     from peft import LoraConfig, get_peft_model_state_dict
 
     learning = [(parameter, parameter.requires_grad) for parameter in transformer.parameters()]
     transformer.add_adapter(LoraConfig(**settings), adapter_name=_LORA_NAME)
-    # PEFT freezes all that is not its own, which `restore` could not tell from what was frozen before.
+    # PEFT freezes everything else, and `restore` could not tell that from what was frozen before.
     for parameter, flag in learning:
         parameter.requires_grad_(flag)
     found: dict[str, torch.Tensor] = get_peft_model_state_dict(transformer, adapter_name=_LORA_NAME)

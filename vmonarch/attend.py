@@ -2,17 +2,17 @@
 
     Attend = (query, key, value [B, S, H, D], Call) -> (out [B, S, H, E], lse [B, H, S] or None)
 
-Methods and softmax of tokens give lse where `call.lse` asks; what stands above `Beside` is not asked.
-`VideoAttentionProcessor.stack` builds it once for every layer, of the elements that the options need, top to bottom:
+`Op`, `Exact` and `ByHead` return lse where `call.lse` asks for it; elements above `Beside` are never asked.
+`VideoAttentionProcessor.stack` builds the stack once per layer, from the elements that the options need, top to bottom:
 
-    Share      ranks that hold some tokens of all heads attend with all tokens of some heads (put on by each call)
+    Share      ranks that hold some tokens of all heads attend with all tokens of some heads (added by each call)
     Opaque     one operator for torch.compile (`vmonarch.opaque`)
-    Residual   exact in some steps, and approximate with what it lacked then in the others
+    Residual   exact in some steps; approximate, plus the last residual, in the others
     Beside     other tokens beside the video's: text, sound
     ByHead     a method for every head
     Op         an op on the video's tokens; Exact: softmax over any tokens
 
-They are frozen dataclasses, which print, copy, pickle and compile; closures only compile.
+They are frozen dataclasses, which can be printed, copied, pickled and compiled; closures can only be compiled.
 
 Shapes: B batch, S tokens, of which N = T·H·W are the video's, H heads, D head dim, E value dim.
 """
@@ -46,7 +46,7 @@ Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Call], Result]
 
 
 def no_others(call: Call) -> bool:
-    """Whether the video's tokens are all there are. torch.compile, which may not know their number, takes it for no."""
+    """Whether the sequence holds the video's tokens alone; False where torch.compile does not know their number."""
     from torch.fx.experimental.symbolic_shapes import guard_or_false
 
     return guard_or_false(call.others == 0)
@@ -54,7 +54,7 @@ def no_others(call: Call) -> bool:
 
 @dataclass(frozen=True)
 class Op:
-    """An op of ours on the video's tokens, which its options tell, with a bias if there is one."""
+    """One of our ops on the video's tokens; the class of its options selects it. The bias is optional."""
 
     options: Options
     implementation: str = "auto"
@@ -68,17 +68,16 @@ class Op:
         return found if call.lse else (found, None)
 
 
-# Added to a logit, it leaves a weight of nothing beside any other; float16 holds it.
+# Added to a logit, it makes the weight vanish beside any other; float16 can hold it.
 _NEVER = -3e4
 
 
 @dataclass(frozen=True)
 class Exact:
-    """Softmax over any tokens: by the backend that the user has chosen, or else by the fastest there is for a mask.
+    """Softmax over any tokens: by the user's attention backend, or by our kernels for a mask or the log-partition.
 
-    Of a sample without any key, the log-partition is far below all others.
-
-    If `call.precision` is "int8", that is `int8_attention`. A low-rank bias is the video's.
+    If `call.precision` is "int8", `int8_attention` computes it. A low-rank bias covers the video's tokens alone.
+    A sample without any key has a log-partition far below all others.
     """
 
     implementation: str = "auto"
@@ -98,7 +97,7 @@ class Exact:
             return found if call.lse else (found, None)
         ours = call.backend is None and by != "torch" and auto_takes_kernels(query.device)
         if mask is not None and (call.lse or ours):
-            # As a bias of rank 1, which the kernels for Hopper take; they take no mask.
+            # The mask becomes a bias of rank 1: the kernels for Hopper take a bias, but no mask.
             ones = query.new_ones(1, 1, 1, 1).expand(1, query.shape[1], 1, 1)
             penalty = torch.zeros_like(mask, dtype=query.dtype).masked_fill(~mask, _NEVER)[:, :, None, None]
             return flash_bias_attention(query, key, value, ones, penalty, return_lse=True, implementation=by)
@@ -107,7 +106,7 @@ class Exact:
             return flash_entropy_attention(query, key, value, implementation=by)[:2]
         if mask is None and backend == CUDNN:
             return _by_cudnn(query, key, value), None
-        # Whoever attends has loaded it; options are checked without.
+        # Imported here, because options are checked without diffusers.
         from diffusers.models.attention_dispatch import dispatch_attention_fn
 
         pairs = None if mask is None else mask[:, None, None]
@@ -117,7 +116,7 @@ class Exact:
 
 
 def _by_cudnn(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """What diffusers computes, without its copies of tensors [B, S, H, D] that cuDNN takes as they lie."""
+    """What diffusers computes with cuDNN, without its copies: cuDNN reads [B, S, H, D] as it lies."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
@@ -149,10 +148,10 @@ class ByHead:
 class Beside:
     """Other tokens beside the video's, in one softmax with them: [before | T·H·W video | after].
 
-    The video's queries attend to its keys by `video` and to all other keys exactly; other queries are exact. The
-    softmax over video and other keys is the mean of the softmaxes over each, weighted by their partition functions.
-    Where `video` is VMonarch attention, its partition function is a lower bound, e^{-KL} of the true one, and the other
-    keys weigh e^{KL} as much as they should.
+    The video's queries attend to its keys by `video` and to all other keys exactly; other queries attend exactly. The
+    softmax over both kinds of keys is the mean of the softmaxes over each, weighted by their partition functions.
+    Where `video` is VMonarch attention, its partition function is a lower bound, e^{-KL} of the true one, so the other
+    keys weigh e^{KL} times too much.
 
     Args:
         video: attention of the video's tokens alone, with its log-partition.
@@ -164,7 +163,7 @@ class Beside:
     def __call__(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Call) -> Result:
         if no_others(call):
             return self.video(query, key, value, call)
-        # Of a number of tokens that is known on the device alone, torch.compile cannot tell.
+        # torch.compile cannot see a count that only the device knows.
         torch._check(call.others > 0)
         alone = call._replace(before=0, after=0, key_mask=None, lse=True)
         queries = call.video(query)
@@ -178,10 +177,10 @@ class Beside:
 
 @dataclass(frozen=True)
 class Residual:
-    """Exact attention in some steps; in the others approximate attention and what it lacked in the last of those.
+    """Exact attention in some steps; in the others, approximate attention plus its residual in the last exact step.
 
     Args:
-        layer: its number, or another name that no other layer of the transformer has.
+        layer: its number, or another key that no other layer of the transformer has.
 
     Source: Yuan et al., DiTFastAttn (2024); see `vmonarch.residuals`.
     """
@@ -225,7 +224,7 @@ class Share:
         return _some_heads(out, tuple(map(order.index, range(total)))), None
 
     def _heads_of_ranks(self, call: Call, ranks: int, total: int, head_dim: int) -> Sequence[Sequence[int]]:
-        """By rank. Those of a plan are placed by their FLOPs; where steps are exact, no rank has more than it must."""
+        """By rank: a plan's heads are balanced by FLOPs; where steps are exact, also evenly by number."""
         method, sizes = method_of(self.inner), split_evenly(total, ranks)
         if isinstance(method, ByHead) and len(set(method.heads)) > 1:
             options = (getattr(method.methods[name], "options", None) for name in method.heads)
@@ -262,7 +261,7 @@ def stack_lines(element: Any, name: str = "") -> Iterator[str]:
 
 
 def _in_order(groups: dict[str, tuple[int, ...]], of_groups: Sequence[Any], dim: int) -> list[torch.Tensor]:
-    """What is single heads' in tensors of groups of heads, along `dim`, by the number of the head."""
+    """Single heads, cut along `dim` from tensors of groups of heads, in the order of the heads."""
     parts: dict[int, torch.Tensor] = {}
     for own, x in zip(groups.values(), of_groups, strict=True):
         parts |= zip(own, x.split(1, dim), strict=True)
@@ -276,9 +275,9 @@ def _side_by_side(heads: list[torch.Tensor], dtype: torch.dtype) -> torch.Tensor
 
 
 def _wide(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """The same memory as numbers of 16 bytes, if all allow it: torch copies single heads of these at full bandwidth."""
+    """Views as numbers of 16 bytes, if all tensors allow it: torch copies single heads of these at full bandwidth."""
     if torch.compiler.is_compiling() or learns(*tensors) or carry_tangents(*tensors):
-        # Compiled copies are fast as they are, and a view of other numbers has no gradient and no tangent.
+        # Compiled copies are fast as they are, and a view as another dtype has no gradient and no tangent.
         return tensors
     return tuple(x.view(torch.complex128) for x in tensors) if all(map(in_words, tensors)) else tensors
 
@@ -291,7 +290,7 @@ def _some_heads(x: torch.Tensor, heads: tuple[int, ...]) -> torch.Tensor:
     places = range(heads[0], heads[-1] + 1, step)
     if heads == tuple(places) and not learns(x):
         return x[:, :, places.start : places.stop : step]
-    # The gradient of a slice is as large as all heads. And an index would be copied from the CPU, which no CUDA graph
+    # The gradient of a slice is as large as all heads, and an index would be copied from the CPU, which no CUDA graph
     # can record.
     parts = _wide(x)[0].split(1, 2)
     return _side_by_side([parts[head] for head in heads], x.dtype)

@@ -1,4 +1,4 @@
-"""Ops choose the precision of their sums and products themselves: autocast has no say in them."""
+"""Ops choose the precision of their sums and products themselves, whatever autocast says."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ Results = TypeVar("Results")
 
 
 def without_autocast(op: Callable[Arguments, Results]) -> Callable[Arguments, Results]:
-    """Turn autocast off in an op: it would round float32 numbers to 16 bit in every product.
+    """Turn autocast off in an op, where it would round float32 numbers to 16 bits in every product.
 
-    A backward pass runs under the autocast of whoever calls it. As for any model, that is to be outside of it.
+    A backward pass runs under its caller's autocast. As for any model, call it outside of autocast.
     """
 
     @functools.wraps(op)

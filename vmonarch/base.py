@@ -1,4 +1,4 @@
-"""What all attention processors for video transformers in diffusers share: their options, and what is built of them.
+"""The base of all attention processors for video transformers: their common options, and the stack built from them.
 
 Shapes: B batch, S tokens, of which N = T·H·W are the video's, H heads, D head dim; the latent grid is T frames × H rows
 × W columns of tokens. In most models, and in all of the Wan family, S = N.
@@ -22,18 +22,18 @@ from vmonarch.own import Own
 from vmonarch.refresh import Refresh
 from vmonarch.validation import check_dense, check_implementation, is_dense
 
-# Of options that are printed, text that is longer is their type's name.
+# An option whose text is longer is printed as the name of its type.
 _LONG = 80
 
 
 class Layer(NamedTuple):
-    """Where a processor is put: one self-attention module of the video.
+    """The place of a processor: one self-attention module of the video.
 
     Args:
         attn: the module.
-        place: its number among those of the transformer, in the order of its blocks.
-        block: the number of the transformer's block that it is in; `blocks`: how many there are.
-        family, transformer: of the model; None in an engine other than diffusers.
+        place: its number among these modules of the transformer, in the order of the blocks.
+        block: the number of its block; `blocks`: how many blocks the transformer has.
+        family, transformer: those of the model; None in an engine other than diffusers.
         component: the name of the transformer in its pipeline.
     """
 
@@ -53,25 +53,25 @@ class Layer(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class VideoAttentionProcessor(Options):
-    """Base of the processors: options, of which `apply` makes an attention stack for every self-attention module.
+    """Base of the processors: options, from which `apply` builds an attention stack for every self-attention module.
 
-    A subclass of this and of the options of an op, `OP`, has both, and computes that op. What is no op of ours defines
-    `attention`.
+    A subclass that also inherits the options of an op, `OP`, computes that op. A subclass that computes something else
+    overrides `attention`.
 
         vmonarch.apply(pipe, processor)
         pipe.set_attn_processor(processor)    # or pipe.transformer.set_attn_processor: the same
 
     Args:
         dense_steps, dense_layers, refresh: see `VMonarchProcessor`.
-        grid: the latent grid, (frames, height, width) in tokens; None to learn it from the transformer.
-        implementation: what the ops are given: "auto", "triton" or "torch".
+        grid: the latent grid, (frames, height, width) in tokens; None to read it from the transformer's calls.
+        implementation: of the ops: "auto", "triton" or "torch".
 
     Attributes:
-        bias: what makes the factors of the bias, for processors that have one.
-        options: those of the op alone.
+        bias: what makes the factors of the bias, in processors that have one.
+        options: the op's options alone.
     """
 
-    # Each is itself alone, whatever its options.
+    # Processors are compared by identity, whatever their options.
     __eq__, __hash__ = object.__eq__, object.__hash__
 
     OP: ClassVar[type[Options]] = Options
@@ -100,7 +100,7 @@ class VideoAttentionProcessor(Options):
         object.__setattr__(self, "options", self.OP(**of_op))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        # It does not change; copies of a model share its bias, which may learn.
+        # A processor never changes; copies of a model share its bias, which may learn.
         return self
 
     @property
@@ -109,16 +109,16 @@ class VideoAttentionProcessor(Options):
         return None if self.bias is None else BiasOption(self.bias)
 
     def attention(self, layer: Layer) -> Attend | None:
-        """What the layer computes of the video's tokens; None to leave the module's own processor as it is."""
+        """Attention of the video's tokens in this layer; None leaves the module's own processor in place."""
         return Op(self.options, self.implementation)
 
     @property
     def exact_attention(self) -> Attend:
-        """What `attention` approximates, of any tokens."""
+        """What `attention` approximates, for any tokens."""
         return Exact(self.implementation, self.bias_option)
 
     def stack(self, layer: Layer) -> Attend | None:
-        """The attention stack of a layer: an element that no option needs is not in it."""
+        """The attention stack of a layer, without the elements that no option needs."""
         attend, exact = self.attention(layer), self.exact_attention
         if attend is None:
             return None
@@ -130,14 +130,14 @@ class VideoAttentionProcessor(Options):
         return Opaque(attend) if self.is_opaque(layer) else attend
 
     def is_opaque(self, layer: Layer) -> bool:
-        """Whether torch.compile is to see one operator for all layers of a transformer."""
+        """Whether torch.compile sees one operator for all layers of a transformer."""
         return self.refresh is not None
 
     def bind(self, layer: Layer, original: Any) -> Any:
-        """What an attention module gets in place of its processor `original`; that itself, to leave it as it is.
+        """What an attention module gets in place of its processor `original`, or `original` itself.
 
         Raises:
-            RuntimeError: beyond the Wan family: `original` is of a class, or a version of diffusers, that is not known.
+            RuntimeError: beyond the Wan family: the class of `original`, or its version of diffusers, is not known.
         """
         attend = self.stack(layer)
         if attend is None:
@@ -149,10 +149,10 @@ class VideoAttentionProcessor(Options):
         return borrow(self, attend, original, layer.family, videos=videos)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """An attention module calls its processor.
+        """An attention module calls its processor here if nobody has applied it.
 
         Raises:
-            RuntimeError: always; a single module tells neither the video's grid nor its layer nor the step.
+            RuntimeError: always; a single module knows neither the video's grid nor its layer nor the step.
         """
         raise RuntimeError(
             f"{type(self).__name__} was set on a single attention module, which tells neither grid nor layer nor step:"
@@ -163,7 +163,7 @@ class VideoAttentionProcessor(Options):
         """Check that self-attention with this number of heads works under diffusers' `ContextParallelConfig`.
 
         Args:
-            joint: whether the model is beyond the Wan family, so that all attention of the video is ours.
+            joint: whether the model is beyond the Wan family, where all attention of the video is ours.
 
         Raises:
             NotImplementedError: ring attention.
@@ -181,7 +181,7 @@ class VideoAttentionProcessor(Options):
                 )
 
     def check_run(self, grid: LatentGrid, steps: int, layers: int) -> None:
-        """Raise ValueError if an option does not fit a run of so many steps of a transformer with so many layers."""
+        """Raise ValueError if an option does not fit a run of `steps` steps with a transformer of `layers` layers."""
         is_dense("dense_steps", self.dense_steps, 0, steps)
         is_dense("dense_layers", self.dense_layers, 0, layers)
         if self.refresh is not None:
@@ -192,22 +192,22 @@ class VideoAttentionProcessor(Options):
         self.options.check_grid(grid)
 
     def warn_of_size(self, grid: LatentGrid) -> None:
-        """Warn of what a user may not expect of videos of this grid, which the transformer is called with next."""
+        """Warn of what users may not expect at this grid, with which the transformer is about to be called."""
 
     @property
     def needs_raster(self) -> bool:
-        """Whether the method knows rows and columns, and not only frames."""
+        """Whether the method depends on rows and columns, not on frames alone."""
         return True
 
     @property
     def config(self) -> dict[str, Any]:
-        """The options as JSON-serialisable values, of which another can be made: `VMonarchProcessor(**config)`."""
+        """The options as JSON values, from which `VMonarchProcessor(**config)` makes an equal processor."""
         config = {option.name: as_json(getattr(self, option.name)) for option in fields(self) if option.init}
         bias = self.bias_option
         return config if bias is None else config | {"bias": bias.config()}
 
     def __repr__(self) -> str:
-        """The options that are not the defaults; of plans and long ones the type."""
+        """The options that are not the defaults; of a plan or a long value, the type."""
         shown = []
         for name, value in self.changed().items():
             text = repr(value)
@@ -216,17 +216,17 @@ class VideoAttentionProcessor(Options):
 
 
 class FullAttentionProcessor(VideoAttentionProcessor):
-    """Exact attention, which ranks share as all these processors do: any number of heads, forward and backward.
+    """Exact attention that ranks share as they share our methods: any number of heads, forward and backward.
 
-    diffusers' own shares heads evenly, and its backward pass wants query, key and value of one dtype, which autocast
-    does not leave them: it computes the norms of query and key in float32.
+    diffusers' own attention shares heads evenly, and its backward pass needs query, key and value of one dtype, which
+    autocast breaks: it computes the norms of query and key in float32.
     """
 
     def attention(self, layer: Layer) -> Attend:
         return Exact()
 
     def around(self, original: Any) -> Own:
-        """It in place of the processor of a module of the Wan family, of which it needs to know no more."""
+        """This attention for a module of the Wan family, in place of its processor `original`."""
         return Own(self, Exact(), original)
 
     @property

@@ -26,7 +26,7 @@ from vmonarch.validation import check_flag, check_positive_integer
 
 # Latent frames over which the linear part's keys lose a factor e at first.
 FIRST_REACH = 16.0
-# What a layer may compute.
+# What a layer can compute.
 LAYERS = ("linear", "window", "both", "full")
 
 
@@ -40,11 +40,11 @@ def initial_projection(layer: int, heads: int, head_dim: int, feature_dim: int) 
 class LinearPart(torch.nn.Module):
     """Linear attention on learnt projections of query and key.
 
-    Its parameters are `query_weight` and `key_weight` [H, d', D]; `log_weight` [H] if it is to be `merged` with another
-    part; `log_rate` [H] if the keys `decay` over time. They may be of a wider dtype than the query.
+    Its parameters are `query_weight` and `key_weight` [H, d', D]; `log_weight` [H] if it is `merged` with another part;
+    `log_rate` [H] if the keys `decay` over time. Their dtype may be wider than the query's.
 
     Args:
-        like: a parameter [C] whose device and dtype these get.
+        like: a parameter [C] that sets the device and dtype of these.
 
     Raises:
         ValueError: `feature_dim` is above the head dimension.
@@ -70,7 +70,7 @@ class LinearPart(torch.nn.Module):
         frames: int,
         heads: Part | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """(out [B, S, H, D], lse [B, H, S] if it is to be merged) of query, key and value [B, S, H, D].
+        """(out [B, S, H, D], lse [B, H, S] if it is merged) of query, key and value [B, S, H, D].
 
         Args:
             heads: which of the heads these are; None for all.
@@ -99,9 +99,9 @@ def frame_decay(log_rate: torch.Tensor, frames: int) -> torch.Tensor:
 class BasedProcessor(VideoAttentionProcessor):
     """Based for every Wan-family transformer in diffusers: attention linear in the tokens, to be finetuned.
 
-    `vmonarch.apply` gives every self-attention module parameters of its own. They are the transformer's: they train,
+    `vmonarch.apply` gives every self-attention module its own parameters. They belong to the transformer: they train,
     move and are saved with it (see `vmonarch.save_adapter`, `load_adapter`), and `vmonarch.restore` removes them.
-    Cross-attention stays exact. What a layer computes:
+    Cross-attention stays exact. A layer computes one of these:
 
         "linear"  linear attention over all tokens, of queries and keys projected to `feature_dim` by learnt weights
         "window"  exact softmax attention to a neighbourhood; nothing is learnt
@@ -109,23 +109,23 @@ class BasedProcessor(VideoAttentionProcessor):
                   weight per head; keys of the neighbourhood count in both
         "full"    the module's own exact attention
 
-    Training starts from the pretrained attention as far as few features can hold it. Query and key share a projection
-    P with random orthonormal rows, times (D/d')^¼: since E[PᵀP] = √(d'/D)·I then, the logits q·PᵀP·k/√d' are q·k/√D on
-    average. (Of two independent projections the average would be 0.) Layers and heads have independent ones, whose
-    errors do not add up, the same in every process. With log-weight 0 the linear part counts for what it estimates,
-    the softmax over all keys.
+    Training starts from the pretrained attention as far as few features can represent it. Query and key share a
+    projection P with random orthonormal rows, times (D/d')^¼. Then E[PᵀP] = √(d'/D)·I, so the logits q·PᵀP·k/√d' are
+    q·k/√D on average. (With two independent projections the average would be 0.) Layers and heads have independent
+    projections, whose errors do not add up; they are the same in every process. With log-weight 0 the linear part
+    counts as what it estimates, the softmax over all keys.
 
     Args:
-        layers: what the layers compute: one of the names above for all, or a list of them, one for each transformer
-            block. The default "both" is the closest to the attention that a pretrained model knows. VACE's control
+        layers: one of the names above for all layers, or a list of them, one for each transformer block. The default
+            "both" is the closest to the attention of a pretrained model. VACE's control
             blocks follow the block that they feed.
         feature_dim: d', at most the head dimension.
-        feature_map: of the linear part; see `taylor_attention`.
+        feature_map: that of the linear part; see `taylor_attention`.
         window: (frames, rows, columns) of the neighbourhood, the query in the middle.
         decay: let the linear part's keys lose weight over time, as exp(-rate·|t - t'|), with a learnt rate above 0 for
             each head that begins at 1/16 per latent frame.
         dense_steps, dense_layers, grid: as in `VMonarchProcessor`; dense layers are "full" ones.
-        implementation: of the linear part and of windows; see `taylor_attention` and `window_attention`.
+        implementation: that of the linear part and of windows; see `taylor_attention` and `window_attention`.
 
     Raises:
         TypeError, ValueError: an option has an unsupported value.
@@ -178,12 +178,12 @@ class Window:
 
 @dataclass(frozen=True)
 class Linear:
-    """Linear attention to all tokens, with what a `LinearPart` learns."""
+    """Linear attention to all tokens, with the parameters of a `LinearPart`."""
 
     learnt: LinearPart
 
     def __call__(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Call) -> Result:
-        # Called, so that hooks which move its weights run.
+        # The module is called so that hooks which move its weights run.
         out, lse = self.learnt(query, key, value, call.grid.frames, call.heads)
         return out, lse
 
@@ -200,10 +200,10 @@ class Merged:
 
 
 class LearningLayer(torch.nn.Module, Own):
-    """What an attention module gets of a processor that learns: with parameters of its own.
+    """The processor of an attention module if it learns, with the module's own parameters.
 
-    They lie in submodules that are called with tensors only, so that hooks which move weights (offloading, sharding)
-    find them as they find any others.
+    They lie in submodules that are called with tensors alone, so that hooks which move weights (offloading, sharding)
+    work as for any other module.
     """
 
     def __init__(self, spec: VideoAttentionProcessor, attend: Attend, original: Any) -> None:
@@ -218,7 +218,7 @@ class BasedLayer(LearningLayer):
     """A `BasedProcessor` at work in one attention module, with the parameters of that module.
 
     Args:
-        computes: what, of the names in `BasedProcessor.layers`.
+        computes: one of the names in `BasedProcessor.layers`.
 
     Raises:
         ValueError: `feature_dim` is above the head dimension, or the module's weights are on the meta device.

@@ -1,9 +1,9 @@
 """Biases as products of two thin factors, for `flash_bias_attention` and `FlashBiasProcessor`.
 
-Of some biases the factors are exact (FlashBias, Examples 3.4 and 3.5). Of any matrix they come from its singular values
+Some biases have exact factors (FlashBias, Examples 3.4 and 3.5). Any matrix has factors by its singular values
 (FlashBias, §3.2). `BiasOption` is the option of the processors.
 
-Exact factors are float32: positions and squared distances are sums of large terms that cancel, of which 16 bit would
+Exact factors are float32: positions and squared distances are sums of large terms that cancel, of which 16 bits would
 keep nothing. Shapes: Sq queries, Sk keys, H heads, C coordinates, R rank; factors are [1, S, H or 1, R].
 """
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from vmonarch.context_parallel import Part
 
 Factors = tuple[torch.Tensor, torch.Tensor]
-# A pair (φq, φk), or what makes one for a grid.
+# A pair (φq, φk), or a function that makes one for a grid.
 GridBias = Factors | Callable[[LatentGrid], Factors]
 
 
@@ -58,7 +58,7 @@ def alibi_factors(queries: int, keys: int, slopes: torch.Tensor | float = 1.0) -
     slopes = torch.as_tensor(slopes, dtype=torch.float32)
     if slopes.ndim > 1:
         raise ValueError(f"slopes must be a number or [H], got shape {tuple(slopes.shape)}")
-    # Counted from the middle, so that numbers are small: the bias depends on differences only.
+    # Counted from the middle, which keeps numbers small: the bias depends on differences alone.
     positions = torch.arange(keys, device=slopes.device) - keys // 2
     i, j = positions[keys - queries :].to(torch.float32), positions.to(torch.float32)
     query_factor = torch.stack([i, torch.ones_like(i)], -1)[None, :, None]
@@ -120,7 +120,7 @@ def _weights(weight: torch.Tensor | float, queries: int, coordinates: int) -> to
 def svd_factors(bias: torch.Tensor, *, energy: float = 0.99) -> tuple[torch.Tensor, torch.Tensor]:
     """Factors of a bias that is given as a matrix, by its singular values.
 
-    All heads have the rank R of the one that needs most, a multiple of 8. Above half of min(Sq, Sk) that saves nothing.
+    All heads get the rank R of the most demanding one, a multiple of 8. A rank above half of min(Sq, Sk) saves nothing.
 
     Args:
         bias: [H, Sq, Sk]; it is decomposed in float64 and has no gradient.
@@ -141,7 +141,7 @@ def svd_factors(bias: torch.Tensor, *, energy: float = 0.99) -> tuple[torch.Tens
         raise ValueError(f"energy must be above 0 and at most 1, got {energy!r}")
     U, sigma, Vh = torch.linalg.svd(bias.detach().double(), full_matrices=False)
     kept = sigma.square().cumsum(-1)
-    # Not quite 1: the last of the sums may miss it by rounding.
+    # Slightly below 1, because rounding may keep the last sum from reaching it.
     needed = (kept < min(energy, 1 - 1e-12) * kept[:, -1:]).sum(-1) + 1
     R = -(-int(needed.max()) // 8) * 8
     root = sigma[:, None, :R].sqrt()
@@ -159,9 +159,9 @@ class SpatioTemporalDecay(torch.nn.Module):
         heads: H, or 1 for one decay that all heads share.
         reach: initial reach along (time, height, width), in latent frames, rows and columns; math.inf for an axis
             along which nothing decays at first.
-        decay: [H lists of three numbers] that were learnt, in place of both.
+        decay: [H lists of three numbers], learnt values in place of both.
 
-    The parameter `decay` [H, 3] is 1 / reach². It is used as it is: in training, an axis may come to favour far keys.
+    The parameter `decay` [H, 3] is 1 / reach². It is not constrained: training may make an axis favour far keys.
     """
 
     def __init__(
@@ -180,7 +180,7 @@ class SpatioTemporalDecay(torch.nn.Module):
 
     @property
     def config(self) -> dict[str, object]:
-        """The arguments of another with the decays as they are now, as JSON-serialisable values."""
+        """The arguments for an equal bias with the present decays, as JSON values."""
         return {"decay": self.decay.tolist()}
 
     def forward(self, grid: LatentGrid) -> tuple[torch.Tensor, torch.Tensor]:
@@ -195,9 +195,9 @@ class BiasOption:
     """A processor's bias.
 
     Args:
-        bias: a pair of tensors (φq, φk), each [1, S, H or 1, R], for the one grid that they fit; or a callable that
-            makes such a pair for a `LatentGrid`, for example a `SpatioTemporalDecay`, a module with parameters or not;
-            or its arguments.
+        bias: a pair of tensors (φq, φk), each [1, S, H or 1, R], for the one grid that they fit; or a callable, such as
+            a module, that makes such a pair for a `LatentGrid`; or the arguments of a `SpatioTemporalDecay` as a
+            mapping.
 
     Raises:
         TypeError, ValueError: it is none of these.
@@ -227,20 +227,20 @@ class BiasOption:
         """(φq, φk) for the tokens of a grid, on the device of the query; for some of the heads, or all (None).
 
         Raises:
-            ValueError: some heads are asked for, and the factors are of another number of heads than there are.
+            ValueError: some heads are asked for, but the factors have another number of heads than attention.
         """
         factors = self.bias if isinstance(self.bias, tuple) else self.bias(grid)
         query_factor, key_factor = (factor.to(device) for factor in factors)
-        # Other shapes are for the op to refuse.
+        # The op refuses other shapes.
         own = lambda x: x if heads is None or x.ndim != 4 or x.shape[2] == 1 else heads.of(x, 2, "bias")
         return own(query_factor), own(key_factor)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        # What it learns is saved by its owner, and copies of a model share it.
+        # Copies of a model share the bias, whose owner saves what it learns.
         return self
 
     def config(self) -> Any:
-        """The bias as JSON-serialisable values.
+        """The bias as JSON values.
 
         Raises:
             TypeError: it has no `config`.

@@ -1,11 +1,11 @@
 """The first element of the attention stack beyond the Wan family: a model's own processor, whose softmax is the stack.
 
 The processors of diffusers project, normalise, rotate, gate and join streams, each model in its own way, and call one
-function for the softmax: `dispatch_attention_fn`, or `F.scaled_dot_product_attention`. When a processor is borrowed,
-that name in the module of its `__call__` becomes a function that asks whether a borrowed processor runs in this thread,
-and calls its stack, or the function as before. It stays there, and computes the same as before for others.
+function for the softmax: `dispatch_attention_fn`, or `F.scaled_dot_product_attention`. Borrowing a processor replaces
+that name in the module of its `__call__` by a function that calls our stack while a borrowed processor runs in this
+thread, and the original function otherwise. The replacement stays, and changes nothing for others.
 
-Known: diffusers 0.42. Another way to compute the softmax is an error when a processor is borrowed.
+Known: diffusers 0.42. If a processor computes its softmax in another way, borrowing it is an error.
 
 Shapes: B batch, S tokens, H heads, D head dim, X other tokens.
 """
@@ -44,25 +44,25 @@ def _softmax(
     backend: Any = None,
     parallel_config: Any = None,
 ) -> torch.Tensor:
-    """In place of `dispatch_attention_fn` while a borrowed processor runs: [B, S, H, D] -> [B, S, H, D]."""
+    """Replaces `dispatch_attention_fn` while a borrowed processor runs: [B, S, H, D] -> [B, S, H, D]."""
     ours, last_mask = running.by["borrowed"]
     if dropout_p or attention_kwargs or scale not in (None, query.shape[-1] ** -0.5):
         raise NotImplementedError(f"{type(ours.spec).__name__} supports no dropout or scale in this model")
     if is_causal:
         from diffusers.models.attention_dispatch import dispatch_attention_fn
 
-        # Text attends to itself.
+        # This is text, attending to itself.
         return dispatch_attention_fn(query, key, value, is_causal=True, enable_gqa=enable_gqa, backend=backend)
     if enable_gqa:
         key, value = (x.repeat_interleave(query.shape[2] // x.shape[2], 2) for x in (key, value))
-    # Text that has keys alone comes first.
+    # Text that has keys but no queries comes first.
     keys_alone = key.shape[1] - query.shape[1]
     if keys_alone:
         query = functional.pad(query, (0, 0, 0, 0, keys_alone, 0))
     keys = key.shape[1]
     key_mask = None
     if last_mask is not None:
-        # Of the last keys, which the processor was not shown.
+        # The mask of the last keys, which the processor did not see.
         key_mask = functional.pad(last_mask.bool(), (keys - last_mask.shape[1], 0), value=True)
     elif attn_mask is not None:
         if attn_mask.dtype != torch.bool or attn_mask.shape[1:] != (1, 1, keys):
@@ -77,7 +77,7 @@ def _softmax(
 
 
 def _routed(original: Any) -> Any:
-    """`dispatch_attention_fn` of a module, and our softmax while a borrowed processor runs."""
+    """A module's `dispatch_attention_fn`, or our softmax while a borrowed processor runs."""
 
     @functools.wraps(original)
     def routed(*args: Any, **kwargs: Any) -> Any:
@@ -90,23 +90,23 @@ def _routed(original: Any) -> Any:
 def _scaled_dot_product_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any
 ) -> torch.Tensor:
-    """torch's, and our softmax while a borrowed processor runs: [B, H, S, D] -> [B, H, S, D]."""
+    """torch's function, or our softmax while a borrowed processor runs: [B, H, S, D] -> [B, H, S, D]."""
     if running.by["borrowed"] is None:
         return functional.scaled_dot_product_attention(query, key, value, *args, **kwargs)
     query, key, value = (x.transpose(1, 2) for x in (query, key, value))
     return _softmax(query, key, value, *args, **kwargs).transpose(1, 2)
 
 
-# `torch.nn.functional` for those modules: torch.compile looks names up in modules alone.
+# Those modules' `torch.nn.functional`: torch.compile looks names up in modules alone.
 _FUNCTIONAL = types.ModuleType("vmonarch.functional")
 vars(_FUNCTIONAL).update(vars(functional), scaled_dot_product_attention=_scaled_dot_product_attention)
 
 
 def _route(cls: Any) -> None:
-    """Let the module that a class of processors computes in ask for our softmax.
+    """Route the softmax in the module of a class of processors.
 
     Raises:
-        RuntimeError: it does not call one of the functions above, so that this version of diffusers is unknown.
+        RuntimeError: the class does not call exactly one of the functions above; this version of diffusers is unknown.
     """
     call = cls.__call__
     names = set(call.__code__.co_names) if isinstance(call, types.FunctionType) else set()
@@ -126,12 +126,12 @@ def _route(cls: Any) -> None:
 
 
 class Borrowed(Bound):
-    """What a model's own processor does, with its softmax by the stack.
+    """A model's own processor, with the stack as its softmax.
 
     Args:
-        family: of the model.
-        videos: how many videos of the grid the sequence holds, one after the other.
-        kept: whether the layer is one of `dense_layers`, ours only where ranks share tokens.
+        family: that of the model.
+        videos: number of videos of the grid's size in the sequence, one after the other.
+        kept: whether the layer is one of `dense_layers`, which are ours only where ranks share tokens.
     """
 
     family: Family
@@ -143,7 +143,7 @@ class Borrowed(Bound):
         return own if self.kept else super().__repr__()
 
     def run(self, processor: Any, attn: Any, *args: Any, **kwargs: Any) -> Any:
-        """`processor`, the method of the model's own class, with our softmax."""
+        """Call `processor`, the method of the model's own class, with our softmax."""
         exact = self.kept or ((call := running.now["call"]) is not None and call.dense)
         if exact and context_parallel_config(self._parallel_config) is None:
             return processor(attn, *args, **kwargs)
@@ -153,13 +153,13 @@ class Borrowed(Bound):
             kwargs[sparse] = None
         last_mask = None if unseen is None else kwargs.get(unseen)
         if unseen is not None and last_mask is not None:
-            # What the processor makes of it costs nothing, and is not looked at.
+            # Whatever the processor computes from it is free, and unused.
             kwargs[unseen] = last_mask.to("meta")
         running.by["borrowed"] = self, last_mask
         try:
             return processor(attn, *args, **kwargs)
         finally:
-            # What it holds lives no longer than its transformer.
+            # Otherwise this would keep the transformer alive.
             running.by["borrowed"] = None
 
     def _check_sparse(self, name: str, options: Any, exact: bool) -> None:
@@ -175,11 +175,11 @@ class Borrowed(Bound):
             )
 
     def attend_joint(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Call) -> torch.Tensor:
-        """What the stack makes of the model's queries, keys and values: [B, S, H, D] -> [B, S, H, D].
+        """Run the stack on the model's queries, keys and values: [B, S, H, D] -> [B, S, H, D].
 
         Raises:
-            ValueError: there are fewer tokens than the video has.
-            NotImplementedError: gradients where those of the ranks have no meaning.
+            ValueError: the sequence has fewer tokens than the video.
+            NotImplementedError: gradients are needed where those of the ranks would be wrong.
         """
         call = call._replace(grid=call.grid._replace(frames=self.videos * call.grid.frames))
         if (config := context_parallel_config(self._parallel_config)) is not None:
@@ -209,7 +209,7 @@ class Borrowed(Bound):
 def borrowed_class(cls: Any) -> Any:
     """The subclass of a class of processors whose softmax is ours."""
 
-    # Modules tell by the signature which arguments a processor takes.
+    # Modules read from the signature which arguments a processor takes.
     @functools.wraps(cls.__call__)
     def call(self: Any, attn: Any, *args: Any, **kwargs: Any) -> Any:
         return self.run(functools.partial(cls.__call__, self), attn, *args, **kwargs)
@@ -227,13 +227,13 @@ def _made(cls: Any, state: dict[str, Any]) -> Any:
 def borrow(
     spec: VideoAttentionProcessor, attend: Attend, original: Any, family: Family, *, videos: int = 1, kept: bool = False
 ) -> Any:
-    """A processor that does what `original` does, with its softmax by a stack.
+    """A processor that does what `original` does, with a stack as its softmax.
 
     Args:
         videos, kept: as in `Borrowed`.
 
     Raises:
-        RuntimeError: `original` is of a class, or a version of diffusers, that is not known.
+        RuntimeError: the class of `original`, or its version of diffusers, is not known.
     """
     ours = {"spec": spec, "attend": attend, "original": original, "family": family, "videos": videos, "kept": kept}
     return _made(type(original), vars(original) | ours)

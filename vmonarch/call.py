@@ -1,7 +1,7 @@
-"""What is known of a transformer's running forward call, and how it reaches the attention of its layers.
+"""What attention may know of the transformer's running forward call, and how it gets there.
 
-The transformer's forward pre-hook (`vmonarch.hooks`) makes a `Call`, which lies in the running thread until the
-forward hook takes it away. A block that is computed again in backward gets the call that it was computed in.
+The transformer's forward pre-hook (`vmonarch.hooks`) puts a `Call` into thread-local storage, and the forward hook
+removes it. When checkpointing computes a block again in backward, the block gets the call of its first computation.
 
 Shapes: B batch, S tokens in all, [before | T·H·W video | after], N of the video, H heads, R rank of a bias.
 """
@@ -23,18 +23,18 @@ if TYPE_CHECKING:
 
 
 class Call(NamedTuple):
-    """What an element of the attention stack may know. The pre-hook makes it, elements pass on `call._replace(…)`.
+    """What an element of the attention stack may know. The pre-hook makes it; elements pass on `call._replace(…)`.
 
     Args:
         grid: of the video's tokens.
-        before, after: how many other tokens there are on either side of the video; before=None: all that there are.
-        dense: whether the step is one of `dense_steps`. (Not which step: torch.compile would make a graph of each.)
+        before, after: numbers of other tokens on either side of the video; before=None: all others come before.
+        dense: whether the step is one of `dense_steps`. (With its number, torch.compile would make a graph per step.)
         exact: whether `refresh` makes attention exact in all layers.
-        branch: whose residuals the call uses.
+        branch: the guidance branch, which holds the residuals that the call uses.
         key_mask: boolean [B, S], true where a key may be attended; None for all.
         split: how the tokens are spread over ranks; None where all of them are here.
         heads: which of the module's heads these are; None for all.
-        lse: whether the log-partition is wanted, too.
+        lse: whether the log-partition is wanted as well.
         backend: the exact attention that the user has chosen in diffusers; None for the default.
         precision: of exact attention: "int8", or None for that of the model.
     """
@@ -54,15 +54,15 @@ class Call(NamedTuple):
 
     @property
     def others(self) -> int:
-        """How many tokens there are beside the video's, once the sequence is known."""
+        """Number of tokens beside the video's, once the sequence is known."""
         assert self.before is not None
         return self.before + self.after
 
     def placed(self, tokens: int) -> Self:
-        """It with `before` and `after`, in a sequence of so many tokens.
+        """This call in a sequence of so many tokens, with `before` and `after` filled in.
 
         Raises:
-            ValueError: there are fewer tokens than that.
+            ValueError: the sequence is too short.
         """
         others, before = tokens - self.grid.tokens, self.before
         if others < (before or 0):
@@ -80,11 +80,11 @@ class Call(NamedTuple):
     def beside(self, x: torch.Tensor) -> torch.Tensor:
         """The other tokens of [B, S, …]; a view where all are on one side."""
         head, tail = x[:, : self.before], x[:, x.shape[1] - self.after :]
-        # In this order: torch.compile may not know how many are after.
+        # `before` is tested first: torch.compile may not know how many tokens come after.
         return tail if not self.before else head if not self.after else torch.cat([head, tail], 1)
 
     def joined(self, video: torch.Tensor, beside: torch.Tensor) -> torch.Tensor:
-        """[B, S, …] of its two parts."""
+        """[B, S, …], joined from its two parts."""
         return torch.cat([beside[:, : self.before], video, beside[:, self.before :]], 1)
 
     def padded(self, factor: torch.Tensor) -> torch.Tensor:
@@ -96,9 +96,9 @@ class Call(NamedTuple):
 class _Running(threading.local):
     """What the thread is in.
 
-    now: "call", of a transformer. by: "borrowed", a processor of the model's with our softmax. These two are
-    dictionaries, because torch.compile passes over what is written to attributes of a threading.local; each has one
-    entry, because a graph that writes to one depends on all that is in it.
+    now: "call", that of a transformer. by: "borrowed", a processor of the model with our softmax. Both are
+    dictionaries, because torch.compile ignores writes to attributes of a threading.local. Each has one entry, because a
+    graph that writes to a dictionary depends on everything in it.
     """
 
     def __init__(self) -> None:
@@ -113,7 +113,7 @@ def current_call() -> Call:
     """The call that the running thread is in.
 
     Raises:
-        RuntimeError: it is in none, or in one whose grid is not known.
+        RuntimeError: it is in no call, or the call's grid is not known.
     """
     call: Call | None = running.now["call"]
     if call is None:
@@ -126,11 +126,11 @@ def current_call() -> Call:
 
 
 def _carrying(checkpoint: Callable[..., Any], block: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """In place of a transformer's checkpointing function: a block is computed again in the call that it belongs to.
+    """Replaces a transformer's checkpointing function, so that a block is computed again within its own call.
 
     Backward may come after other forward calls, and on a GPU it runs in another thread.
     """
-    # In one graph, the whole transformer has its backward pass in it.
+    # One graph of the whole transformer contains the backward pass.
     if not torch.compiler.is_compiling() and (call := running.now["call"]) is not None:
         block = functools.partial(_in_call, call, block)
     return checkpoint(block, *args, **kwargs)
@@ -145,7 +145,7 @@ def _in_call(call: Call, block: Callable[..., Any], *args: Any, **kwargs: Any) -
 
 
 def carry_calls(transformer: torch.nn.Module, on: bool) -> None:
-    """Have the checkpointing functions of a transformer's modules carry its calls, or be as before."""
+    """Make the checkpointing functions of a transformer's modules carry its calls, or put the original ones back."""
     module: Any
     for module in transformer.modules():
         function = vars(module).get("_gradient_checkpointing_func")

@@ -1,10 +1,10 @@
 """Context parallelism of diffusers (`enable_parallelism`): tokens spread over processes, which share attention.
 
-Outside attention every process (rank) of a group holds some tokens of all heads. Inside it holds all tokens of some
-heads (Ulysses attention): one all-to-all leads there, another one back (`Exchange`). All pieces for one rank travel
-together, so that an exchange is one `all_to_all_single`, which gloo and NCCL both have, for pieces of any sizes.
+Outside attention every process (rank) of a group holds some tokens of all heads; inside, all tokens of some heads
+(Ulysses attention). One all-to-all leads there, another one back (`Exchange`). All pieces for one rank travel together,
+so an exchange is one `all_to_all_single`, which gloo and NCCL both support for pieces of any sizes.
 
-In joint attention, a rank may hold all tokens that are not the video's (`VideoSplit`).
+In joint attention, every rank may hold all tokens that are not the video's (`VideoSplit`).
 
 Shapes: B batch, S tokens of the sequence, s tokens of this rank, H heads, h heads of this rank, D head dim.
 
@@ -24,7 +24,7 @@ from torch.autograd.function import once_differentiable
 
 from vmonarch.call import Call
 
-# Bytes of a word.
+# Bytes in a word.
 ALIGNMENT = 16
 
 
@@ -35,40 +35,40 @@ def split_evenly(total: int, parts: int) -> tuple[int, ...]:
 
 
 def places_of(sizes: Sequence[int], rank: int) -> range:
-    """The part of a sequence that a rank has, where the ranks have these numbers of places, one after the other."""
+    """The range of a rank in a sequence of which the ranks hold consecutive parts of these sizes."""
     start = sum(sizes[:rank])
     return range(start, start + sizes[rank])
 
 
 def in_words(x: torch.Tensor) -> bool:
-    """Whether its numbers lie in whole words, as a view of numbers of that size needs it: torch copies those faster."""
+    """Whether a tensor can be viewed as words of `ALIGNMENT` bytes, which torch copies faster."""
     n = ALIGNMENT // x.dtype.itemsize
     whole = x.dim() > 0 and x.stride(-1) == 1 and x.shape[-1] % n == 0 and x.data_ptr() % ALIGNMENT == 0
     return whole and not any(step % n for step in (x.storage_offset(), *x.stride()[:-1]))
 
 
 def _copy(to: torch.Tensor, x: torch.Tensor) -> None:
-    """`to.copy_(x)` of one dtype, by whole words where both lie so: torch copies rows with gaps number by number."""
+    """`to.copy_(x)` of one dtype, in whole words where possible: torch copies rows with gaps number by number."""
     if in_words(to) and in_words(x):
         to, x = to.view(torch.complex128), x.view(torch.complex128)
     to.copy_(x)
 
 
 def _packed(buffer: torch.Tensor, tensors: Sequence[torch.Tensor]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """The place that each tensor has in a buffer, one after the other, and the tensor."""
+    """Each tensor and its place in a buffer, one after the other: (place, tensor)."""
     for place, x in zip(buffer.split([x.numel() for x in tensors]), tensors, strict=True):
         yield place.view(x.shape), x
 
 
 class Exchange(torch.autograd.Function):
-    """Split tensors of one dtype among the ranks along one dimension, and join what comes along another.
+    """Split tensors of one dtype among the ranks along one dimension, and join what arrives along another.
 
-    All ranks must apply it in the same order, and where gradients are needed run the backward pass: it is one node for
-    all tensors, so that every rank runs it whichever results are needed.
+    All ranks must apply it in the same order, and, where gradients are needed, run the backward pass. It is one node
+    for all tensors, so every rank runs it whichever results are needed.
 
     Args:
-        split: by rank, the size along `split_dim` that it gets.
-        cat: by rank, the size along `cat_dim` that it has.
+        split: by rank, the size along `split_dim` that the rank gets.
+        cat: by rank, the size along `cat_dim` that the rank has.
     """
 
     @staticmethod
@@ -83,7 +83,7 @@ class Exchange(torch.autograd.Function):
         # This rank's own part does not travel.
         rank = dist.get_rank(group)
         pieces = list(zip(*(x.split(list(split), split_dim) for x in tensors), strict=True))
-        # torch.cat is slow where its parts have gaps.
+        # torch.cat is slow for parts with gaps.
         whole = [x.new_empty((*x.shape[:cat_dim], sum(cat), *x.shape[cat_dim + 1 :])) for x in pieces[rank]]
         places = list(zip(*(x.split(list(cat), cat_dim) for x in whole), strict=True))
         for place, x in zip(places[rank], pieces[rank], strict=True):
@@ -110,7 +110,7 @@ class Exchange(torch.autograd.Function):
 
 
 def balanced_heads(costs: Sequence[float], ranks: int, most: int) -> tuple[tuple[int, ...], ...]:
-    """The heads of each rank, no more than `most`: the costliest first, each to the rank with the least to do.
+    """The heads of each rank, at most `most`: the costliest first, each to the rank with the least work so far.
 
     Source: Graham, Bounds on Multiprocessing Timing Anomalies (1969), Theorem 2.
     """
@@ -122,16 +122,16 @@ def balanced_heads(costs: Sequence[float], ranks: int, most: int) -> tuple[tuple
 
 
 class Part(NamedTuple):
-    """Which heads a rank has, of `total`."""
+    """The heads of a rank, out of `total`."""
 
     own: Sequence[int]
     total: int
 
     def of(self, x: torch.Tensor, dim: int, argument: str = "x") -> torch.Tensor:
-        """The part of a tensor with all heads along `dim`, for heads that follow each other.
+        """The rank's part of a tensor with all heads along `dim`; the heads must be consecutive.
 
         Raises:
-            ValueError: it has another number of heads.
+            ValueError: the tensor has another number of heads.
         """
         if x.shape[dim] != self.total:
             raise ValueError(f"{argument} has {x.shape[dim]} heads, but attention has {self.total}")
@@ -145,7 +145,7 @@ class TokenSplit:
     Args:
         group: the process group.
         rank: this process in it.
-        tokens: tokens of every rank, in the order of the sequence.
+        tokens: number of tokens of every rank, in the order of the sequence.
     """
 
     group: Any
@@ -158,7 +158,7 @@ class TokenSplit:
         return sum(self.tokens)
 
     def gather_tokens(self, heads: Sequence[int], *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """All tokens of this rank's heads, of `heads` by rank: [B, s, H, …] -> [B, S, h, …]; differentiable."""
+        """All tokens of this rank's heads: [B, s, H, …] -> [B, S, h, …]; differentiable. `heads`: numbers by rank."""
         return Exchange.apply(self.group, 2, heads, 1, self.tokens, *tensors)
 
     def gather_heads(self, heads: Sequence[int], x: torch.Tensor) -> torch.Tensor:
@@ -172,11 +172,11 @@ class TokenSplit:
 
 @dataclass(frozen=True)
 class VideoSplit(TokenSplit):
-    """A split of the video's tokens in a sequence whose other tokens every rank holds, on the same sides of its part.
+    """A split of the video's tokens in a sequence whose other tokens every rank holds, around its part of the video.
 
     Args:
-        tokens: of the video, of every rank.
-        sequence: where the video lies in the whole of it.
+        tokens: number of the video's tokens on every rank.
+        sequence: the video's place in the whole sequence.
     """
 
     sequence: Call
@@ -190,13 +190,13 @@ class VideoSplit(TokenSplit):
     def gather_heads(self, heads: Sequence[int], x: torch.Tensor) -> torch.Tensor:
         sequence = self.sequence
         others = sequence.beside(x)
-        # Every rank gets all of the others, and their gradients are summed.
+        # Every rank gets all other tokens, and their gradients are summed.
         parts = [sequence.joined(video, others) for video in sequence.video(x).split(list(self.tokens), 1)]
         split = TokenSplit(self.group, self.rank, tuple(part.shape[1] for part in parts))
         return split.gather_heads(heads, torch.cat(parts, 1))
 
     def whole_mask(self, key_mask: torch.Tensor) -> torch.Tensor:
-        # Those of the video may.
+        # The video's keys may be attended.
         video = key_mask.new_ones(len(key_mask), self.all_tokens)
         return self.sequence.joined(video, self.sequence.beside(key_mask))
 
@@ -225,9 +225,9 @@ def check_heads(ranks: int, heads: int) -> None:
 
 
 def split_tokens(config: Any, tokens: int) -> TokenSplit:
-    """The split under a `ContextParallelConfig` where this rank has this number of tokens.
+    """The split under a `ContextParallelConfig` where this rank has `tokens` tokens.
 
-    With `ulysses_anything` ranks may have different numbers of tokens, which they then tell each other.
+    With `ulysses_anything`, ranks may have different numbers of tokens; they exchange the numbers.
     """
     from diffusers.models._modeling_parallel import gather_size_by_comm
 
@@ -238,7 +238,7 @@ def split_tokens(config: Any, tokens: int) -> TokenSplit:
 
 
 def split_sequence(config: Any, others_whole: bool, call: Call, tokens: int) -> tuple[TokenSplit, Call]:
-    """The split of a joint sequence where this rank has this number of tokens, and the call in the whole sequence.
+    """The split of a joint sequence of which this rank has `tokens` tokens, and the call in the whole sequence.
 
     Args:
         others_whole: as in `Spread`.
@@ -256,6 +256,6 @@ def split_sequence(config: Any, others_whole: bool, call: Call, tokens: int) -> 
 
 
 def own_tokens(config: Any, tokens: int) -> range:
-    """This rank's part of this number of tokens that diffusers has split under a `ContextParallelConfig`."""
+    """This rank's part of `tokens` tokens that diffusers has split under a `ContextParallelConfig`."""
     group = config._ulysses_mesh.get_group()
     return places_of(split_evenly(tokens, dist.get_world_size(group)), dist.get_rank(group))

@@ -1,10 +1,10 @@
-"""`set_attn_processor`, diffusers' own way to choose attention, with processors of ours.
+"""`set_attn_processor`, diffusers' own way to choose attention, for our processors.
 
-diffusers' pipelines lack this method. On a model it gives one object to all attention modules, to cross-attention too,
-and tells it neither its layer nor the video's grid nor the step, which ours need. So pipelines get the method, and on
-models it hands our processors to `vmonarch.apply`. Nothing else changes classes of diffusers.
+diffusers' pipelines lack this method. On a model it gives one object to all attention modules, even to cross-attention,
+and the object learns neither its layer nor the video's grid nor the step, which our processors need. So pipelines get
+the method, and on models it hands our processors to `vmonarch.apply`. Nothing else changes classes of diffusers.
 
-The import of this module does it. `import vmonarch` must not import diffusers, which takes seconds: `vmonarch` imports
+Importing this module does it. `import vmonarch` must not import diffusers, which takes seconds, so `vmonarch` imports
 this module with the first of its names that is about models.
 """
 
@@ -44,7 +44,7 @@ def _set_ours_on_model(self: Any, processor: Any) -> None:
     if type(processor).__name__.startswith("Fused") or (
         several and processor is getattr(self, "original_attn_processors", None)
     ):
-        # diffusers fuses projections, or unfuses them: what is applied stays.
+        # diffusers is fusing or unfusing projections, so the applied processor stays.
         spec = record.processor if record is not None and is_applied(self) else None
         stock = lambda known: known.original if isinstance(known, Bound) else known
         _set_on_model(self, {name: stock(known) for name, known in processor.items()} if several else processor)
@@ -75,7 +75,7 @@ def set_attn_processor(self: Any, processor: Any) -> None:
 
     Raises:
         TypeError: `processor` is no processor.
-        AttributeError: another's was given, and a transformer has no `set_attn_processor`.
+        AttributeError: it is not one of ours, and a transformer has no `set_attn_processor`.
         TypeError, ValueError, NotImplementedError, RuntimeError: as `vmonarch.apply`.
     """
     if isinstance(processor, _OURS):
@@ -84,7 +84,7 @@ def set_attn_processor(self: Any, processor: Any) -> None:
         restore(self)
     else:
         for transformer in transformers_in(self).values():
-            # It empties a dictionary.
+            # diffusers' method empties a dictionary.
             transformer.set_attn_processor(dict(processor) if isinstance(processor, Mapping) else processor)
 
 

@@ -1,4 +1,4 @@
-"""What other engines need: members for their enumerations of backends, FlashAttention-3, and xfuser's ranks and tokens.
+"""Helpers for other engines: members for their enumerations of backends, FlashAttention-3, xfuser's ranks and tokens.
 
 Source: xfuser 0.7.0, `core/distributed/parallel_state.py` and `model_executor/models/transformers/transformer_wan.py`;
 FlashAttention-3 (Shah et al., 2024) as fa3-fwd 0.0.3 has it.
@@ -27,11 +27,11 @@ GROUPS = "xfuser.core.distributed"
 def add_member(enumeration: Any, name: str, value: str) -> Any:
     """The member of an enumeration with this name and value, added if it is not there.
 
-    An enumeration cannot be extended by subclassing, and the others look names up in theirs.
+    An enumeration cannot be extended by subclassing, and the engines look names up in their own.
 
     Raises:
-        ValueError: it has a member of that name with another value.
-        RuntimeError: this Python's `Enum` cannot be given another member.
+        ValueError: a member of that name has another value.
+        RuntimeError: this Python's `Enum` accepts no further member.
     """
     if name in enumeration.__members__:
         if enumeration[name].value != value:
@@ -52,7 +52,7 @@ def add_member(enumeration: Any, name: str, value: str) -> Any:
 
 
 def fa3_backend(device: torch.device) -> Any:
-    """FlashAttention-3 as a backend of diffusers, which knows it by its name from now on.
+    """Register FlashAttention-3 as a backend of diffusers, and return its name there.
 
     Raises:
         ImportError: it is not installed.
@@ -66,7 +66,7 @@ def fa3_backend(device: torch.device) -> Any:
     if (package := next(packages, None)) is None:
         raise ImportError(f"{FA3!r} needs FlashAttention-3: pip install fa3-fwd, or build flash_attn_3")
     member = add_member(AttentionBackendName, FA3.upper(), FA3)
-    # Another function would make torch.compile compile again.
+    # A new function would make torch.compile compile again.
     if member not in _AttentionBackendRegistry._backends:
         kernel = importlib.import_module(package).flash_attn_func
         _AttentionBackendRegistry.register(member)(functools.partial(_flash_attention_3, kernel))
@@ -83,7 +83,7 @@ def _flash_attention_3(
     scale: float | None = None,
     return_lse: bool = False,
 ) -> Any:
-    """[B, S, H, D] -> [B, S, H, E], with lse [B, H, S] where it is asked for; NotImplementedError for the rest."""
+    """[B, S, H, D] -> [B, S, H, E], and lse [B, H, S] on request; NotImplementedError for what it cannot compute."""
     if attn_mask is not None or learns(query, key, value) or query.dtype not in HOPPER_DTYPES:
         raise NotImplementedError(
             f"attention backend {FA3!r} supports bfloat16 and float16 without attn_mask and gradients, got"
@@ -98,7 +98,7 @@ def import_xfuser(name: str) -> Any:
     """A module of xfuser.
 
     Raises:
-        ImportError: xfuser is not installed, or cannot be imported: without a GPU, or something that it needs.
+        ImportError: xfuser is not installed, or cannot be imported, because a GPU or a dependency is missing.
     """
     try:
         return importlib.import_module(name)
@@ -108,7 +108,7 @@ def import_xfuser(name: str) -> Any:
 
 
 def ulysses_rank(groups: Any) -> tuple[int, int]:
-    """(P, this rank), as xfuser's module of groups tells them; torch.compile cannot follow an import of it.
+    """(P, this rank) from xfuser's module of groups, which is passed in: torch.compile cannot follow its import.
 
     Raises:
         NotImplementedError: ring attention.
@@ -118,16 +118,16 @@ def ulysses_rank(groups: Any) -> tuple[int, int]:
 
 
 def split_video(grid: LatentGrid, tokens: int) -> TokenSplit | None:
-    """Where xfuser's ranks hold the tokens of a video; None if this process holds all.
+    """How xfuser's ranks share the tokens of a video; None if this process holds all.
 
-    xfuser pads the S tokens to a multiple of the ranks, so that the last ranks may hold fewer than s.
+    xfuser pads the S tokens to a multiple of the ranks, so the last ranks may hold fewer than s.
 
     Args:
         tokens: s, with padding.
 
     Raises:
         NotImplementedError: ring attention.
-        ValueError: s is not what the grid makes it.
+        ValueError: s does not fit the grid.
     """
     groups = import_xfuser(GROUPS)
     ranks, rank = ulysses_rank(groups)

@@ -15,7 +15,7 @@ import torch
 from vmonarch.grid import LatentGrid
 
 Arguments = Mapping[str, Any]
-# Arguments of a forward call that change from one denoising step to the next, in whichever model.
+# Arguments of a forward call that change from one denoising step to the next, in any of the models.
 BY_STEP = {
     "hidden_states", "timestep", "timestep_r", "r_timestep", "timestep_indices", "sigma",
     "audio_hidden_states", "audio_timestep", "audio_sigma", "block_controlnet_hidden_states",
@@ -27,19 +27,18 @@ BY_STEP = {
 class Spread:
     """How the tokens of a model beyond the Wan family are spread over ranks, for diffusers' `enable_parallelism`.
 
-    diffusers has a `cp_plan` for few of these models. Ours split the video's tokens, leave all others (text, images,
-    sound) whole on every rank, and gather the video at the end. Attention to text then needs no other rank, whatever
-    its masks.
+    diffusers has a `cp_plan` for few of these models. Our plans split the video's tokens, keep all others (text,
+    images, sound) whole on every rank, and gather the video at the end. Attention to text then needs no other rank,
+    whatever its masks.
 
     Args:
-        cp_plan: diffusers' plan, of a model's config: what is split and gathered; None for the one that its class
-            has already.
-        others_whole: whether every rank has all tokens beside the video's in its sequence. Otherwise ranks have parts
-            of the whole sequence, one after the other.
-        across: names in a block of other attention modules whose keys are the video's: the model's own attention
-            serves them, with all ranks.
-        leading: the name of an argument of the blocks, how many of the video's first tokens are a condition.
-        differentiable: whether the gradients of one process are the sums of the ranks'. They are not where all ranks
+        cp_plan: makes diffusers' plan, what is split and gathered, from a model's config; None where the class has one.
+        others_whole: whether every rank has all tokens beside the video's in its sequence. Otherwise ranks have
+            consecutive parts of the whole sequence.
+        across: names, in a block, of other attention modules whose keys are the video's. The model's own attention
+            computes them, with all ranks.
+        leading: name of the blocks' argument that says how many of the video's first tokens are a condition.
+        differentiable: whether the ranks' gradients add up to those of one process. They do not where all ranks
             compute an output from whole tokens.
     """
 
@@ -52,23 +51,23 @@ class Spread:
 
 @dataclass(frozen=True)
 class Family:
-    """What there is to know of the models of one class.
+    """What the package knows about the models of one class.
 
     Args:
-        grid: from what a model's forward is called with, and its config; None where that does not tell.
+        grid: reads the grid from the arguments of a forward call and the config; None where they do not give it.
         blocks: names of the lists of transformer blocks, in the order in which they run.
-        attention: the video's self-attention module in a block.
-        before: how many tokens of other kinds come before the video in a joint sequence; None for all there are.
-        own: whether a processor of ours replaces the module's own altogether (`vmonarch.own`). Of
-            other families the module's processor stays, and its softmax alone is replaced (`vmonarch.borrowed`).
-        unseen_mask: the name of an argument of the module's processor, a mask of its last keys [B, X], of which the
-            processor would make one of all pairs of tokens.
-        sparse: the name of an argument of the module's processor, a mapping that chooses a sparse attention of its own,
-            which ours takes the place of; its "to_fractal" says that the tokens of a frame are not in raster order.
-        videos: how many videos of the grid a layer's sequence holds, one after the other, of its config, the number of
-            the layer and of all layers.
-        spread: how its tokens are spread over ranks; None of models that context parallelism does not support, and of
-            the Wan family, whose tokens are the video's.
+        attention: name of the video's self-attention module in a block.
+        before: number of other tokens before the video in a joint sequence, from the call's arguments; None for all.
+        own: whether our processor replaces the module's own completely (`vmonarch.own`). In other families the
+            module's processor stays, and only its softmax is replaced (`vmonarch.borrowed`).
+        unseen_mask: name of an argument of the module's processor: a mask of its last keys [B, X], from which the
+            processor would make a mask of all pairs of tokens.
+        sparse: name of an argument of the module's processor: a mapping that chooses the model's own sparse attention,
+            which ours replaces. Its "to_fractal" says that the tokens of a frame are not in raster order.
+        videos: number of videos of the grid's size in a layer's sequence, one after the other, from the config, the
+            layer's number and the number of layers.
+        spread: how tokens are spread over ranks; None for models that context parallelism does not support, and for
+            the Wan family, whose tokens are all the video's.
     """
 
     grid: Callable[[Arguments, Any], LatentGrid | None]
@@ -94,7 +93,7 @@ class Family:
         return _modules_named(block, (self.attention,))
 
     def sharing(self, transformer: Any) -> list[torch.nn.Module]:
-        """The attention modules that have the video among their keys, which `spread` splits."""
+        """The attention modules whose keys include the video, which `spread` splits."""
         assert self.spread is not None
         names = (self.attention, *self.spread.across)
         return [module for block in self.blocks_of(transformer) for module in _modules_named(block, names)]
@@ -107,7 +106,7 @@ class Family:
 
 
 def _modules_named(block: torch.nn.Module, names: Collection[str]) -> list[torch.nn.Module]:
-    # The names of wrappers around them (torch.compile, FSDP, checkpointing) are left out.
+    # Names of wrappers (torch.compile, FSDP, checkpointing) are left out.
     unwrapped = lambda name: ".".join(part for part in name.split(".") if not part.startswith("_"))
     return [module for name, module in block.named_modules() if unwrapped(name) in names]
 
@@ -118,11 +117,11 @@ def _patch(config: Any) -> tuple[int, int, int]:
 
 
 def _of_latents(*axes: int) -> Callable[[Arguments, Any], LatentGrid | None]:
-    """The grid of latents with five dimensions, of which these are frames, rows and columns."""
+    """Reads the grid from latents with five dimensions; `axes` are frames, rows and columns."""
 
     def grid(arguments: Arguments, config: Any) -> LatentGrid | None:
         latents = arguments.get("hidden_states")
-        # Anything else is for the transformer to refuse.
+        # The transformer refuses anything else.
         if not isinstance(latents, torch.Tensor) or latents.ndim != 5:
             return None
         return LatentGrid(*(latents.shape[axis] // n for axis, n in zip(axes, _patch(config), strict=True)))
@@ -139,8 +138,8 @@ def _of_arguments(arguments: Arguments, config: Any) -> LatentGrid | None:
 
 
 def _raster(places: torch.Tensor) -> LatentGrid | None:
-    """The grid whose raster the coordinates [3, S] of tokens (frame, row, column) are; None if of none."""
-    # Frames may come twice, rows and columns do not.
+    """The grid whose raster order gives the tokens' coordinates [3, S] (frame, row, column); None if there is none."""
+    # Frames may occur twice, rows and columns do not.
     height, width = (len(axis.unique()) for axis in places[1:])
     frames = places.shape[1] // max(height * width, 1)
     if not frames or frames * height * width != places.shape[1]:
@@ -151,13 +150,13 @@ def _raster(places: torch.Tensor) -> LatentGrid | None:
 
 
 def _of_ltx(arguments: Arguments, config: Any) -> LatentGrid | None:
-    """The grid of LTX; of its coordinates [B, 3, S] where the pipeline of several prompts leaves the sizes at 1."""
+    """The grid of LTX; from its coordinates [B, 3, S] where the multi-prompt pipeline leaves the sizes at 1."""
     grid, coordinates = _of_arguments(arguments, config), arguments.get("video_coords")
     return grid if grid != (1, 1, 1) or coordinates is None else _raster(coordinates[0])
 
 
 def _of_packed(arguments: Arguments, config: Any) -> LatentGrid | None:
-    """The grid of MiniMax-H3, by the coordinates [S, 3] of what comes after the last sound: the video that is made."""
+    """The grid of MiniMax-H3, from the coordinates [S, 3] after the last sound: those of the video to be made."""
     places, sound = arguments.get("position_ids"), arguments.get("audio_indices")
     # torch.compile of a whole transformer does not know values.
     if places is None or sound is None or not len(sound) or torch.compiler.is_compiling():
@@ -171,7 +170,7 @@ def _of_one_item(arguments: Arguments, config: Any) -> LatentGrid | None:
 
 
 def _framepack_history(arguments: Arguments) -> int:
-    """Tokens of the frames before, whose patches grow with their age."""
+    """Number of tokens of earlier frames, whose patches grow with their age."""
     patches = {"latents_clean": (1, 2, 2), "latents_history_2x": (2, 4, 4), "latents_history_4x": (4, 8, 8)}
     count = 0
     for name, patch in patches.items():
@@ -192,7 +191,7 @@ def _input(dim: int, dims: int | None = None, split_output: bool = False) -> Any
 
 
 def _outputs(dim: int, count: int = 1) -> dict[int, Any]:
-    """Splits the first outputs of a module."""
+    """Plan entry that splits the first outputs of a module."""
     return dict.fromkeys(range(count), _input(dim, split_output=True))
 
 
@@ -219,14 +218,14 @@ def _mochi(config: Any) -> dict[str, Any]:
 
 
 def _cosmos(config: Any) -> dict[str, Any]:
-    # A condition gives every token a noise level of its own.
+    # With a condition, every token has its own noise level.
     levels = {"embedded_timestep": _input(1, 3), "temb": _input(1, 3)}
     of_blocks = {"extra_pos_emb": _input(1), "controlnet_residual": _input(1), **levels}
     return _mochi(config) | {"transformer_blocks.*": of_blocks, "norm_out": levels}
 
 
 def _ltx(config: Any) -> dict[str, Any]:
-    # With conditions every token has a noise level of its own.
+    # With conditions, every token has its own noise level.
     inputs = {"hidden_states": _input(1), "timestep": _input(1, 2)}
     return {"": inputs, "rope": _outputs(1, 2), "proj_out": _gathered()}
 
@@ -277,7 +276,7 @@ FAMILIES = {
         spread=Spread(_kandinsky5, differentiable=False),
     ),
     "Kandinsky6Transformer3DModel": Family(_BTHWC, ("visual_transformer_blocks",), "video_dec_block.self_attention"),
-    # Of the decoder's blocks the second video is what the encoder has made of the first.
+    # In the decoder's blocks, the second video is the encoder's output for the first.
     "MotifVideoTransformer3DModel": Family(
         _BCTHW,
         _TWO_STREAMS,
@@ -311,12 +310,12 @@ def heads_of(attn: Any) -> int:
 
 
 SUPPORTED = ", ".join(FAMILIES)
-# What pipelines call their transformers; MiniMax-H3's from references have the last.
+# Names of transformers in pipelines; the last is that of MiniMax-H3's pipelines from references.
 _COMPONENTS = ("transformer", "transformer_2", "transformer_ref")
 
 
 def diffusers_class(module: object) -> type | None:
-    """Which of these classes of diffusers a module is of, or of a class derived from it; None if of none."""
+    """The class of `FAMILIES` that a module is an instance of, or None."""
     for base in type(module).__mro__:
         if base.__name__ in FAMILIES and base.__module__.startswith("diffusers."):
             return base
@@ -331,16 +330,16 @@ def known_family(transformer: object) -> Family:
 
 def forward_arguments(transformer: Any) -> tuple[str, ...]:
     """Names of the arguments of a transformer's forward."""
-    # A class derived from that of diffusers may tell nothing.
+    # The signature of a derived class may be generic.
     cls: Any = diffusers_class(transformer)
     return tuple(inspect.signature(cls.forward).parameters)[1:]
 
 
 def transformers_in(pipe: object) -> dict[str, Any]:
-    """The transformers that a pipeline has, supported or not, by component name.
+    """The transformers of a pipeline, supported or not, by component name.
 
     Raises:
-        TypeError: it is no pipeline with a transformer.
+        TypeError: this is no pipeline with a transformer.
         ValueError: its transformers are all None.
     """
     if isinstance(pipe, type) or not any(hasattr(pipe, name) for name in _COMPONENTS):

@@ -1,4 +1,4 @@
-"""Files that are complete or not there, and names for them."""
+"""Files that appear complete or not at all, and names for them."""
 
 from __future__ import annotations
 
@@ -18,16 +18,15 @@ from vmonarch.configs import InputError
 class AtomicFiles(contextlib.AbstractContextManager["AtomicFiles"]):
     """Files, and folders of them, that appear complete or not at all.
 
-    Each is written to a hidden temporary name in its own folder; when the block ends without an error they are flushed
-    to disk and renamed, in the order in which they were staged: where the last is there, all are. An error or Ctrl-C
-    leaves nothing half-written behind. Under each name there is always the old file or the new one, even if the process
-    is killed.
+    Each is written under a hidden temporary name in its folder. When the block ends without an error, they are flushed
+    to disk and renamed in the order of staging: if the last one is there, all are. An error or Ctrl-C leaves nothing
+    half-written behind. Each name always holds the old file or the new one, even if the process is killed.
 
         with AtomicFiles() as files:
             files.stage(folder / "0001.json").write_text(text)
 
     Args:
-        overwrite: replace files that exist; otherwise they are an error and stay as they are.
+        overwrite: replace existing files; otherwise they cause an error and stay as they are.
     """
 
     def __init__(self, *, overwrite: bool = False) -> None:
@@ -38,7 +37,7 @@ class AtomicFiles(contextlib.AbstractContextManager["AtomicFiles"]):
         """The temporary path to write to, with the suffix of `path`.
 
         Raises:
-            FileExistsError: `path` exists and is not to be overwritten.
+            FileExistsError: `path` exists and must not be overwritten.
         """
         self._check_free(path)
         temporary = path.with_name(f".{path.stem}.{os.getpid()}.partial{path.suffix}")
@@ -82,7 +81,7 @@ def flush_all(folder: Path) -> None:
 
 
 def short_hash(*parts: Any) -> str:
-    """Eight hexadecimal digits that tell settings apart in file names."""
+    """Eight hexadecimal digits that distinguish settings in file names."""
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:8]
 
 
@@ -96,14 +95,14 @@ def prepare_output_dir(output_dir: str | Path, argument: str = "output_dir") -> 
     """The folder for outputs, created when missing.
 
     Raises:
-        InputError: the path is a file, or files cannot be created there; it names the argument.
+        InputError: the path is a file, or files cannot be created there.
     """
     folder = Path(output_dir).expanduser()
     if folder.exists() and not folder.is_dir():
         raise InputError(argument, f"must be a folder; {str(output_dir)!r} is a file")
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        # The one sure test; permission bits say nothing about read-only file systems, quotas or root.
+        # The only reliable test: permission bits say nothing about read-only file systems, quotas or root.
         with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as error:
@@ -115,7 +114,7 @@ def check_output(path: Path) -> None:
     """Check that a file or a new folder can be written there, before anything is computed.
 
     Raises:
-        InputError: the path is a folder, or in one where nothing can be written.
+        InputError: the path is a folder, or lies in one that cannot be written to.
     """
     if path.is_dir() or not path.name:
         raise InputError("output", f"must be a file, got the folder {str(path)!r}")

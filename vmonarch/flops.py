@@ -1,6 +1,6 @@
-"""Work of attention: floating-point operations (a multiply-add counts 2), and the bytes that it has to move.
+"""Work of attention: floating-point operations (a multiply-add counts 2), and the bytes that it must move.
 
-Of one head; a backward pass has every product once, the recomputed scores too:
+For one head. A backward pass has every product twice, and the recomputed scores:
 
     full attention    4·S²·d, +10·S²·d backward
     R-steps           4·P·c·d each, c keys or pooled cells; the last, which also multiplies values, 6·P·S·d
@@ -21,7 +21,7 @@ from vmonarch.options import FirstOrderOptions, TwoResolutionOptions, VMonarchOp
 
 
 def pair_flops(pairs: float, head_dim: int, *, training: bool = False) -> float:
-    """Of softmax attention over so many pairs of a query and a key."""
+    """FLOPs of softmax attention over `pairs` pairs of a query and a key."""
     return pairs * (4 + 10 * training) * head_dim
 
 
@@ -31,7 +31,7 @@ def full_flops(grid: LatentGrid, head_dim: int, *, training: bool = False) -> fl
 
 
 def least_bytes(grid: LatentGrid, head_dim: int, *, itemsize: int, training: bool) -> int:
-    """Bytes of q, k, v, out and lse, and in a backward pass those again with their gradients."""
+    """Bytes of q, k, v, out and lse; in a backward pass, of these again and of their gradients."""
     return grid.tokens * ((4 + 8 * training) * head_dim * itemsize + 4 * (1 + training))
 
 
@@ -44,19 +44,19 @@ def first_order_flops(grid: LatentGrid, head_dim: int, options: FirstOrderOption
 def vmonarch_work(
     grid: LatentGrid, head_dim: int, options: VMonarchOptions | None = None, *, training: bool = False, **named: Any
 ) -> dict[str, float]:
-    """FLOPs of `vmonarch_attention` with these options by stage, forward and with `training` backward.
+    """FLOPs of `vmonarch_attention` with these options by stage: forward, and backward with `training`.
 
     Ragged cells count at their size.
 
     Raises:
-        TypeError, ValueError: an option has an unsupported value, or `exact` names a frame that the grid has not.
+        TypeError, ValueError: an option has an unsupported value, or `exact` names a frame that the grid lacks.
     """
     options = VMonarchOptions.of(options, named)
     T, S, P = grid.frames, grid.tokens, grid.tokens_per_frame
     d, t, coarse = head_dim, options.num_iterations, options.coarse
     cells = T * -(-grid.height // coarse) * -(-grid.width // coarse)
     exact = [] if options.pattern is None else options.pattern.key_frames(T)
-    # Sums of keys and of values; of the gradients as well.
+    # Sums of keys and of values, and the same for gradients.
     sums = 1 + options.last_l_update
     # Pairs of an exact query and its exact key.
     pairs: float = sum(map(len, exact)) * P**2
@@ -75,7 +75,7 @@ def vmonarch_work(
 
 
 def two_resolution_pairs(n: Tiling, options: TwoResolutionOptions) -> float:
-    """Pairs of a query and a key or a mean, which cost 4·d; products of means that choose tiles count as half one."""
+    """Pairs of a query with a key or a mean, each 4·d FLOPs; the products of means that choose tiles count half."""
     exact = exact_tiles(n, options.share)
     positions = n.rows * n.columns
     keys = exact * n.frames * positions / n.tiles + (n.tiles - exact) * options.rest
@@ -90,5 +90,5 @@ def two_resolution_flops(
 
 
 def vmonarch_flops(grid: LatentGrid, head_dim: int, options: VMonarchOptions | None = None, **named: Any) -> float:
-    """Of the forward pass of one head with these options; see `vmonarch_work`."""
+    """FLOPs of one head's forward pass with these options; see `vmonarch_work`."""
     return float(sum(vmonarch_work(grid, head_dim, options, **named).values()))

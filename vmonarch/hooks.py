@@ -1,6 +1,6 @@
-"""What is kept on a transformer while a processor is applied, and its forward hooks, which make the `Call`.
+"""The record on a transformer to which a processor is applied, and the forward hooks that make the `Call`.
 
-Of a processor that predicts the output of some steps it has another forward, too.
+A processor that predicts the output of some steps also replaces the transformer's forward.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ class Record:
     """Kept on a transformer while a processor is applied to it; copied with it.
 
     Args:
-        processor: the one that was given.
-        family: of the transformer. names: of the arguments of its forward.
-        modules: of the video's self-attention, in the order of layers.
-        bound: what `apply` made of the processor, in the order of layers.
-        sharing: the residuals of the pipeline, if they are shared between steps.
-        grid: of the latest call, in any thread.
-        steps: of the latest run, where `dense_steps` need to know them.
-        lora: name of the LoRA layers that came with the processor's parameters (`load_adapter`), which go with it.
-        hooks: the handles of the transformer's forward hooks.
+        processor: the processor that was applied.
+        family: that of the transformer. names: those of its forward's arguments.
+        modules: those of the video's self-attention, in the order of layers.
+        bound: what `apply` made of the processor for them, in the same order.
+        sharing: the residuals of the pipeline, if steps share them.
+        grid: that of the latest call, in any thread.
+        steps: number of steps of the latest run, if `dense_steps` needs it.
+        lora: name of the LoRA layers that `load_adapter` added; they are removed with the processor.
+        hooks: handles of the transformer's forward hooks.
     """
 
     processor: VideoAttentionProcessor
@@ -55,12 +55,12 @@ class Record:
 
 
 def record_of(transformer: Any) -> Record | None:
-    """What is kept on a transformer; None where nothing is applied."""
+    """The record of a transformer; None where nothing is applied."""
     return getattr(transformer, _ATTRIBUTE, None)
 
 
 def keep(transformer: torch.nn.Module, record: Record | None) -> None:
-    """Put a record in the place of the one there is, and the hooks on the transformer; None: take both away."""
+    """Set a transformer's record and register its hooks, or remove both (None)."""
     before = record_of(transformer)
     if before is not None and before.sharing is not None:
         before.sharing.forget()
@@ -88,10 +88,10 @@ def _wrap_forward(transformer: torch.nn.Module) -> None:
 
 
 def _forward(transformer: torch.nn.Module, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """In place of a transformer's own forward: computes the output, or predicts it from earlier ones.
+    """Replaces a transformer's own forward: computes the output, or predicts it from earlier ones.
 
-    A hook of diffusers or accelerate that came later may keep it where nothing is applied any more, or inside of
-    another of these, which has asked before.
+    A later hook of diffusers or accelerate may keep this function when nothing is applied any more, or inside another
+    one of its kind, which has decided already.
     """
     call = running.now["call"]
     branch = None if call is None or record_of(transformer) is None else call.branch
@@ -105,7 +105,7 @@ def _forward(transformer: torch.nn.Module, own: Callable[..., Any], *args: Any, 
 
 
 def _skips_blocks(transformer: torch.nn.Module) -> bool:
-    """Whether a cache of diffusers decides what its forward computes, which counts the calls and tells nobody."""
+    """Whether a cache of diffusers decides what the forward computes; it counts the calls on its own."""
     config = getattr(transformer, "_cache_config", None)
     return config is not None and type(config).__name__ != "TextKVCacheConfig"
 
@@ -118,26 +118,26 @@ def _put_forward_back(transformer: torch.nn.Module) -> None:
     if _is_outermost(transformer):
         _, own = transformer.forward.args  # type: ignore[attr-defined]
         del transformer.forward
-        # That of a hook, which was there before.
+        # A hook's forward was there before.
         if own != transformer.forward:
             transformer.forward = own
 
 
 def _begin_call(transformer: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Forward pre-hook: tell the layers what they need to know of this call.
+    """Forward pre-hook: give the layers what they need to know about this call.
 
-    What it writes to belongs to the module or to the running thread, so that copies of the module stay apart.
+    It writes to the module and to the running thread alone, so that copies of the module stay independent.
 
     Raises:
         ValueError: the processor was given another grid.
-        RuntimeError: `dense_steps` or `refresh` are asked for, and the step is not known.
+        RuntimeError: `dense_steps` or `refresh` needs the step, which is not known.
         NotImplementedError: First Block Cache under context parallelism.
     """
     record, compiling = record_of(transformer), torch.compiler.is_compiling()
     assert record is not None
     running.now["call"] = None
     if not record.processor.LEARNS and all(ours_of(module) is None for module in record.modules):
-        # Others have replaced all of them. Those that learn are called by what stands in their place.
+        # Others have replaced all our processors. Processors that learn are called by their replacements.
         return
     check_no_first_block_cache(transformer)
     arguments = dict(zip(record.names, args, strict=False)) | kwargs
@@ -163,11 +163,11 @@ def _begin_call(transformer: torch.nn.Module, args: tuple[Any, ...], kwargs: dic
 
 
 def _end_call(transformer: torch.nn.Module, args: tuple[Any, ...], output: Any) -> None:
-    """Forward hook, which runs after an error, too."""
+    """Forward hook; it also runs after an error."""
     call, record = running.now["call"], record_of(transformer)
     running.now["call"] = None
     if record is not None and record.sharing is not None and call is not None and call.branch is not None:
         record.sharing.end(call.branch)
         if record.sharing.refresh.cache is not None and not _is_outermost(transformer):
-            # A hook that came later is around it, or one that was there before has taken it away.
+            # A later hook wraps our forward, or an earlier hook has removed it.
             _wrap_forward(transformer)

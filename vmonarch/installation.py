@@ -25,7 +25,7 @@ from vmonarch.parallelism import (
 from vmonarch.residuals import NO_REFRESH, ResidualSharing
 from vmonarch.validation import is_dense
 
-# By component name, a transformer and what its modules of the video's self-attention get in place of their processors.
+# By component name: a transformer, and what its modules of video self-attention get in place of their processors.
 Bindings = dict[str, tuple[torch.nn.Module, dict[torch.nn.Module, Any]]]
 KEEP = "save its parameters with vmonarch.save_adapter if they are to be kept, then call vmonarch.restore"
 
@@ -34,11 +34,11 @@ KEEP = "save its parameters with vmonarch.save_adapter if they are to be kept, t
 class Installation(contextlib.AbstractContextManager["Installation"]):
     """What `apply` did; also a context manager that restores the original processors at its end.
 
-    The original ones, not those of an earlier `apply`: such contexts do not nest.
+    It does not restore the processors of an earlier `apply`: such contexts do not nest.
 
     Args:
         processor: the processor that was applied.
-        transformers: the transformers it was applied to, by component name.
+        transformers: the transformers that it was applied to, by component name.
     """
 
     processor: VideoAttentionProcessor
@@ -56,7 +56,7 @@ def find_transformers(pipe_or_transformer: object) -> dict[str, torch.nn.Module]
     """The supported transformers of a pipeline, or the transformer itself (inside a compiled or training wrapper too).
 
     Raises:
-        TypeError: there is a transformer of another class, or none.
+        TypeError: a transformer is of another class, or there is none.
         ValueError: the pipeline's transformers are all None.
     """
     if isinstance(pipe_or_transformer, torch.nn.Module):
@@ -76,24 +76,24 @@ def _unwrap(module: torch.nn.Module, argument: str = "pipe_or_transformer") -> t
 def apply(pipe_or_transformer: Any, processor: VideoAttentionProcessor | str = "near-lossless") -> Installation:
     """Compute the self-attention of a pipeline's transformers (or of one transformer) with `processor`.
 
-    A forward pre-hook on each transformer tells the processors the latent grid of every call, so sizes may change from
-    call to call. (Call the transformer itself, as pipelines do; its `.forward` would pass the hook by.) Applying again
-    replaces the processor; `restore` returns to the original ones all the same. A transformer put into the pipeline
-    later has its own processors: apply again. Cross-attention is not touched. `pipe.set_attn_processor(processor)` and
-    `transformer.set_attn_processor(processor)` do the same. diffusers' `enable_parallelism` may come before or after,
-    beyond the Wan family after; the transformers may be xfuser's (docs/parallel.md).
+    A forward pre-hook on each transformer gives the processors the latent grid of every call, so sizes may change from
+    call to call. (Call the transformer itself, as pipelines do; its `.forward` bypasses the hook.) Applying again
+    replaces the processor, and `restore` still returns to the original ones. A transformer that is put into the
+    pipeline later keeps its own processors: apply again. Cross-attention is not touched. The `set_attn_processor` of
+    pipeline and transformer do the same. diffusers' `enable_parallelism` may come before or after; beyond the Wan
+    family it must come after. The transformers may be xfuser's (docs/parallel.md).
 
-    `dense_steps` and `refresh` need the calls of a pipeline that has the transformer. Any other call of it raises
+    With `dense_steps` or `refresh`, a pipeline that has the transformer must call it. Any other call raises
     RuntimeError.
 
-    A `BasedProcessor` has parameters: they are added to the transformer, and `restore` takes them away. Another
-    before is an error.
+    A `BasedProcessor` has parameters: they are added to the transformer, and `restore` takes them away. It cannot
+    replace another processor with parameters.
 
     Args:
-        pipe_or_transformer: a stock diffusers pipeline, one of `vmonarch.pipelines`, or a video transformer. Of a
-            pipeline `transformer`, `transformer_2` and `transformer_ref` are changed, whichever exist.
+        pipe_or_transformer: a stock diffusers pipeline, one of `vmonarch.pipelines`, or a video transformer. In a
+            pipeline this changes `transformer`, `transformer_2` and `transformer_ref`, whichever exist.
         processor: a `VMonarchProcessor` or another of ours, which is not changed and may be applied elsewhere too; or
-            the name of a preset (`vmonarch.presets`), perhaps with options of its own, "fast:refresh=6".
+            the name of a preset (`vmonarch.presets`), with options if you like: "fast:refresh=6".
 
     Returns:
         The installation, with `.restore()`; also a context manager that restores.
@@ -106,8 +106,8 @@ def apply(pipe_or_transformer: Any, processor: VideoAttentionProcessor | str = "
             transformer runs with context parallelism and its ranks cannot share its heads, or have its tokens in
             another way than is needed.
         NotImplementedError: the transformer runs with ring attention (`enable_parallelism`), or with context
-            parallelism and is of a model that is not supported so.
-        RuntimeError: diffusers computes attention beyond the Wan family in another way than is known.
+            parallelism that its model does not support.
+        RuntimeError: beyond the Wan family, diffusers computes attention in a way that is not known.
     """
     processor = _checked(pipe_or_transformer, processor)
     # Everything that can fail comes before the first change.
@@ -115,7 +115,7 @@ def apply(pipe_or_transformer: Any, processor: VideoAttentionProcessor | str = "
 
 
 def bind_all(pipe_or_transformer: Any, processor: VideoAttentionProcessor) -> Bindings:
-    """What `processor` makes of itself for a pipeline or transformer; nothing is changed. Raises as `apply`."""
+    """What `install` would put on the modules of a pipeline or transformer; changes nothing. Raises as `apply`."""
     transformers = find_transformers(pipe_or_transformer)
     plan = getattr(processor, "plan", None)
     if plan is not None and isinstance(pipe_or_transformer, torch.nn.Module):
@@ -124,13 +124,13 @@ def bind_all(pipe_or_transformer: Any, processor: VideoAttentionProcessor) -> Bi
                 f"plan: it is for {', '.join(plan.layers)}, and a transformer does not tell which of them it is:"
                 " use vmonarch.apply with the pipeline"
             )
-        # A transformer by itself is the one that the plan is for, whatever its pipeline calls it.
+        # A transformer alone gets the plan's only part, whatever its pipeline calls it.
         transformers = dict(zip(plan.layers, transformers.values(), strict=True))
     return {name: (transformer, _bind(name, transformer, processor)) for name, transformer in transformers.items()}
 
 
 def install(processor: VideoAttentionProcessor, made: Bindings) -> Installation:
-    """Put what `bind_all` has made of a processor on the modules."""
+    """Put what `bind_all` has made for a processor on the modules."""
     sharing = None if processor.refresh is None else ResidualSharing(processor.refresh)
     for transformer, bound in made.values():
         for attn, given in bound.items():
@@ -145,7 +145,7 @@ def install(processor: VideoAttentionProcessor, made: Bindings) -> Installation:
 
 
 def _checked(pipe_or_transformer: object, processor: object) -> VideoAttentionProcessor:
-    """The processor that a pipeline or transformer is to have; raises as `apply`."""
+    """The processor that a pipeline or transformer will have; raises as `apply`."""
     if isinstance(processor, str):
         from vmonarch.configs.methods import resolve_method
 
@@ -164,7 +164,7 @@ def _checked(pipe_or_transformer: object, processor: object) -> VideoAttentionPr
 
 
 def _bind(name: str, transformer: torch.nn.Module, processor: VideoAttentionProcessor) -> dict[torch.nn.Module, Any]:
-    """What `bind_all` says, of one transformer."""
+    """`bind_all` for one transformer."""
     family, model = known_family(transformer), type(transformer).__name__
     if processor.LEARNS and not family.own:
         raise ValueError(f"{type(processor).__name__} supports the transformers of the Wan family, got {model}")
@@ -187,27 +187,27 @@ def _bind(name: str, transformer: torch.nn.Module, processor: VideoAttentionProc
         if made is original and family.spread is not None:
             made = borrow(FullAttentionProcessor(), Exact(), original, family, kept=True)
         if hasattr(before, "_attention_backend"):
-            # The user has chosen it for the model.
+            # The user chose it for the model.
             made._attention_backend = before._attention_backend
         bound[attn] = made
     return bound
 
 
 def _set_processor(attn: torch.nn.Module, processor: Any) -> None:
-    # Mochi's modules have no way to set it.
+    # Mochi's modules lack the method.
     setter = getattr(attn, "set_processor", functools.partial(setattr, attn, "processor"))
     setter(processor)
 
 
 def parameters_of(processor: Any) -> dict[str, torch.nn.Parameter]:
-    """What one of our processors learns, by name; nothing of others'."""
+    """The parameters of one of our processors, by name; none for other processors."""
     if isinstance(processor, Bound) and isinstance(processor, torch.nn.Module):
         return dict(processor.named_parameters())
     return {}
 
 
 def own_processors(transformer: torch.nn.Module) -> list[tuple[Any, Bound, Any]]:
-    """(module, our processor, the one it had before) of all that `apply` gave one of ours, in the order of layers."""
+    """(module, our processor, its processor before) for every module that has one of ours, in the order of layers."""
     record = record_of(transformer)
     modules = () if record is None else record.modules
     return [(attn, ours, ours.original) for attn in modules if (ours := ours_of(attn)) is not None]
@@ -216,9 +216,9 @@ def own_processors(transformer: torch.nn.Module) -> list[tuple[Any, Bound, Any]]
 def restore(pipe_or_transformer: Any) -> None:
     """Undo `apply`: the original processors are back, and no hook or attribute is left on a model.
 
-    Where nothing is applied it does nothing. Processors that others have set since `apply` stay. The parameters of a
-    `BasedProcessor` go with it, and so do the LoRA layers that `vmonarch.load_adapter` added; `vmonarch.save_adapter`
-    saves both. Unfuse LoRA layers first if they were fused.
+    Without an applied processor it does nothing. Processors that others have set since `apply` stay. The parameters of
+    a `BasedProcessor` are removed with it, and so are the LoRA layers that `vmonarch.load_adapter` added;
+    `vmonarch.save_adapter` saves both. Unfuse fused LoRA layers first.
 
     Raises:
         TypeError: `pipe_or_transformer` has no supported transformer.
@@ -242,7 +242,7 @@ def _restore(transformers: dict[str, Any]) -> None:
         vars(transformer).pop("enable_parallelism", None)
         there = getattr(transformer, "peft_config", None) or {}
         if record.lora in there and len(there) == 1:
-            # Leaves the plain layers behind, not ones wrapped for adapters to come.
+            # This leaves plain layers behind, not ones wrapped for later adapters.
             transformer.unload_lora()
         elif record.lora in there:
             transformer.delete_adapters(record.lora)

@@ -1,9 +1,9 @@
 """Part of the attention stack as one operator for all layers, for torch.compile.
 
-Layers of a plan, whose heads compute different methods, differ in their code, and torch.compile would make a graph for
-each of them, of which it allows eight. Where residuals are shared, the steps differ. Here a layer is a number in a
-tensor, which the operator looks up when it runs: one graph serves all. The price is in training: backward computes the
-attention once more.
+The layers of a plan differ in their code, because their heads compute different methods. torch.compile would make a
+graph for each of them, and allows eight. Where residuals are shared, the steps differ. Here a layer is a number in a
+tensor, which the operator looks up when it runs, so one graph serves all. The price is paid in training: backward
+computes the attention once more.
 
 Shapes: B batch, S tokens, H heads, D head dim, E value dim.
 """
@@ -29,10 +29,10 @@ _layers: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
 @dataclass(frozen=True)
 class Opaque:
-    """One operator where torch.compile compiles, and nothing elsewhere. A copy has a number of its own.
+    """One operator where torch.compile compiles; elsewhere it only passes on. A copy has a number of its own.
 
     Attributes:
-        number: by which the operator finds it as long as it lives, int64 [1] on the CPU.
+        number: by which the operator finds this element while it exists, int64 [1] on the CPU.
     """
 
     inner: Attend
@@ -40,7 +40,7 @@ class Opaque:
 
     def __post_init__(self) -> None:
         number = next(_numbers)
-        # torch.compile saves it for backward.
+        # torch.compile saves the number for backward.
         with torch.inference_mode(False):
             object.__setattr__(self, "number", torch.tensor([number]))
         _layers[number] = self
@@ -52,8 +52,8 @@ class Opaque:
         # The operator has no forward-mode derivative.
         if not torch.compiler.is_compiling() or tangents:
             return self.inner(query, key, value, call)
-        # Of the call, it is given what belongs to the tokens; the rest it finds when it runs, or there would be a graph
-        # for every step.
+        # Its arguments hold what belongs to the tokens. It looks up the rest of the call when it runs; otherwise every
+        # step would need a graph.
         tokens, backend = [*call.grid, call.before, call.after], getattr(call.backend, "value", call.backend)
         return attend(query, key, value, self.number, call.key_mask, tokens, backend), None
 
@@ -77,11 +77,11 @@ def _attend(
     """What the layer of this number makes of [B, S, H, D] and a mask [B, S]: [B, S, H, E].
 
     Args:
-        tokens: T, H, W of the grid, and how many other tokens come before and after the video.
+        tokens: T, H, W of the grid, and the numbers of other tokens before and after the video.
         backend: as in `Call`.
     """
     grid = LatentGrid(*tokens[:3])
-    # Backward may run outside of all calls; of them, it needs no more than the tokens.
+    # Backward may run outside of any call, and needs no more than the tokens.
     call: Call = running.now["call"] or Call(grid)
     call = call._replace(grid=grid, before=tokens[3], after=tokens[4], key_mask=key_mask, backend=backend)
     return _layers[int(number)].inner(query, key, value, call)[0].contiguous()
@@ -105,7 +105,7 @@ def _(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any) -> t
 def attend_backward(gradient: torch.Tensor, *inputs: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(dq, dk, dv), each in the shape and dtype of its input."""
     query, key, value = (tensor.detach().requires_grad_() for tensor in inputs[:3])
-    # Operators run below autograd; its graph is wanted here, also of what the backward pass computes again.
+    # Operators run below autograd, but what backward computes again needs its graph.
     with torch._C._ForceDispatchKeyGuard(*_ABOVE_AUTOGRAD), torch.enable_grad():
         out = _attend(query, key, value, *inputs[3:])
         found = torch.autograd.grad(out, (query, key, value), gradient)

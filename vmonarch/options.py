@@ -1,4 +1,4 @@
-"""The options of the ops: one object for each from YAML to the kernels, checked when it is made; and exact blocks."""
+"""The options of the ops, one object per op from YAML to the kernels, checked when it is made; and exact blocks."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class ExactBlocks:
     Args:
         rows: query frames that attend to every key exactly.
         columns: key frames that every query attends to exactly (0: the sink frame).
-        band: attend exactly wherever |l - k| <= band; 0 is the own frame, T - 1 or more is full attention.
-        aware: whether the L-steps know which blocks are answered exactly. If they do, those queries no longer pull
-            the centroids of the others; if not, exact and Monarch parts meet only in the output (the paper's order).
+        band: attend exactly wherever |l - k| <= band; 0 is a query's own frame, T - 1 or more is full attention.
+        aware: whether the L-steps know which blocks are exact. If they do, the queries of those blocks no longer pull
+            the centroids of the others; if not, exact and Monarch parts meet in the output alone (the paper's order).
 
     Raises:
         TypeError, ValueError: an entry is not a frame index, `band` is negative or `aware` is no bool.
@@ -51,7 +51,7 @@ class ExactBlocks:
 
     @classmethod
     def of(cls, exact: Mapping[str, Any]) -> Self:
-        """The pattern that a mapping of the arguments gives.
+        """The pattern from a mapping of the arguments.
 
         Raises:
             ValueError: it does not fit; the message begins with the option `exact`.
@@ -92,10 +92,10 @@ FIRST_FRAME = ExactBlocks(rows=(0,), aware=False)
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """What an op computes, checked when it is made; these are none.
+    """Base of the options of an op, checked when they are made.
 
     Attributes:
-        op: what plans and methods call it.
+        op: the op's name in plans and methods.
     """
 
     op: ClassVar[str]
@@ -107,10 +107,10 @@ class Options:
 
     @classmethod
     def of(cls, options: object, named: Mapping[str, Any]) -> Self:
-        """`options`, or those that are named.
+        """`options`, or the options given by name.
 
         Raises:
-            TypeError, ValueError: both are given, or one of them is not as described.
+            TypeError, ValueError: both are given, or one is not as described.
         """
         if options is None:
             return cls(**named)
@@ -131,11 +131,11 @@ class Options:
 
 @dataclass(frozen=True, kw_only=True)
 class FirstOrderOptions(Options):
-    """Around which mean queries attention is computed to the first order.
+    """The mean queries around which attention is computed to the first order.
 
     Args:
-        parts: into how many parts time, height and width are cut, as evenly as they can be, and into no more than they
-            have tokens; the queries of each box have a mean of their own.
+        parts: numbers of parts of time, height and width, cut as evenly as possible, and at most one per token; the
+            queries of each box have their own mean.
 
     Raises:
         TypeError, ValueError: an option has an unsupported value; the message begins with its name.
@@ -150,7 +150,7 @@ class FirstOrderOptions(Options):
         object.__setattr__(self, "parts", tuple(LatentGrid.parse(self.parts, argument="parts")))
 
     def parts_of(self, grid: LatentGrid) -> LatentGrid:
-        """Into how many parts each axis of a video is cut."""
+        """Number of parts of each axis of a video."""
         return LatentGrid(*map(min, self.parts, grid))
 
 
@@ -160,14 +160,14 @@ class VMonarchOptions(Options):
 
     Args:
         num_iterations: steps of alternating maximisation (the paper's t, 2 by default).
-        coarse: average the keys over coarse × coarse cells in all R-steps but the last, which only prepare centroids.
-        exact: None; "first_frame", the paper's recomputation (the L-steps do not know of it); or an `ExactBlocks`
+        coarse: average the keys over coarse × coarse cells in all R-steps but the last. They only prepare centroids.
+        exact: None; "first_frame", the paper's recomputation, which the L-steps do not know of; or an `ExactBlocks`
             pattern or a mapping of its arguments.
-        row_share: of all key tiles, those that the rows of `exact` attend exactly, rounded up; the others leave their
-            means, as in `two_resolution_attention`. 1 is all of them.
-        last_l_update: whether the last R-step updates L. Without it L stays that of the iteration before, and the last
-            R-step is plain attention of every frame's centroids, for the values alone: half an iteration less. It needs
-            two iterations at least.
+        row_share: share of all key tiles, rounded up, that the rows of `exact` attend to exactly; of the other tiles
+            they see the means, as in `two_resolution_attention`. 1 is all tiles.
+        last_l_update: whether the last R-step updates L. If not, L stays as the iteration before left it, and the last
+            R-step is plain attention of every frame's centroids to the values: half an iteration less. It needs at
+            least two iterations.
         min_mass: lower bound of cR where it divides (0.1 in the paper; 0 only keeps empty columns finite).
 
     Raises:
@@ -213,7 +213,7 @@ class VMonarchOptions(Options):
         return pattern
 
     def check_grid(self, grid: LatentGrid) -> None:
-        """Raise ValueError if `exact` names a frame that is not there."""
+        """Raise ValueError if `exact` names a frame that the grid does not have."""
         try:
             if self.pattern is not None:
                 self.pattern.key_frames(grid.frames)
@@ -230,19 +230,19 @@ def check_share(name: str, share: object) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class TwoResolutionOptions(Options):
-    """Which key tiles are attended exactly, and what stands for the others.
+    """Which key tiles are attended exactly, and what represents the others.
 
-    A tile is a box of neighbouring tokens, of keys or of queries. Every tile of queries ranks all tiles of keys, for
-    each head, by the product of its mean query and their mean key.
+    A tile is a box of neighbouring tokens, of keys or of queries. In each head, every query tile ranks all key tiles by
+    the product of its mean query and their mean key.
 
     Args:
-        share: of all key tiles, those that are exact, rounded up.
+        share: share of the key tiles that are exact, rounded up.
         tile: at most this many (frames, rows, columns) of keys; every axis is cut evenly. None for the box, its edges
-            powers of two, that fits the grid best: of at most 64 tokens, and of no more than an eighth of a frame, but
-            for 16 tokens.
-        query_tile: the same of the queries that share a choice of tiles; None for the best box as for `tile`, but of
+            powers of two, that fits the grid best: at most 64 tokens, and at most an eighth of a frame unless that is
+            below 16 tokens.
+        query_tile: the same for the queries that share a choice of tiles; None for the best box as for `tile`, with
             at most 128 tokens.
-        rest: whether tiles that are not exact leave their means. Without them this is block-sparse attention.
+        rest: whether the means of tiles that are not exact count. Without them this is block-sparse attention.
 
     Raises:
         TypeError, ValueError: an option has an unsupported value; the message begins with its name.
@@ -268,12 +268,12 @@ class TwoResolutionOptions(Options):
 
 
 def row_options(options: VMonarchOptions) -> TwoResolutionOptions:
-    """How the exact rows of VMonarch attention attend, where that is in two resolutions."""
+    """The options of exact rows in two resolutions, for VMonarch attention with `row_share`."""
     return TwoResolutionOptions(share=options.row_share)
 
 
 def takes_options(function: Function) -> Function:
-    """Name the options in the signature of a function that takes them as `**named`."""
+    """Show the options by name in the signature of a function that takes them as `**named`."""
     signature = inspect.signature(function)
     own = [entry for entry in signature.parameters.values() if entry.kind is not entry.VAR_KEYWORD]
     options = inspect.signature(VMonarchOptions).parameters.values()

@@ -39,9 +39,9 @@ def rotate(states: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor) -> 
 
 
 def _is_plain(norm: Any, channels: int) -> bool:
-    """Whether a module is nothing but the RMS norm of all channels, so that its weight tells all that it does.
+    """Whether a module is a plain RMS norm over all channels, so that its weight defines it completely.
 
-    Offloading and casting put hooks or another forward on it, adapters take its place.
+    Offloading and casting put hooks or another forward on it; adapters replace it.
     """
     return (
         type(norm) is torch.nn.RMSNorm
@@ -53,7 +53,7 @@ def _is_plain(norm: Any, channels: int) -> bool:
 
 
 def _norm_and_rotate(norm: Any, x: torch.Tensor, heads: int, rotary_emb: Rotary, implementation: str) -> torch.Tensor:
-    """Queries or keys [B, S, H, D] of their projection [B, S, C]: in one pass where the kernel can do all of it."""
+    """Queries or keys [B, S, H, D] from their projection [B, S, C]; in one pass where the kernel can compute it."""
     if rotary_emb is None:
         return norm(x).unflatten(2, (heads, -1))
     if implementation == "triton" or (implementation == "auto" and auto_takes_kernels(x.device)):
@@ -82,7 +82,7 @@ def project(
 
 
 class Bound:
-    """What an attention module has for a processor while one of ours is applied. `repr` prints its stack.
+    """The processor of an attention module while one of ours is applied. `repr` prints its stack.
 
     Args:
         spec: the processor that was applied.
@@ -93,7 +93,7 @@ class Bound:
     spec: VideoAttentionProcessor
     attend: Attend
     original: Any
-    # Declared for diffusers, which sets it on every processor that has it, as those of some models do not.
+    # Declared because diffusers sets it on every processor that has it. Those of some models do not.
     _parallel_config: Any = None
 
     def __repr__(self) -> str:
@@ -101,7 +101,7 @@ class Bound:
 
 
 def ours_of(module: Any) -> Bound | None:
-    """What `apply` has bound to a module, which it still has."""
+    """What `apply` has bound to a module, if it is still there."""
     processor = getattr(module, "processor", None)
     return processor if isinstance(processor, Bound) else None
 
@@ -109,7 +109,7 @@ def ours_of(module: Any) -> Bound | None:
 # The ops choose their precision themselves: autocast would round their sums in float32.
 @without_autocast
 def run_stack(attend: Attend, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Call) -> torch.Tensor:
-    """What a stack makes of the tokens of this rank: [B, s, H, D] -> [B, s, H, D]."""
+    """Run a stack on the tokens of this rank: [B, s, H, D] -> [B, s, H, D]."""
     return (attend if call.split is None else Share(attend))(query, key, value, call)[0]
 
 
@@ -120,7 +120,7 @@ class Own(Bound):
 
     def __init__(self, spec: VideoAttentionProcessor, attend: Attend, original: Any) -> None:
         self.spec, self.attend, self.original = spec, attend, original
-        # A copy, so that an attention backend chosen later reaches the dense steps and leaves the original alone.
+        # A copy: an attention backend that is chosen later must reach the dense steps, not the original.
         self._dense = copy.copy(original)
         self._attention_backend = getattr(original, "_attention_backend", None)
         # Whether the transformer is one of xfuser's, whose ranks may hold parts of the tokens.
@@ -138,10 +138,10 @@ class Own(Bound):
         """Self-attention of the module: hidden_states [B, S, C] -> [B, S, C].
 
         Raises:
-            TypeError, ValueError: an argument that exact attention alone supports, a grid that does not fit the tokens,
+            TypeError, ValueError: an argument that only exact attention supports, a grid that does not fit the tokens,
                 or fewer heads than ranks under context parallelism.
             NotImplementedError: tokens are spread over several ranks for ring attention.
-            RuntimeError: the grid or the step that an option needs is not known here.
+            RuntimeError: an option needs the grid or the step, which is not known here.
         """
         others |= {"encoder_hidden_states": encoder_hidden_states}
         unknown = [argument for argument, value in others.items() if value is not None]
@@ -157,11 +157,11 @@ class Own(Bound):
         self, attn: Any, hidden_states: torch.Tensor, rotary_emb: Rotary, split: TokenSplit | None
     ) -> torch.Tensor:
         tokens = hidden_states.shape[1] if split is None else split.all_tokens
-        # Of exact attention, nothing but the number of tokens matters.
+        # Exact attention depends on nothing but the number of tokens.
         alone = isinstance(self.attend, Exact) and self.attend.bias is None
         call = Call(LatentGrid(1, 1, tokens)) if alone else current_call()
         if call.dense:
-            # What the module's own processor computes.
+            # The module's own processor computes this.
             for name in ("_attention_backend", "_parallel_config"):
                 if getattr(self._dense, name, None) is not getattr(self, name):
                     setattr(self._dense, name, getattr(self, name))
@@ -175,8 +175,8 @@ class Own(Bound):
         return to_out[1](to_out[0](self.mix(attn, hidden_states, rotary_emb, call)))
 
     def mix(self, attn: Any, hidden_states: torch.Tensor, rotary_emb: Rotary, call: Call) -> torch.Tensor:
-        """What a module computes before its output projection: [B, s, C] -> [B, s, C]."""
-        # Exact steps round where the model does, to the last bit.
+        """Everything before the output projection: [B, s, C] -> [B, s, C]."""
+        # Exact steps round where the model does: they are bit-identical to it.
         by = "torch" if call.exact else self.spec.implementation
         query, key, value = project(attn, hidden_states, rotary_emb, by)
         return run_stack(self.attend, query, key, value, call).flatten(2, 3)
@@ -193,7 +193,7 @@ class Own(Bound):
         if split is None:
             return self._self_attention(attn, hidden_states, rotary_emb, None)
         check_heads(len(split.tokens), attn.heads)
-        # What this rank has beyond its tokens is padding.
+        # Beyond its tokens, this rank holds padding.
         held = split.tokens[split.rank]
         if rotary_emb is not None:
             rotary_emb = rotary_emb[0][:, :held], rotary_emb[1][:, :held]

@@ -1,6 +1,6 @@
-"""Context parallelism in a transformer to which a processor of ours is applied.
+"""Context parallelism in a transformer to which one of our processors is applied.
 
-In the Wan family diffusers' own `enable_parallelism` does it. Of other transformers `apply` replaces that method.
+In the Wan family diffusers' own `enable_parallelism` works. On other transformers `apply` replaces that method.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ def _spread_of(transformer: Any) -> Spread:
 
 
 def _has_our_cp_plan(transformer: Any) -> bool:
-    """Whether context parallelism spreads the tokens of such a transformer by a `cp_plan` of ours."""
+    """Whether context parallelism spreads the tokens of such a transformer by one of our `cp_plan`s."""
     spread = known_family(transformer).spread
     return spread is not None and spread.cp_plan is not None
 
 
 def check_parallelism(transformer: Any, processor: VideoAttentionProcessor, applied: bool) -> None:
-    """Check that a processor can be applied to a transformer as parallel as that is.
+    """Check that a processor can be applied to a transformer that may be parallel already.
 
     Args:
-        applied: whether another one is applied already.
+        applied: whether another processor is applied.
 
     Raises:
-        NotImplementedError: it runs with ring attention, or is of a model that context parallelism does not support.
-        ValueError: its ranks cannot share its heads, or have their tokens in another way than by our plan.
+        NotImplementedError: it runs with ring attention, or context parallelism does not support its model.
+        ValueError: its ranks cannot share its heads, or its tokens are not spread by our plan.
     """
     config, family = _config_of(transformer), known_family(transformer)
     if config is None:
@@ -78,11 +78,11 @@ def check_no_first_block_cache(transformer: Any) -> None:
 
 
 def enable_parallelism(transformer: Any, *, config: Any, cp_plan: Any = None) -> None:
-    """`enable_parallelism` of a transformer beyond the Wan family while a processor of ours is applied to it.
+    """`enable_parallelism` of a transformer beyond the Wan family to which one of our processors is applied.
 
     Raises:
         NotImplementedError: ring attention, or a model that is not supported.
-        ValueError: ranks cannot share the heads, or there is a `cp_plan`.
+        ValueError: ranks cannot share the heads, or a `cp_plan` is given.
     """
     from diffusers import ContextParallelConfig
 
@@ -103,7 +103,7 @@ def enable_parallelism(transformer: Any, *, config: Any, cp_plan: Any = None) ->
             )
     enable(cp_plan=None if spread.cp_plan is None else spread.cp_plan(transformer.config))
     share_parallel_config(transformer)
-    # Blocks are given how many of the video's first tokens this rank has.
+    # Blocks must get the number of the video's first tokens on this rank.
     for block in family.blocks_of(transformer):
         names = list(inspect.signature(type(block).forward).parameters)[1:]
         if spread.leading in names:
@@ -112,7 +112,7 @@ def enable_parallelism(transformer: Any, *, config: Any, cp_plan: Any = None) ->
 
 
 def share_parallel_config(transformer: Any) -> None:
-    """Tell of context parallelism the attention processors that need to know, and no others."""
+    """Give the parallel config to the attention processors that need it, and remove it from all others."""
     if _config_of(transformer) is not None:
         sharing = set(_sharing(transformer))
         for module in _with_parallel_config(transformer):
@@ -120,7 +120,7 @@ def share_parallel_config(transformer: Any) -> None:
 
 
 def _sharing(transformer: Any) -> list[Any]:
-    """The attention modules whose ranks share heads: all by diffusers' plans, by ours those whose keys are split."""
+    """The attention modules whose heads ranks share: all by diffusers' plans; by ours, those with split keys."""
     if _has_our_cp_plan(transformer):
         return known_family(transformer).sharing(transformer)
     return _with_parallel_config(transformer)
@@ -132,7 +132,7 @@ def _with_parallel_config(transformer: Any) -> list[Any]:
 
 
 def check_restorable(transformer: Any) -> None:
-    """Raise RuntimeError if tokens are spread in a way in which the model's own attention would be wrong."""
+    """Raise RuntimeError if tokens are spread in a way that makes the model's own attention wrong."""
     if _config_of(transformer) is not None and _has_our_cp_plan(transformer):
         raise RuntimeError(
             f"a {type(transformer).__name__} cannot be restored under context parallelism: its tokens are spread by a"
@@ -141,7 +141,7 @@ def check_restorable(transformer: Any) -> None:
 
 
 def _count_own(position: int, family: Family, block: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Forward pre-hook of a block: args (video, others, …), of which that at `position` is a number of tokens."""
+    """Forward pre-hook of a block, args (video, others, …): cut the number of tokens at `position` to this rank's."""
     attn: Any
     (attn,) = family.attention_in(block)
     own = own_tokens(context_parallel_config(attn.processor._parallel_config), current_call().grid.tokens)

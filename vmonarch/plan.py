@@ -1,4 +1,4 @@
-"""A plan: which attention every head of every layer computes, made by `vmonarch calibrate` or by hand.
+"""A plan: the attention that every head of every layer computes, made by `vmonarch calibrate` or by hand.
 
 As JSON:
 
@@ -7,8 +7,8 @@ As JSON:
      "layers": {"transformer": [["t1", "full", …], …]},
      "about": {…}}
 
-A method is the options of `vmonarch_attention` that differ from the defaults; with "kind": "two_resolution" or
-"first_order" it is `two_resolution_attention` or `first_order_attention`; null is exact attention. `layers` names a
+A method holds the options of `vmonarch_attention` that differ from the defaults, or, with "kind": "two_resolution" or
+"first_order", those of `two_resolution_attention` or `first_order_attention`; null is exact attention. `layers` names a
 method for each head of each layer, for each transformer of the pipeline.
 """
 
@@ -32,9 +32,9 @@ from vmonarch.options import FirstOrderOptions, Options, TwoResolutionOptions, V
 
 FORMAT = "vmonarch-plan-1"
 _SHIPPED = FOLDER / "plans"
-# What plans of `vmonarch calibrate` call exact attention.
+# The name of exact attention in plans of `vmonarch calibrate`.
 FULL = "full"
-# By the options of what a head may compute beside exact attention: the op, and the forward operations of one head.
+# What a head may compute beside exact attention, by its options: the op, and the forward operations of one head.
 _OPS: dict[type[Options], tuple[Callable[..., Any], Callable[..., float]]] = {
     VMonarchOptions: (vmonarch_attention, vmonarch_flops),
     TwoResolutionOptions: (two_resolution_attention, two_resolution_flops),
@@ -43,7 +43,7 @@ _OPS: dict[type[Options], tuple[Callable[..., Any], Callable[..., float]]] = {
 
 
 def parse_method(name: str, options: Any) -> Options | None:
-    """The options of a method of a plan; None for exact attention.
+    """The options of a plan's method; None for exact attention.
 
     Raises:
         TypeError, ValueError: an unknown option, or an unsupported value; the message begins with "plan".
@@ -75,17 +75,17 @@ def method_dict(options: Options | None) -> dict[str, Any] | None:
 def method_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: Options, **arguments: Any
 ) -> Any:
-    """What the op of these options computes; it takes the other arguments, of which `grid` is one."""
+    """Call the op of these options with the other arguments, one of which is `grid`."""
     return _OPS[type(options)][0](query, key, value, options=options, **arguments)
 
 
 def plan_names() -> list[str]:
-    """Names of the plans that ship in `configs/plans/`: of the embedded model."""
+    """Names of the plans in `configs/plans/`, which are for the embedded model."""
     return sorted(path.stem for path in _SHIPPED.glob("*.json"))
 
 
 def plan_file(plan: str | Path) -> Path:
-    """The file of a plan: one that ships, by its name, or a path."""
+    """The file of a plan, given by the name of a shipped one or by its path."""
     return _SHIPPED / f"{plan}.json" if str(plan) in plan_names() else Path(plan).expanduser()
 
 
@@ -96,7 +96,7 @@ def method_flops(options: Options | None, grid: LatentGrid, head_dim: int) -> fl
 
 @dataclass(frozen=True)
 class AttentionPlan:
-    """What every head of every layer computes, as `vmonarch calibrate` plans it.
+    """What every head of every layer computes; `vmonarch calibrate` makes such plans.
 
     Args:
         methods: options by name, or mappings of them; None for exact attention.
@@ -104,8 +104,8 @@ class AttentionPlan:
         about: how the plan was made.
 
     Raises:
-        TypeError, ValueError: a method is not as described, a head names one that is not there, or layers have
-            different numbers of heads.
+        TypeError, ValueError: a method is not as described, a head names an unknown method, or layers have different
+            numbers of heads.
     """
 
     methods: Mapping[str, Options | None]
@@ -131,7 +131,7 @@ class AttentionPlan:
 
     @classmethod
     def parse(cls, plan: object) -> AttentionPlan:
-        """A plan from itself, from what its JSON holds, from the path of that file, or the name of one that ships.
+        """A plan from a plan, from the contents of its JSON, from the path of that file, or from a shipped one's name.
 
         Raises:
             TypeError, ValueError: it is none of these, the file cannot be read or does not hold a plan.
@@ -160,7 +160,7 @@ class AttentionPlan:
         }
 
     def save(self, path: str | Path) -> None:
-        """Write the JSON, whole or not at all; a file that is there is replaced."""
+        """Write the JSON, whole or not at all; an existing file is replaced."""
         write_json(Path(path).expanduser(), self.to_dict())
 
     def heads_of(self, component: str, layer: int, layers: int, heads: int) -> tuple[str, ...]:

@@ -16,9 +16,9 @@ from vmonarch.grid import LatentGrid
 from vmonarch.options import FirstOrderOptions, TwoResolutionOptions, VMonarchOptions
 from vmonarch.plan import AttentionPlan
 
-# Of a video that took as long as with full attention (docs/benchmarks/eval-proxy.json: 61×192×320).
+# A video of this size took as long as with full attention (docs/benchmarks/eval-proxy.json: 61×192×320).
 _TOO_FEW_TOKENS = 3840
-# Up to this number of layers of a plan that differ, torch.compile makes a graph for each; beyond it, one for all.
+# For up to this many different layers of a plan, torch.compile makes a graph each; beyond it, one for all.
 _LAYERS_INLINE = 4
 
 
@@ -29,19 +29,19 @@ class VMonarchProcessor(VideoAttentionProcessor, VMonarchOptions):
     Cross-attention, with text or with an image, stays exact.
 
     Args:
-        bias: None, or a low-rank bias that every logit gets, as in `FlashBiasProcessor`.
-        plan: None, or what every head of every layer computes: an `AttentionPlan`, the path of its JSON, what that
-            holds, or the name of one that ships (of the embedded model: `embedded-1.00`, …). It decides `bias`
-            and `options`, which must be left at their defaults. Needs `vmonarch.apply`.
+        bias: None, or a low-rank bias on every logit, as in `FlashBiasProcessor`.
+        plan: None, or what every head of every layer computes: an `AttentionPlan`, the path of its JSON, the contents
+            of that, or the name of a shipped one (for the embedded model: `embedded-1.00`, …). `bias` and `options`
+            must be left at their defaults, because the plan decides them. Needs `vmonarch.apply`.
         dense_steps: denoising steps computed with exact attention: the first n (int), the first fraction, rounded up
             (float), or a collection of step indices. Needs `vmonarch.apply(pipe, …)`.
         dense_layers: transformer blocks that keep their own processor, given like `dense_steps`; VACE's control blocks
             follow the block that they feed. Needs `vmonarch.apply`.
-        refresh: None, or when attention is exact and renews the residual, exact minus VMonarch attention, that is added
-            to VMonarch attention in all other steps: the number of such steps (int), a fraction (float), a collection
-            of step indices, or a `vmonarch.Refresh`, which also takes a tolerance. For inference. Needs
+        refresh: None, or the steps in which attention is exact and renews the residual, exact minus VMonarch attention,
+            which all other steps add to VMonarch attention: a number (int), a fraction (float) or a collection of
+            steps, or a `vmonarch.Refresh`, which also takes a tolerance. For inference. Needs
             `vmonarch.apply(pipe, …)`.
-        grid: (frames, height, width) in tokens; None to learn it from the transformer, call by call.
+        grid: (frames, height, width) in tokens; None to read it from every call of the transformer.
         implementation: as in `vmonarch_attention`.
         **options: the `VMonarchOptions` by name: num_iterations, exact, coarse, …
 
@@ -75,7 +75,7 @@ class VMonarchProcessor(VideoAttentionProcessor, VMonarchOptions):
                 options.check_grid(grid)
 
     def warn_of_size(self, grid: LatentGrid) -> None:
-        # Steps that are predicted make any video faster.
+        # Predicted steps make any video faster.
         if grid.tokens <= _TOO_FEW_TOKENS and (self.refresh is None or self.refresh.cache is None):
             warnings.warn(
                 f"videos of {grid.tokens} tokens are too small for VMonarch to make them faster: with"
@@ -114,7 +114,7 @@ class FlashBiasProcessor(VideoAttentionProcessor):
     Args:
         bias: a pair of tensors (query_factor, key_factor), each [1, S, H or 1, R], for the one grid that they fit; or a
             callable that makes such a pair for a `LatentGrid`, for example `vmonarch.bias.SpatioTemporalDecay(heads)`
-            or any module. All layers share it; what it learns is saved by its owner.
+            or any module. All layers share it; its owner saves what it learns.
         dense_steps, dense_layers, grid: as in `VMonarchProcessor`.
         implementation: as in `flash_bias_attention`.
 
@@ -153,9 +153,9 @@ class TwoResolutionProcessor(VideoAttentionProcessor, TwoResolutionOptions):
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class FirstOrderProcessor(VideoAttentionProcessor, FirstOrderOptions):
-    """Attention to the first order around mean queries (`first_order_attention`), in all heads: for comparisons.
+    """Attention to the first order around mean queries (`first_order_attention`) in all heads, for comparisons.
 
-    Plans give it to the heads that it is for. Cross-attention, with text or with an image, stays exact.
+    Plans use it for the heads that it suits. Cross-attention, with text or with an image, stays exact.
 
     Args:
         dense_steps, dense_layers, refresh, grid: as in `VMonarchProcessor`.
@@ -170,8 +170,8 @@ class FirstOrderProcessor(VideoAttentionProcessor, FirstOrderOptions):
 
 
 def presets() -> dict[str, str]:
-    """The presets that `vmonarch.apply(pipe, NAME)` takes, each with a line on it."""
-    # Of the methods in `configs/attention.yaml`, those to choose from; the others are controls and parts of studies.
+    """The presets that `vmonarch.apply(pipe, NAME)` takes, each with a one-line description."""
+    # The other methods in `configs/attention.yaml` are controls and parts of studies.
     return {
         "near-lossless": "exact attention where this video needs it, the closest to full attention",
         "fast": "exact attention in fewer steps, faster and less close",

@@ -1,7 +1,7 @@
-"""Which denoising steps are exact or computed at all: chosen beforehand, or where a measured error asks for one.
+"""Which denoising steps are exact, and which are computed at all: chosen beforehand, or by measured errors.
 
-An exact step measures for nothing how wrong residual sharing was: with the exact output o, the approximate one a and
-the residual r of the last exact step, the error of a layer is
+An exact step also measures, at no extra cost, how wrong residual sharing was. With the exact output o, the approximate
+output a and the residual r of the last exact step, the error of a layer is
 
     e = ‖o − (a + r)‖ / ‖o‖.
 
@@ -9,8 +9,8 @@ Its mean over layers and guidance branches grows about evenly with the change of
 step. The next exact step is the last one before which it stays below the tolerance, like the step size of a solver for
 differential equations. One decision holds for all layers, guidance branches and videos of a batch.
 
-In the same way a step that is computed measures how wrong it would have been to predict the model's output, along the
-line through the last two computed ones, and steps are predicted as long as that error stays below another tolerance.
+In the same way a computed step measures the error of predicting the model's output along the line through the last two
+computed outputs. Steps are predicted as long as that error stays below another tolerance.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from torch.utils import _pytree as pytree
 from vmonarch.configs import Settings, build, choice, naming_the_option, number
 from vmonarch.validation import check_dense, is_dense
 
-# This share of the steps at the start decides the video's layout. With a tolerance it is exact throughout.
+# The first steps, this share of them, decide the video's layout. With a tolerance all of them are exact.
 START = 0.12
-# How much longer than the last interval between two exact steps the next may be.
+# The next interval between two exact steps may be at most this many times as long as the last.
 GROWTH = 2
 
 
@@ -43,23 +43,23 @@ def spaced_steps(count: int, steps: int) -> tuple[int, ...]:
 
 @dataclasses.dataclass(frozen=True)
 class Refresh(Settings):
-    """Which denoising steps are computed with exact attention and renew the residual, and how that is kept.
+    """Which denoising steps compute exact attention and renew the residual, and how the residual is kept.
 
     Args:
-        steps: how many (int), which fraction, rounded up (float), both spaced by `spaced_steps`; or a collection of
+        steps: a number (int) or fraction (float, rounded up) of steps, spaced by `spaced_steps`; or a collection of
             step indices. None with a tolerance.
-        offload: keep them in the host's pinned memory, from where they come back one layer ahead. On a GPU only.
-        tolerance: how large the error of residual sharing may become before attention is exact again, of the size of
-            exact attention's output: 0.1 for 10 %. The steps follow from the errors measured; see `Schedule`.
+        offload: keep residuals in the host's pinned memory and bring them back one layer ahead. On a GPU only.
+        tolerance: the largest error of residual sharing, relative to exact attention's output (0.1 is 10 %), before
+            attention is exact again. The steps follow from the errors measured; see `Schedule`.
         at_most: with a tolerance, the number (int) or fraction (float) of steps that may be exact.
-        cache: how large the error of the transformer's predicted output may become before it is computed again, of the
-            size of that output: 0.1 for 10 %. None: every step is computed. A step that a tolerance makes exact is
-            computed in any case, and one of `steps` that is predicted leaves it to the next.
-        precision: of exact attention: None, that of the model; or "int8", products of eight bits (`int8_attention`) in
-            all steps but the first 12 %. Dense steps and layers have that of the model.
+        cache: the largest error of the transformer's predicted output, relative to that output (0.1 is 10 %), before
+            it is computed again. None: every step is computed. A step that a tolerance makes exact is always computed;
+            if one of `steps` is predicted, the next computed step is exact instead.
+        precision: of exact attention: None, the model's own; or "int8", products of eight bits (`int8_attention`) in
+            all steps but the first 12 %. Dense steps and layers keep the model's own.
 
-    A step in which a layer has no residual is exact in any case: the first, the first of the second transformer in a
-    pipeline of two, and the first after one that a cache has skipped.
+    A step in which a layer has no residual is always exact: the first step, the second transformer's first step, and
+    the first step after one that a cache has skipped.
 
     Raises:
         InputError, TypeError, ValueError: an option has an unsupported value.
@@ -98,12 +98,12 @@ class Refresh(Settings):
 
     @property
     def decides(self) -> bool:
-        """Whether errors measured in a run decide what its steps are."""
+        """Whether errors measured in a run decide about its steps."""
         return self.tolerance is not None or self.cache is not None
 
     @classmethod
     def parse(cls, refresh: object) -> Refresh | None:
-        """What an option `refresh` stands for: None, a `Refresh`, a mapping of its arguments, or its `steps`.
+        """The option `refresh` from None, a `Refresh`, a mapping of its arguments, or its `steps`.
 
         Raises:
             TypeError, ValueError: it is none of these, or has an unsupported value.
@@ -113,7 +113,7 @@ class Refresh(Settings):
         return refresh if refresh is None or isinstance(refresh, Refresh) else cls(refresh)
 
     def schedule(self, steps: int) -> tuple[int, ...]:
-        """The steps of a run of `steps` that refresh; with a tolerance, the i-th exact step is no earlier than these.
+        """The exact steps of a run of `steps`; with a tolerance, the earliest step that the i-th exact one may be.
 
         Raises:
             ValueError: there are fewer steps than asked for.
@@ -127,25 +127,25 @@ class Refresh(Settings):
 
 @dataclasses.dataclass
 class Schedule:
-    """What the steps of one run of a transformer are.
+    """What each step of a transformer's run computes.
 
     Args:
         refresh: the option.
-        steps: N, of the run.
+        steps: N, number of steps of the run.
         times: [N], how far the noise has changed before each step, in any unit; only a tolerance or a cache needs them.
-        spent: exact steps of other transformers in the same denoising loop.
+        spent: number of exact steps of other transformers in the same denoising loop.
 
     Attributes:
-        step: of the latest call.
-        due: the latest exact step; residuals of earlier ones are not used.
-        exact: the steps that were exact, with the error of residual sharing; None where there was no residual to
-            measure it by, and without a tolerance.
+        step: that of the latest call.
+        due: the latest exact step; residuals of earlier steps are not used.
+        exact: the exact steps, with the error of residual sharing; None where there was no residual to measure it, and
+            without a tolerance.
         computed: whether a layer has computed exact attention in this step.
-        renewals: those of them that compute approximate attention, too, for a residual.
-        forward: the steps in which the transformer was computed, with the error of predicting its output; None where
-            there were no two outputs to predict it from, and without a cache.
-        predicted: the steps in which its output was predicted.
-        held: whether `at_most` may have let the error grow beyond the tolerance; where none was measured, it may.
+        renewals: the exact steps that also compute approximate attention, for a residual.
+        forward: the steps that computed the transformer, with the error of predicting its output; None where two
+            outputs to predict it from were missing, and without a cache.
+        predicted: the steps that predicted the output.
+        held: whether `at_most` may have let the error grow beyond the tolerance; true also where none was measured.
     """
 
     refresh: Refresh
@@ -163,7 +163,7 @@ class Schedule:
     _earliest: tuple[int, ...] = dataclasses.field(init=False)
     _next: int = 0
     _next_forward: int = 0
-    # Whether the next exact step comes later than wanted.
+    # Whether the next exact step comes later than the error asks for.
     _waited: bool = False
     _errors: list[_Error] = dataclasses.field(default_factory=list)
     _forward_errors: list[_Error] = dataclasses.field(default_factory=list)
@@ -172,7 +172,7 @@ class Schedule:
         self._earliest = self.refresh.schedule(self.steps)
 
     def enter(self, step: int) -> None:
-        """A forward call begins in this step. It waits for the GPU after a step that has measured an error."""
+        """Begin a forward call in this step. After a step that has measured an error, this waits for the GPU."""
         if step == self.step:
             return
         self.read()
@@ -181,10 +181,10 @@ class Schedule:
         if self.step in self.exact and self.computed:
             self._next = self._following(self.exact[self.step])
         elif self.step in self.exact:
-            # A cache of diffusers has skipped it, or it was dense, so that it is still due.
+            # A cache of diffusers has skipped it, or it was dense; the exact step is still due.
             del self.exact[self.step]
         if self.step in self.forward and (tolerance := self.refresh.cache) is not None:
-            # Nothing after the last step corrects it.
+            # No later step corrects the last one.
             self._next_forward = min(self._last_below(tolerance, self.forward), self.steps - 1)
         self.step, self.computed = step, False
         exact = step >= self._next
@@ -194,29 +194,29 @@ class Schedule:
                 self.due, self.exact[step] = step, None
 
     def compute(self) -> None:
-        """A call of a step that is predicted is computed, so that its branch cannot go on: all of them begin anew."""
+        """Note that a call of a predicted step was computed: its branch has no line, and all branches begin anew."""
         if self.step not in self.forward:
             self.forward[self.step], self._next_forward = None, self.step + 1
 
     @property
     def kept(self) -> bool:
-        """Whether a residual of this step is of use: the next one adds it, or measures how wrong it is."""
+        """Whether a residual of this step is of use: the next step adds it, or measures its error."""
         following = self.step + 1
         if self.refresh.tolerance is None:
             return following < self.steps and following not in self._earliest
         return following < self.steps and (following >= self._start - 1 or following < self._soonest)
 
     def measured(self, error: torch.Tensor) -> None:
-        """A forward call in this step has found this error of residual sharing; a number on any device."""
+        """Note the error of residual sharing in a forward call of this step; a number on any device."""
         if self.due == self.step:
             self._errors.append(_Error(error))
 
     def measured_forward(self, error: torch.Tensor) -> None:
-        """A forward call in this step has found this error of predicting its output; a number on any device."""
+        """Note the error of predicting the output of a forward call in this step; a number on any device."""
         self._forward_errors.append(_Error(error))
 
     def precision(self, step: int) -> str | None:
-        """Of exact attention in a step: None for that of the model."""
+        """The precision of exact attention in a step; None for the model's own."""
         return self.refresh.precision if step >= self._start else None
 
     @property
@@ -225,29 +225,29 @@ class Schedule:
 
     @property
     def _soonest(self) -> int:
-        """The first step in which `at_most` allows the next exact one."""
+        """The earliest step that `at_most` allows for the next exact one."""
         count = self.spent + len(self.exact)
         return self._earliest[count] if count < len(self._earliest) else self.steps
 
     def read(self) -> None:
-        """Note the mean errors of the forward calls of this step, if there are any: waits for the GPU."""
-        # Copies: a report of another thread may come amid a step.
+        """Note the mean errors of this step's forward calls, if there are any. This waits for the GPU."""
+        # Copies, because another thread may report in the middle of a step.
         for errors, found in (([*self._errors], self.exact), ([*self._forward_errors], self.forward)):
             if errors:
                 found[self.step] = sum(error.read() for error in errors) / len(errors)
 
     def _stays_below(self, tolerance: float, found: Mapping[int, float | None], following: int) -> bool:
-        """Whether the error just before a step will be below the tolerance, by the last one that was measured."""
+        """Whether the error just before a step will be below the tolerance, extrapolated from the last one measured."""
         last, step = list(found)[-2:]
         change = lambda start, end: self.times[min(end, self.steps - 1)] - self.times[start]
-        # A NaN is no small one.
+        # False for NaN.
         return found[step] / max(change(last, step), 1e-9) * change(step, following) <= tolerance
 
     def _last_below(self, tolerance: float, found: Mapping[int, float | None]) -> int:
-        """The last step before which the error stays below the tolerance: the next one where none has been measured.
+        """The last step before which the error stays below the tolerance; the next step if none has been measured.
 
         Args:
-            found: the steps that have measured it so far, this one last.
+            found: the errors measured so far, by step; this step is the last.
         """
         step, following = self.step, self.step + 1
         if following < self._start or found[step] is None or len(found) < 2:
@@ -274,9 +274,9 @@ class Schedule:
 
 
 class _Error:
-    """A number that a GPU is still computing: it is on its way to the host from now on.
+    """A number that a GPU may still be computing, and its asynchronous copy to the host.
 
-    Whoever reads it, in whatever thread and stream, waits for it alone, and a CUDA graph may write over the tensor.
+    A reader in any thread and stream waits for this copy alone, and a CUDA graph may overwrite the tensor.
     """
 
     def __init__(self, value: torch.Tensor) -> None:
@@ -299,10 +299,10 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
 
 @dataclasses.dataclass
 class Line:
-    """Through the latest two outputs that were computed, each of tensors [B, …] in tuples or mappings.
+    """The line through the last two computed outputs, each of tensors [B, …] in tuples or mappings.
 
     Attributes:
-        outputs: (step, time, output) of them.
+        outputs: (step, time, output) of the two.
     """
 
     outputs: list[tuple[int, float, Any]] = dataclasses.field(default_factory=list)
@@ -315,7 +315,7 @@ class Line:
         return pytree.tree_map(between, first, second)
 
     def error(self, time: float, output: Any) -> torch.Tensor:
-        """‖computed − predicted‖ / ‖computed‖ at a time, of the worst sample of the worst tensor: a number."""
+        """‖computed − predicted‖ / ‖computed‖ at a time, for the worst sample of the worst tensor: a number."""
         errors = []
         for computed, predicted in zip(tensors_in(output), tensors_in(self.at(time)), strict=True):
             change, size = computed.float() - predicted.float(), computed.float()
@@ -323,6 +323,6 @@ class Line:
         return torch.stack([error.to(errors[0].device) for error in errors]).max()
 
     def add(self, step: int, time: float, output: Any) -> None:
-        """Go on with an output that was computed; a copy, because whoever gets it may write to it."""
+        """Add a computed output, as a copy, because its receiver may write to it."""
         kept = pytree.tree_map(lambda x: x.clone() if isinstance(x, torch.Tensor) else x, output)
         self.outputs = [*self.outputs[-1:], (step, time, kept)]

@@ -19,7 +19,7 @@ from vmonarch.own import ours_of
 from vmonarch.plan import method_flops
 from vmonarch.validation import is_dense
 
-# Where the model's config tells none; of most methods the share of FLOPs does not depend on it.
+# For models whose config does not give it. Most methods' share of FLOPs does not depend on it.
 _HEAD_DIM = 128
 
 
@@ -30,14 +30,14 @@ class Report:
     Args:
         method: the processor, with the options that are not the defaults.
         grid: the latent grid, (frames, height, width) in tokens; None before the first call.
-        steps: how many denoising steps there were; None where no option needs to know them.
-        exact: the steps of exact attention, with the error of residual sharing measured there, of the size of exact
+        steps: number of denoising steps; None where no option needs it.
+        exact: the steps of exact attention, with the error of residual sharing measured there, relative to exact
             attention's output; None where none was measured.
-        eight_bits: those of them that were computed in eight bits; None where `refresh.precision` does not ask for it.
-        predicted: the steps in which `refresh.cache` predicted the transformer's output.
-        forward: the computed steps that measured how wrong that would have been, with the error, of the output's size.
+        eight_bits: the exact steps in eight bits; None where `refresh.precision` does not ask for them.
+        predicted: the steps whose output `refresh.cache` predicted.
+        forward: the computed steps that measured the error of a prediction, with that error, relative to the output.
         work: attention FLOPs over those of full attention; None where they depend on the data or no call was made.
-        residual_bytes: memory of the residuals, of all guidance branches.
+        residual_bytes: memory of the residuals of all guidance branches.
     """
 
     method: str
@@ -51,7 +51,7 @@ class Report:
     residual_bytes: int
 
     def to_dict(self) -> dict[str, Any]:
-        """It as values for JSON; steps with their errors as lists of [step, error]."""
+        """The report as JSON values; steps with their errors become lists of [step, error]."""
         pairs = {name: [list(pair) for pair in getattr(self, name).items()] for name in ("exact", "forward")}
         return dataclasses.asdict(self) | pairs
 
@@ -84,12 +84,12 @@ def report(pipe_or_transformer: Any) -> Report:
         raise ValueError("no processor is applied: stock attention has no report, and vmonarch.restore ends ours")
     spec, *_ = specs = [record.processor for record in applied.values()]
     grid = next((record.grid for record in applied.values() if record.grid is not None), None)
-    # The transformers of a pipeline share what they keep, unless they got their processors one by one.
+    # The transformers of a pipeline share one `ResidualSharing`, unless they got their processors one by one.
     sharings = dict.fromkeys(record.sharing for record in applied.values() if record.sharing is not None)
     runs = [run for sharing in sharings for run in sharing.runs if run.transformer() in applied]
     if isinstance(pipe_or_transformer, torch.nn.Module):
         pipe_or_transformer = next((run.pipeline() for run in reversed(runs)), None)
-    # Others may have the same transformer.
+    # Other pipelines may have the same transformer.
     runs = [run for run in runs if run.pipeline() is pipe_or_transformer]
     for run in runs:
         run.read()
@@ -100,7 +100,7 @@ def report(pipe_or_transformer: Any) -> Report:
     eight_bits = {step for run in runs for step in run.exact if run.precision(step)} - exact.keys()
     exact |= {step: error for run in runs for step, error in run.exact.items()}
     predicted = tuple(sorted(step for run in runs for step in run.predicted))
-    # Without runs all steps count; a run begins with an exact one. Renewals compute approximate attention, too.
+    # Without runs all steps count. A run begins with an exact step. Renewals also compute approximate attention.
     of_run = lambda run: range(min(run.exact, default=0), run.step + 1)
     ran = set(range(steps)) if not sharings else {step for run in runs for step in of_run(run)}
     done, rough = max(ran, default=-1) + 1, len(ran - {*exact, *predicted})
@@ -136,7 +136,7 @@ def _shares(transformer: Any, grid: LatentGrid | None) -> Iterator[float | None]
 
 
 def _share(element: Any, grid: LatentGrid | None, head_dim: int) -> float | None:
-    """Its FLOPs over those of exact attention; None where they are not known."""
+    """FLOPs of an element over those of exact attention; None where they are not known."""
     if isinstance(element, Exact):
         return 1.0
     flops = partial(method_flops, element.options) if isinstance(element, Op) else getattr(element, "flops", None)
@@ -145,6 +145,6 @@ def _share(element: Any, grid: LatentGrid | None, head_dim: int) -> float | None
 
 
 def _ranges(numbers: Collection[int]) -> str:
-    """Numbers in increasing order, those that follow each other as first–last."""
+    """Numbers in increasing order, consecutive ones as first–last."""
     runs = ([n for _, n in run] for _, run in groupby(enumerate(sorted(numbers)), lambda pair: pair[1] - pair[0]))
     return ", ".join(f"{run[0]}–{run[-1]}" if run[1:] else f"{run[0]}" for run in runs)

@@ -1,11 +1,11 @@
-"""Installed versions: vmonarch's, and whether others are those that it needs by the metadata, from pyproject.toml."""
+"""Installed versions: vmonarch's own, and whether others satisfy its metadata, which comes from pyproject.toml."""
 
 from __future__ import annotations
 
 import functools
 import importlib.metadata
 
-# Of a checkout that was never installed.
+# The version of a checkout that was never installed.
 _UNKNOWN = "0+unknown"
 try:
     # An installation takes it from the repository's tag.
@@ -13,19 +13,19 @@ try:
 except importlib.metadata.PackageNotFoundError:
     __version__ = _UNKNOWN
 
-# Whose private parts vmonarch uses, or whose other versions compute other things.
+# vmonarch uses private parts of these, or other versions of them compute something else.
 CHECKED = ("torch", "triton", "diffusers")
 
 
 class UnsupportedVersion(ImportError):
-    """A version is installed that vmonarch cannot use."""
+    """An installed version is one that vmonarch cannot use."""
 
 
 @functools.cache
 def unsupported_versions() -> dict[str, str]:
-    """By distribution, a sentence on a version that vmonarch does not support; nothing is imported.
+    """By distribution, a sentence on its version if vmonarch does not support that; imports nothing.
 
-    What is not installed counts as supported: its import tells.
+    A missing distribution counts as supported: its import fails anyway.
     """
     from packaging.requirements import Requirement
     from packaging.version import Version
@@ -47,10 +47,10 @@ def unsupported_versions() -> dict[str, str]:
 
 
 def check_versions() -> None:
-    """Check the versions, before what needs them is imported.
+    """Check the versions before anything that needs them is imported.
 
     Raises:
-        UnsupportedVersion: vmonarch needs others.
+        UnsupportedVersion: vmonarch needs other versions.
     """
     if found := unsupported_versions():
         raise UnsupportedVersion("; ".join(found.values()))

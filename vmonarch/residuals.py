@@ -28,15 +28,15 @@ from vmonarch.own import ours_of
 from vmonarch.refresh import Line, Refresh, Schedule, tensors_in
 from vmonarch.steps import DenoisingStep, denoising_step, noise_changes
 
-# What errors tell to use in its place, by the name of a preset too: "near-lossless" is the default.
+# What errors suggest instead, also by the name of a preset, because "near-lossless" is the default.
 NO_REFRESH = 'use refresh=None, or the preset "vmonarch", which has none'
 NO_GRAPH = "refresh looks for the pipeline; compile_repeated_blocks leaves that out"
-# Steps that a guidance branch may sit out and still find its residual.
+# Steps that a guidance branch may skip and still find its residual.
 _IDLE_STEPS = 2
 
 
 class _Kept(NamedTuple):
-    """A residual, the step in which it was made, and the GPU to which it comes back if it is in the host's memory."""
+    """A residual, the step that made it, and, if it lies in the host's memory, the GPU that it returns to."""
 
     step: int
     residual: Residual
@@ -44,13 +44,13 @@ class _Kept(NamedTuple):
 
 
 class _Arriving(NamedTuple):
-    """A residual on its way to the GPU, and what tells that it is there."""
+    """A residual on its way to the GPU, and the event of its arrival."""
 
     residual: Residual
     event: torch.cuda.Event
 
     def wait(self) -> Residual:
-        """The residual, for the current stream, which waits for it; the host does not."""
+        """The residual; the current stream waits for it, the host does not."""
         for x in self.residual:
             stream = torch.cuda.current_stream(x.device)
             stream.wait_event(self.event)
@@ -60,12 +60,12 @@ class _Arriving(NamedTuple):
 
 @functools.cache
 def _copying(gpu: torch.device) -> torch.cuda.Stream:
-    """The stream of copies to the host's pinned memory and back, in their order, beside what the GPU computes."""
+    """The stream for copies to the host's pinned memory and back, which run in order beside the computation."""
     return torch.cuda.Stream(gpu)
 
 
 def _to_host(residual: Residual, place: Residual | None) -> Residual:
-    """A copy in the host's memory: at a place that an earlier residual of this shape leaves, or a new one."""
+    """A copy in the host's memory, in place of an earlier residual of this shape or in new memory."""
     gpu = residual.values.device
     stream = _copying(gpu)
     if place is None:
@@ -87,20 +87,20 @@ def _to_gpu(residual: Residual, gpu: torch.device) -> _Arriving:
 
 @dataclasses.dataclass(kw_only=True)
 class Branch:
-    """The calls of a transformer in one run that differ in nothing but step and latents, and their residuals.
+    """The calls of a transformer in one run that differ in step and latents alone, and their residuals.
 
     Args:
-        schedule: of the run, which all its branches share.
-        devices: of each layer that keeps a residual.
+        schedule: that of the run, shared by all its branches.
+        devices: those of the layers that keep a residual.
         residuals: by layer, in the order of layers; see `layer_of`.
         calls: how often each layer has attended in the latest call.
-        arriving: those that are on their way from the host.
-        errors: of the layers in this call, squared: [2, B] each, as `renew_residual` measures them.
-        group: of the ranks that each compute some heads; None where this process computes all.
+        arriving: residuals on their way from the host.
+        errors: squared errors of the layers in this call: [2, B] each, as `renew_residual` measures them.
+        group: the ranks that each compute some heads; None where this process computes all.
         lines: through the transformer's outputs, one for each evaluation in a step: samplers of ComfyUI have several.
-        line: of this evaluation.
-        time: how far the noise has changed by now.
-        foretold: whether the output of this call is predicted; None where the transformer's forward has not asked yet.
+        line: that of this evaluation.
+        time: how far the noise has changed so far.
+        foretold: whether the output of this call is predicted; None until the transformer's forward has asked.
     """
 
     schedule: Schedule
@@ -122,15 +122,15 @@ class Branch:
 
     @property
     def residual_bytes(self) -> int:
-        """Memory of the residuals that there are now."""
+        """Memory that the residuals take now."""
         tensors = (tensor for kept in self.residuals.values() for tensor in kept.residual)
         return sum(tensor.nbytes for tensor in tensors)
 
     def begin_call(self, step: int, time: float, evaluation: int = 0) -> None:
-        """A forward call begins in this step; what its first layer needs is on its way from the host then.
+        """Begin a forward call in this step, and begin to fetch its first layer's residual from the host.
 
         Args:
-            time: how far the noise has changed by now. evaluation: of those in a step, which one it is.
+            time: how far the noise has changed so far. evaluation: its index among those of the step.
         """
         self.schedule.enter(step)
         self.time, self.line, self.foretold = time, self.lines.setdefault(evaluation, Line()), None
@@ -140,7 +140,7 @@ class Branch:
         self._fetch(next(iter(self.residuals), None))
 
     def end_call(self) -> None:
-        """A forward call is over: its error is that of the worst sample, in the mean of its layers."""
+        """End a forward call. Its error is the mean over layers, of the worst sample."""
         if self.errors:
             sums = torch.stack([error.to(self.errors[0].device) for error in self.errors])
             if self.group is not None:
@@ -150,7 +150,7 @@ class Branch:
 
     @torch.compiler.disable(reason=NO_GRAPH)
     def predicted(self, dense: bool) -> Any:
-        """The transformer's output of this call; None where it is to be computed."""
+        """The predicted output of this call; None if it must be computed."""
         schedule = self.schedule
         self.foretold = not dense and schedule.step not in schedule.forward and self._goes_on
         if not self.foretold:
@@ -162,15 +162,15 @@ class Branch:
 
     @property
     def _goes_on(self) -> bool:
-        """Whether the line goes through the outputs of the run's latest two computed steps."""
+        """Whether the line goes through the outputs of the run's last two computed steps."""
         before = [step for step in self.schedule.forward if step < self.schedule.step]
         return [step for step, *_ in self.line.outputs] == before[-2:] and len(before) > 1
 
     @torch.compiler.disable(reason=NO_GRAPH)
     def keep_output(self, output: Any) -> None:
-        """Keep the output of a call that was computed, and measure how wrong it would have been to predict it."""
+        """Keep the output of a computed call, and measure the error that a prediction would have had."""
         if self.schedule.refresh.cache is None or self.schedule.step not in self.schedule.forward:
-            # Nothing is predicted, or this call was dense, beside others that are.
+            # Nothing is predicted, or this call was dense while others are predicted.
             return
         if self._goes_on:
             error = self.line.error(self.time, output)
@@ -186,7 +186,7 @@ class Branch:
         self.lines, self.line = {}, Line()
 
     def layer_of(self, layer: Any, samples: int) -> Any:
-        """What tells the residuals of a layer that attends now with so many samples from others.
+        """The key of the residual for a layer that now attends with so many samples.
 
         FasterCache leaves half of a batch out of some steps, and the samples of Mochi attend one by one.
         """
@@ -194,17 +194,17 @@ class Branch:
         return layer, samples, self.calls[layer]
 
     def residual_of(self, layer: Any) -> Residual | None:
-        """What the layer's approximate attention lacks in this step; None where that is to be computed."""
+        """What the layer's approximate attention lacks in this step; None if the step must be exact."""
         kept = self.residuals.get(layer)
         if kept is None or kept.step < self.schedule.due:
             return None
         return self._take(layer, kept)
 
     def renew(self, layer: Any, exact: torch.Tensor, approximate: Callable[[], torch.Tensor], by: str) -> None:
-        """Keep what approximate attention lacks in this step, if it is of use later, and measure the last one's error.
+        """Measure the last residual's error, and keep what approximate attention lacks in this step if it is of use.
 
         Args:
-            exact: attention of the layer, [B, S, H, E]; `approximate` computes what comes near to it.
+            exact: exact attention of the layer, [B, S, H, E]; `approximate` computes the approximation.
             by: the implementation.
         """
         schedule, kept = self.schedule, self.residuals.get(layer)
@@ -221,7 +221,7 @@ class Branch:
             self._check_memory(exact)
             residual = attention_residual(exact, approximate(), implementation=by)
         gpu = exact.device if self._offloads(exact.device) else None
-        # In the host's memory, in place of the layer's last one.
+        # In the host's memory it replaces the layer's last residual.
         place = None if kept is None else kept.residual
         self.residuals[layer] = _Kept(schedule.step, residual if gpu is None else _to_host(residual, place), gpu)
 
@@ -229,16 +229,16 @@ class Branch:
         return self.schedule.refresh.offload and device.type == "cuda"
 
     def _check_memory(self, out: torch.Tensor) -> None:
-        """Check, with the first residual of a branch on a device, that there is memory for those of all its layers.
+        """Check, with the first residual of a branch on a device, that the residuals of all its layers fit.
 
         Raises:
-            torch.OutOfMemoryError: there is not.
+            torch.OutOfMemoryError: they do not.
         """
         first = all(kept.residual.values.device != out.device for kept in self.residuals.values())
         free = _free_bytes(out.device) if first and not self._offloads(out.device) else None
         if free is None:
             return
-        # Offloaded layers come to the device where the others are.
+        # Offloaded layers move to the device of the others.
         layers = sum(device == out.device or device.type != out.device.type for device in self.devices)
         needed = layers * residual_bytes(*out.shape)
         if needed > free:
@@ -248,7 +248,7 @@ class Branch:
             )
 
     def _fetch(self, layer: Any) -> None:
-        """Begin to bring back what the layer needs, if that is in the host's memory and not on its way."""
+        """Begin to copy the layer's residual from the host's memory, unless it is here or on its way."""
         kept, schedule = self.residuals.get(layer), self.schedule
         if kept is None or kept.gpu is None or layer in self.arriving:
             return
@@ -256,7 +256,7 @@ class Branch:
             self.arriving[layer] = _to_gpu(kept.residual, kept.gpu)
 
     def _take(self, layer: Any, kept: _Kept) -> Residual:
-        """The residual of a layer, where it is needed; that of the next layer is on its way then."""
+        """The residual of a layer, where it is needed. This begins to fetch the next layer's."""
         if kept.gpu is None:
             return kept.residual
         self._fetch(layer)
@@ -269,11 +269,11 @@ class Branch:
 
 @dataclasses.dataclass(kw_only=True)
 class Run(Schedule):
-    """One denoising loop of a pipeline with one transformer; a branch makes one forward call a step in it.
+    """One denoising loop of a pipeline with one transformer; a branch makes one forward call per step in it.
 
     Args:
-        timesteps: of the scheduler, another tensor for each loop.
-        pipeline, transformer: whose it is.
+        timesteps: the scheduler's, another tensor for each loop.
+        pipeline, transformer: those of the loop.
         residual_bytes: the most memory that the residuals of its branches took.
     """
 
@@ -283,19 +283,19 @@ class Run(Schedule):
     residual_bytes: int = 0
 
     def is_of(self, step: DenoisingStep, transformer: torch.nn.Module) -> bool:
-        """Whether that step, in which this transformer is called, belongs to it."""
+        """Whether a step, in which this transformer is called, belongs to the run."""
         return self.timesteps() is step.timesteps and self.transformer() is transformer
 
 
 @dataclasses.dataclass(kw_only=True)
 class PipelineBranch(Branch):
-    """A branch in one run of a pipeline of diffusers, with one call a step.
+    """A branch in one run of a diffusers pipeline, with one call per step.
 
     Args:
-        schedule: the run that it is in.
-        conditioning: what the transformer is called with, without latents and timestep.
-        versions: of the tensors in there, which tell of changes in place.
-        step: of the latest call.
+        schedule: its run.
+        conditioning: the transformer's arguments without latents and timestep.
+        versions: those of its tensors, which reveal changes in place.
+        step: that of the latest call.
     """
 
     schedule: Run
@@ -304,14 +304,14 @@ class PipelineBranch(Branch):
     step: int = -1
 
     def may_go_on(self, step: DenoisingStep, transformer: torch.nn.Module) -> bool:
-        """Whether what the branch holds may be of use in that step, in which this transformer is called, or later."""
+        """Whether a step, in which this transformer is called, or a later one may use what the branch holds."""
         timesteps = self.schedule.timesteps()
         if timesteps is not step.timesteps:
-            # The run of another pipeline goes on, as long as its scheduler has not begun another one.
+            # Another pipeline's run goes on until its scheduler begins a new one.
             pipeline = self.schedule.pipeline()
             return pipeline is not None and pipeline.scheduler.timesteps is timesteps
         if self.schedule.transformer() is not transformer:
-            # A pipeline with two of them goes on to the second for good.
+            # A pipeline with two transformers never returns to the first.
             return self.step == step.step
         return step.step - 1 - _IDLE_STEPS <= self.step <= step.step
 
@@ -328,17 +328,17 @@ class PipelineBranch(Branch):
 
 
 class ResidualSharing:
-    """The residuals of a pipeline's transformers, and what they are used for. A copy holds none.
+    """The residuals of a pipeline's transformers, by run and branch. A copy holds none.
 
-    They belong to a *run*, one denoising loop of one pipeline, and in it to a branch (prompt, negative prompt, both in
-    one batch), which is told by what the transformer is called with. Those of a run are freed in its last step, or,
-    where it ended early, when the next run begins, and by `forget`.
+    A *run* is one denoising loop of one pipeline. A branch of it (prompt, negative prompt, or both in one batch) is
+    recognised by the transformer's arguments. A run's residuals are freed in its last step, by `forget`, or, if it
+    ended early, when the next run begins.
 
     Args:
         refresh: the option.
 
     Attributes:
-        runs: of the latest call of each pipeline, also where its residuals are freed.
+        runs: the latest run of each pipeline, also after its residuals are freed.
     """
 
     def __init__(self, refresh: Refresh) -> None:
@@ -355,10 +355,10 @@ class ResidualSharing:
         """The branch of a forward call that begins.
 
         Args:
-            arguments: of the call, by name.
+            arguments: those of the call, by name.
 
         Raises:
-            RuntimeError: no pipeline has called the transformer, or its scheduler does not tell the step.
+            RuntimeError: no pipeline has called the transformer, or its scheduler does not give the step.
         """
         step = denoising_step(transformer, arguments.get("timestep"), "refresh", NO_REFRESH)
         latents = arguments.get("hidden_states")
@@ -383,13 +383,13 @@ class ResidualSharing:
         return branch
 
     def _run(self, step: DenoisingStep, transformer: torch.nn.Module) -> Run:
-        """The run of a new branch: that of another branch, or a new one, which begins with this step."""
+        """The run of a new branch: another branch's run, or a new one that begins with this step."""
         for branch in self._branches:
             if branch.schedule.is_of(step, transformer):
                 return branch.schedule
         over = lambda run: run.timesteps() is not step.timesteps and run.pipeline() in (None, step.pipeline)
         self.runs = [run for run in self.runs if not over(run)]
-        # To read them is to wait for the GPU.
+        # Reading them waits for the GPU.
         times = noise_changes(step.timesteps[-step.steps :].tolist()) if self.refresh.decides else ()
         spent = sum(len(run.exact) for run in self.runs if run.timesteps() is step.timesteps)
         owners = {"timesteps": step.timesteps, "pipeline": step.pipeline, "transformer": transformer}
@@ -399,7 +399,7 @@ class ResidualSharing:
         return run
 
     def end(self, branch: PipelineBranch) -> None:
-        """The forward call is over: after a run's last one its residuals are freed."""
+        """End the forward call; after the last one of a run, free its residuals."""
         branch.end_call()
         run = branch.schedule
         if run.computed:
@@ -421,7 +421,7 @@ class ResidualSharing:
         self._drop(lambda branch: True)
 
     def _drop(self, over: Callable[[PipelineBranch], bool]) -> None:
-        """Free the residuals of some branches, which a traceback may still hold."""
+        """Free the residuals of some branches, even if a traceback still holds the branches."""
         with self._lock:
             for branch in filter(over, self._branches):
                 branch.free()
@@ -429,13 +429,13 @@ class ResidualSharing:
 
 
 def versions_of(arguments: Mapping[str, Any]) -> list[int]:
-    """Of the tensors in there, which tell of changes in place."""
-    # What inference mode has made has no version.
+    """The versions of the tensors in there, which reveal changes in place."""
+    # Tensors made in inference mode have no version.
     return [0 if tensor.is_inference() else tensor._version for tensor in tensors_in(arguments)]
 
 
 def same_values(expected: Any, given: Any) -> bool:
-    """Whether two values have the same form and equal leaves; tensors that are not the same object are read."""
+    """Whether two values have the same structure and equal leaves; tensors are read unless they are the same object."""
     (leaves, form), (others, other_form) = pytree.tree_flatten(expected), pytree.tree_flatten(given)
     return form == other_form and all(map(_same, leaves, others))
 
@@ -451,7 +451,7 @@ def _same(expected: Any, given: Any) -> bool:
 
 
 def _free_bytes(device: torch.device) -> int | None:
-    """Memory of a GPU that torch can still give out; None of other devices."""
+    """Memory of a GPU that torch can still allocate; None for other devices."""
     if device.type != "cuda":
         return None
     return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)

@@ -12,7 +12,7 @@ IMPLEMENTATIONS = ("auto", "triton", "torch")
 
 
 def plain(value: Any) -> Any:
-    """A number as Python has it, which JSON can hold, in place of NumPy's and torch's; lists as tuples of such."""
+    """Python's own number, which JSON can hold, for one of NumPy or torch; lists become tuples of such."""
     if isinstance(value, (tuple, list)):
         return tuple(map(plain, value))
     # torch.compile of torch 2.11 cannot follow `operator.index` to its error.
@@ -71,12 +71,11 @@ def resolve_scale(scale: object, head_dim: int) -> float:
 
 
 def check_dense(argument: str, dense: object) -> int | float | tuple[int, ...]:
-    """Which steps or layers are computed with exact attention, as `is_dense` takes it; false if none are.
+    """The steps or layers that are computed with exact attention, in the form that `is_dense` takes; false if none are.
 
     Args:
         argument: name of the option, for the errors.
-        dense: the first `dense` of them if an integer, that fraction of them (rounded up, from the first) if a float,
-            exactly those indices if a collection of integers.
+        dense: an integer n for the first n, a float for the first fraction (rounded up), or a collection of indices.
 
     Raises:
         TypeError: `dense` is none of these.
@@ -99,10 +98,10 @@ def check_dense(argument: str, dense: object) -> int | float | tuple[int, ...]:
 
 
 def is_dense(argument: str, dense: int | float | tuple[int, ...], index: int, total: int) -> bool:
-    """Whether `index` is among the dense ones of `total` steps or layers; `dense` is what `check_dense` returned.
+    """Whether step or layer `index` of `total` is dense; `dense` is what `check_dense` returned.
 
     Raises:
-        ValueError: the option asks for more than there are.
+        ValueError: the option asks for more steps or layers than there are.
     """
     noun = "layers" if argument == "dense_layers" else "steps"
     if isinstance(dense, float):

@@ -31,21 +31,21 @@ from vmonarch.plan import method_attention
 from vmonarch.validation import is_dense
 
 NAME = "VMONARCH"
-# Its configuration of a backend has no place for our options. Its processes inherit the environment.
+# vLLM-Omni's configuration of a backend has no place for our options, but its processes inherit the environment.
 METHOD = "VMONARCH_METHOD"
 
 
 def register() -> None:
-    """Make `VMONARCH` a name that vLLM-Omni's configuration of attention knows. It may be called again."""
+    """Make `VMONARCH` a backend in vLLM-Omni's configuration of attention. It may be called again."""
     add_member(DiffusionAttentionBackendEnum, NAME, f"{__name__}.{VMonarchBackend.__name__}")
 
 
 class VMonarchBackend(AttentionBackend):
-    """What vLLM-Omni asks about the backend."""
+    """The backend's answers to vLLM-Omni."""
 
     @classmethod
     def supports_attention_mask(cls, attention_spec: object | None = None) -> bool:
-        """With a `video_layout`, a mask masks nothing but the padding, which is cut off."""
+        """True: with a `video_layout`, a mask only masks padding, which is cut off."""
         return True
 
     @classmethod
@@ -78,7 +78,7 @@ def chosen_method() -> Any:
     """The processor of the method that `VMONARCH_METHOD` names, `vmonarch` by default.
 
     Raises:
-        InputError: an unknown method, one of another processor, or an option that vLLM-Omni does not tell enough for.
+        InputError: the method is unknown or of another processor, or an option needs more than vLLM-Omni tells.
     """
     name = os.environ.get(METHOD, "vmonarch")
     method = resolve_method(name, argument=METHOD)
@@ -99,7 +99,7 @@ def chosen_method() -> Any:
 class VMonarchImpl(AttentionImpl):
     """Self-attention of one layer: query, key, value [B, S', h, D] -> [B, S', h, D].
 
-    Dense layers and steps are computed by the backend that vLLM-Omni would choose by itself.
+    The backend that vLLM-Omni would choose by itself computes dense layers and steps.
 
     Raises:
         ValueError: the layer is no self-attention of a video; or ring or all-gather parallelism, which give a backend
@@ -130,7 +130,7 @@ class VMonarchImpl(AttentionImpl):
                 raise ValueError(f"{degree} must be 1 with {NAME}; use ulysses_degree")
         self.method, self.scale = chosen_method(), softmax_scale
         layers = self.method.dense_layers
-        # Of a name such as `blocks.3.attn1`.
+        # The prefix is a name such as `blocks.3.attn1`.
         numbers = [int(part) for part in prefix.split(".") if part.isdigit()]
         if layers and len(numbers) != 1:
             raise ValueError(
@@ -152,8 +152,8 @@ class VMonarchImpl(AttentionImpl):
         """Attention of a layer.
 
         Raises:
-            ValueError: the model does not publish the grid of a sequence that is a video and padding, or another one.
-            RuntimeError: `dense_steps` is set, and the pipeline does not tell its step.
+            ValueError: the model does not publish the grid of a video with padding, or publishes another grid.
+            RuntimeError: `dense_steps` is set, but the pipeline does not tell its step.
         """
         grid = _grid(attn_metadata)
         tokens = query.shape[1]

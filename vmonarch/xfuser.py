@@ -36,18 +36,17 @@ def register(processor: VideoAttentionProcessor, name: str = "vmonarch") -> Any:
     Args:
         processor: a `VMonarchProcessor` or `FlashBiasProcessor`. A backend is not told layer and step, so that a plan,
             dense_layers, dense_steps and refresh must not be set; for these use `vmonarch.apply` on the pipeline, or
-            xfuser's hybrid schedule of backends. With a `grid`, that grid is what calls without a published one have.
+            xfuser's hybrid schedule of backends. Its `grid` serves calls without a published one.
         name: the backend's name, in any case.
 
     Returns:
-        The member that xfuser's `AttentionBackendType` has got, for example for `set_attention_backend`.
+        The new member of xfuser's `AttentionBackendType`, for example for `set_attention_backend`.
 
     Raises:
         TypeError: `processor` is another object.
-        ValueError: an option of the processor needs layers, steps or all heads; `name` is that of one of xfuser's
-            backends.
+        ValueError: an option of the processor needs layers, steps or all heads; or xfuser has a backend `name`.
         ImportError: xfuser is not installed, or cannot be imported without a GPU.
-        RuntimeError: this Python's `Enum` cannot be given another member.
+        RuntimeError: this Python's `Enum` accepts no further member.
     """
     if not isinstance(processor, (VMonarchProcessor, FlashBiasProcessor)):
         raise TypeError(
@@ -64,7 +63,7 @@ def register(processor: VideoAttentionProcessor, name: str = "vmonarch") -> Any:
     backends = import_xfuser(f"{GROUPS}.attention_backend")
     state = import_xfuser(f"{GROUPS}.runtime_state").RuntimeState
     functions = backends.ATTENTION_FUNCTION_REGISTRY
-    # Without a configuration, its own choice for this machine; nothing of the state is read.
+    # Without a configuration this is xfuser's choice for the machine; it reads nothing of the state.
     dense = functions[state._select_attention_backend(None)]
     member = add_member(backends.AttentionBackendType, name.upper(), f"{name.upper()} of vmonarch")
     functions[member] = _attention_function(processor, dense, import_xfuser(GROUPS))
@@ -74,7 +73,7 @@ def register(processor: VideoAttentionProcessor, name: str = "vmonarch") -> Any:
 def _attention_function(
     processor: VMonarchProcessor | FlashBiasProcessor, dense: Callable[..., Any], groups: Any
 ) -> Callable[..., tuple[torch.Tensor, Any]]:
-    """What xfuser calls for a backend: query, key, value [B, h, S, D] -> ([B, h, S, D], lse or None)."""
+    """The function that xfuser calls for a backend: query, key, value [B, h, S, D] -> ([B, h, S, D], lse or None)."""
     attend = processor.attention(Layer(attn=None, place=0, block=0, blocks=1))
     assert attend is not None
 

@@ -112,7 +112,7 @@ def choose_settings(words: Sequence[str], model: str | None) -> tuple[Setting, .
 
 @dataclass(frozen=True)
 class Options:
-    """How videos are made.
+    """How videos are sampled.
 
     Args:
         modes: of MODES. Eager rows use diffusers' standard attention backend, compiled ones cuDNN's. Recipes that
@@ -184,7 +184,7 @@ class Steps(WanPipeline):
 
     @property
     def interrupt(self) -> bool:
-        """What the pipeline asks before every step: whether to leave it out."""
+        """Whether to leave a step out; the pipeline asks before every step."""
         self.step = next(self.numbers)
         if self.step not in self.wanted:
             return True
@@ -196,7 +196,7 @@ class Steps(WanPipeline):
         return {"latents": self.noise}
 
     def kinds(self) -> list[str]:
-        """What the latest run did in every step, of a method whose errors decide."""
+        """The kind of every step in the latest run of a method whose errors decide."""
         record = record_of(self.transformer)
         assert record is not None and record.sharing is not None
         (schedule,) = record.sharing.runs
@@ -224,7 +224,7 @@ class Steps(WanPipeline):
 
 
 def transformers_by_step(pipe: Any, steps: int) -> list[str]:
-    """Which of a pipeline's transformers computes every step: two share them at the pipeline's `boundary_ratio`."""
+    """The name of the transformer that computes each step; two share the steps at the pipeline's `boundary_ratio`."""
     names = [name for name in ("transformer", "transformer_2") if getattr(pipe, name, None) is not None]
     boundary = pipe.config.get("boundary_ratio")
     if len(names) == 1 or boundary is None:
@@ -237,13 +237,13 @@ def transformers_by_step(pipe: Any, steps: int) -> list[str]:
 
 
 def exact_kind(schedule: Schedule, step: int, kept: bool) -> str:
-    """Of `STEP_KINDS`, that of a step which `refresh` makes exact."""
+    """The kind, of `STEP_KINDS`, of a step that `refresh` makes exact."""
     precision = schedule.precision(step)
     return ("kept" if kept else "exact") + ("" if precision is None else f", {precision}")
 
 
 def step_kinds(method: AttentionMethod, transformers: Sequence[str]) -> list[str]:
-    """What a method does in every denoising step, each of `STEP_KINDS`.
+    """The kind, of `STEP_KINDS`, of every denoising step of a method.
 
     "dense": the model's own attention, by `dense_steps`. "exact": exact attention, by `refresh`; "kept": the same, and
     its residual is kept; "exact, int8" and "kept, int8": in eight bits. "approximate": the method itself, with the last
@@ -337,7 +337,7 @@ def ways(
         others = allocated(device) - common
         pipe = pipeline(method, mode, options.ranks)
         kinds = step_kinds(method, pipe.names)
-        # Which steps are exact follows from all before them where their errors decide.
+        # Where errors decide, the exact steps follow from all steps before them.
         refresh = Refresh.parse(method.options.get("refresh"))
         decided = refresh is not None and refresh.decides
         every = list(range(len(kinds))) if decided else steps_to_measure(kinds)
@@ -381,7 +381,7 @@ def first_call(make: Callable[..., Ways], setting: Setting, device: torch.device
 
 
 def describe(options: Options, setting: Setting, clock: Clock) -> dict[str, Any]:
-    """What the JSON says of a setting; the VAE decodes one video, the text encoder one prompt."""
+    """The JSON of a setting; the VAE decodes one video, the text encoder one prompt."""
     model, device = read_model(setting.model), clock.device
     latents, grid = model.latents(setting.size, argument="settings"), model.grid(setting.size, argument="settings")
     noise = torch.randn(1, model.transformer["out_channels"], *latents, device=device)

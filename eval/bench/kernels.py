@@ -242,7 +242,7 @@ def peer(method: str, query: torch.Tensor, key: torch.Tensor, value: torch.Tenso
 
 
 def peer_reference(method: str, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """What one of `PEERS` computes, by our control of the same rule."""
+    """What one of `PEERS` computes, by our control with the same rule."""
     rule, line = PEERS[method], LatentGrid(1, 1, query.shape[1])
     means = VSA(tile=BLOCK, query_tile=BLOCK)
     far = 0.0 if rule.rest or isinstance(rule, SLA) else means.far(query, key, value, tiling_of(line, means))
@@ -262,7 +262,7 @@ def ways(case: Case, device: torch.device, dtype: torch.dtype) -> Ways:
     def way(method: str) -> Way:
         done: dict[str, Any] = work(case, method, dtype.itemsize)
         if method in PEERS:
-            # Where the last block would not be full, our controls cut otherwise: full attention's error is told.
+            # Our controls cut differently where the last block is not full: the error to full attention is told.
             same = case.grid.tokens % BLOCK[2] == 0
             done |= {"bounds": PEER_BOUNDS if same else {}}
             reference = partial(peer_reference, method) if same else exact

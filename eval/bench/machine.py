@@ -163,7 +163,7 @@ def measure_rates(device: torch.device) -> dict[str, float | str] | None:
 
 
 def provenance(device: torch.device, command: str) -> dict[str, Any]:
-    """What every record begins with: when, on what, with which versions and by which command."""
+    """The head of every record: date, hardware, versions and command."""
     about = environment(device)
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),

@@ -56,7 +56,7 @@ class SharedClock(Clock):
 
 
 def run_rank(rank: int, ranks: int, make: Callable[..., Bench], folder: Path, told: dict[str, Any]) -> None:
-    """What one process does; the first writes what was measured after every case.
+    """The work of one process. The first process writes the results after every case.
 
     Args:
         make: see `bench`.

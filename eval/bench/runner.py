@@ -32,7 +32,7 @@ from vmonarch.eval.bench.rows import tables
 from vmonarch.files import check_output, write_json
 
 FORMAT = "vmonarch-bench-1"
-# Of the budget, for compiling beforehand.
+# Share of the budget for compiling beforehand.
 COMPILE_SHARE = 0.5
 # Relative errors (Frobenius norm) that a dtype may have against the float32 reference; of any single row, 10 × as much.
 BOUNDS = {
@@ -202,14 +202,14 @@ class Run:
     started: float = field(default_factory=lambda: time.monotonic())
 
     def over(self, seconds: float = 0.0) -> dict[str, str] | None:
-        """What a row says that is left out because these seconds more do not fit; None if they fit."""
+        """Status of a row that is left out because `seconds` more do not fit the budget; None if they fit."""
         if not max(self.clock.everywhere(time.monotonic() + seconds > self.started + self.budget)):
             return None
         what = f"a round of {seconds:.0f} s did not fit the budget" if seconds else "the budget"
         return {"status": "left out", "problem": f"{what} of {self.budget:g} s{'' if seconds else ' was used up'}"}
 
     def case(self, case: Any) -> dict[str, Any]:
-        """What the JSON says of a case."""
+        """The JSON of a case."""
         bench, names = self.bench, self.bench.methods
         if late := self.over():
             about = {"case": case.label, "rows": [{"method": name, **late} for name in names]}
@@ -218,7 +218,7 @@ class Run:
             return about
         about = {"case": case.label, **bench.describe(case, self.clock)}
         try:
-            # What the ways have in common may fail, too.
+            # The common part of the ways may fail, too.
             made = bench.ways(case, self.clock.device, measured_dtype(self.clock.device))
             about["rows"] = self.rows({name: way for name, way in made.items() if name in names})
             del made
@@ -307,7 +307,7 @@ class Run:
 
 
 def left_out(cases: Sequence[dict[str, Any]]) -> list[dict[str, str]]:
-    """What a run has not measured, and why: cases, rows, and rounds of rows."""
+    """Everything that a run has not measured, and why: cases, rows, and rounds of rows."""
     found = []
     for case in cases:
         late = {row["method"]: row["problem"] for row in case["rows"] if row["status"] == "left out"}
@@ -321,7 +321,7 @@ def left_out(cases: Sequence[dict[str, Any]]) -> list[dict[str, str]]:
 
 
 def wrong_rows(cases: Sequence[dict[str, Any]], ours: Sequence[str]) -> list[str]:
-    """What makes a run fail: wrong results of any method, and `ours` that failed."""
+    """The results that make a run fail: wrong ones of any method, and failures of `ours`."""
     return [
         f"{row['method']} at {case['case']}: {row['problem']}"
         for case in cases
@@ -391,7 +391,7 @@ def run_bench(
 
 
 def _about(run: Run, command: str) -> dict[str, Any]:
-    """What the JSON of a run begins with."""
+    """The head of a run's JSON."""
     bench, device = run.bench, run.clock.device
     dtype = measured_dtype(device)
     flushed = "" if bench.flushes == 1 else f"{bench.flushes} times "

@@ -146,7 +146,7 @@ def bench(
             "timing": "device events around whole steps (draw, forward, backward, clip, update), methods in turns",
             "memory": "peak_bytes: the most that is allocated during a step, weights and optimiser counted",
         },
-        # As many rounds as are asked for.
+        # No limit but the number of rounds.
         way_seconds=1e6,
         flushes=1,
     )

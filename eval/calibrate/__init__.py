@@ -1,8 +1,8 @@
-"""What heads need, and plans made of it: `vmonarch calibrate`.
+"""The errors of heads, and plans made from them: `vmonarch calibrate`.
 
 run.py samples and measures plans in place, diagnosis.py computes the calls again; planning.py chooses by what it found.
 Begin with `run.calibrate`.
 """
 
-# Of what a head loses, by the names that budgets and diagnoses have.
+# Measures of a head's error, by their names in budgets and diagnoses.
 MEASURES = ("error", "layer_error", "output_error", "kl")

@@ -1,4 +1,4 @@
-"""Where attention loses what: every step, layer and head of a model compared with full attention, on its own inputs.
+"""Errors of attention in every step, layer and head of a model, against full attention on the same inputs.
 
 The model samples with full attention, and calls of it are `recorded`. They are computed again: at every self-attention
 the candidates see the same queries, keys and values, and what they give is compared with the exact output: relative
@@ -120,7 +120,7 @@ def recorded(pipe: Any, every: int = 1) -> Iterator[list[Rerun]]:
 
 @dataclass
 class Recorder:
-    """What is measured of recorded calls, by computing them again.
+    """Measurements of recorded calls, which are computed again.
 
     Args:
         candidates: options by name.
@@ -286,7 +286,7 @@ class DiagnosisProcessor(VideoAttentionProcessor):
 
 
 def document(recorder: Recorder, times: Mapping[str, float]) -> dict[str, Any]:
-    """What was recorded, as JSON has it.
+    """The recorded numbers as JSON values.
 
     Args:
         times: see `head_times`.
@@ -321,7 +321,7 @@ def document(recorder: Recorder, times: Mapping[str, float]) -> dict[str, Any]:
 
 
 def _of_transformer(recorder: Recorder, component: str) -> dict[str, Any]:
-    """What `document` says of a transformer."""
+    """A transformer's part of `document`."""
     steps = sorted({step for name, step, _ in recorder.totals if name == component})
     layers = 1 + max(layer for name, _, layer in recorder.totals if name == component)
     found = [[recorder.totals[component, step, layer] for layer in range(layers)] for step in steps]

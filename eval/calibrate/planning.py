@@ -1,4 +1,4 @@
-"""From a diagnosis to a plan: for every head the attention with which all lose least for a budget of work."""
+"""From a diagnosis to a plan: the attention of every head that minimises the total error for a budget of work."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from vmonarch.plan import FULL, AttentionPlan
 if TYPE_CHECKING:
     from vmonarch.eval.calibrate.settings import Budget
 
-# What the error of layers weighs beside what errors change in the output.
+# Weight of a layer's error beside the change of the output.
 _LAYER_WEIGHT = 0.4
 # No head's errors count for less than this part of the mean share: shares are noisy and can be negative.
 _LEAST_SHARE = 0.02
@@ -47,7 +47,7 @@ def default_flops(grid: LatentGrid) -> float:
 
 
 class _Choices:
-    """What every head of all transformers could compute.
+    """The methods that every head of all transformers could compute.
 
     Attributes:
         names: of the methods, exact attention last.
@@ -115,7 +115,7 @@ class _Choices:
 
 
 def plan(diagnosis: Mapping[str, Any], budget: Budget, found: Sequence[InPlace] = ()) -> AttentionPlan:
-    """What every head is to compute by a diagnosis.
+    """The method of every head, by a diagnosis.
 
     The sum of the measure over all heads (of relative errors: of their squares) is the least for the work, by an
     integer program (HiGHS): every head has one method, and the costs stay within what they may be, relative to VMonarch
@@ -178,7 +178,7 @@ def _least(values: torch.Tensor, costs: torch.Tensor, argument: str) -> torch.Te
     from scipy.optimize import Bounds, LinearConstraint, milp
 
     heads, methods = values.shape
-    # Of several plans that lose as little, the cheapest is taken.
+    # Of several plans with the same error, the cheapest is taken.
     aim = values / values.abs().max().clamp(min=1e-300) + 1e-9 * costs / costs.max()
     one_each = sparse.kron(sparse.eye_array(heads), np.ones((1, methods)), format="csr")
     found = milp(

@@ -49,7 +49,7 @@ from vmonarch.processors import VMonarchProcessor
 
 @dataclass(frozen=True)
 class Calibration:
-    """What `calibrate` made: its folder, the diagnosis (`diagnosis.json`) and the plan (`plan.json`)."""
+    """The output of `calibrate`: its folder, the diagnosis (`diagnosis.json`) and the plan (`plan.json`)."""
 
     folder: Path
     diagnosis: dict[str, Any]
@@ -95,7 +95,7 @@ def calibrate(config: CalibrateConfig, *, progress: bool = False) -> Calibration
     with AtomicFiles() as files:
         text = json.dumps(diagnosis, ensure_ascii=False, allow_nan=False) + "\n"
         files.stage(target / "diagnosis.json").write_text(text, encoding="utf-8")
-    # What was sampled is on disk by now: a plan that cannot be made costs no more than another --diagnosis.
+    # The samples are on disk by now: if no plan can be made, another run with --diagnosis is enough.
     try:
         make = functools.partial(planning.plan, diagnosis, config)
         plan = refine(model.pipe, calls, make, config.refine) if config.refine else make()
@@ -125,7 +125,7 @@ class SharesProcessor(VMonarchProcessor):
 
 
 def measure_plan(pipe: Any, plan: AttentionPlan, calls: Sequence[Rerun]) -> InPlace:
-    """What a plan changes in the output of recorded calls, on average, and the shares of its heads.
+    """The mean change of the outputs of recorded calls under a plan, and the shares of its heads.
 
     Raises:
         InputError: see `differentiate`.
@@ -137,7 +137,7 @@ def measure_plan(pipe: Any, plan: AttentionPlan, calls: Sequence[Rerun]) -> InPl
     apply(pipe, SharesProcessor(plan, shares))
     try:
         for call in calls:
-            # Where all heads are exact, nothing changes.
+            # Exact heads change nothing.
             if any(plan.methods[name] is not None for row in plan.layers[call.component] for name in row):
                 v = call.velocity.float()
                 change = lambda found: (found.float() - v).square().sum() / v.square().sum()  # noqa: B023

@@ -1,4 +1,4 @@
-"""What a calibration is made of: what a plan may cost, what is recorded, and the methods that heads may get."""
+"""Settings of a calibration: the cost of a plan, the recorded steps, and the methods that heads may get."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _PROCESSORS = ("vmonarch", "two_resolution", "first_order")
 
 @dataclass(frozen=True)
 class Budget(Settings):
-    """What a plan may cost: flops or time, or neither for as much work as VMonarch with its defaults.
+    """What a plan may cost: flops or time, or neither for the work of default VMonarch.
 
     Args:
         flops: work of all heads, relative to default VMonarch.
@@ -104,7 +104,7 @@ class CalibrateConfig(Budget, SamplingConfig):
 
     @property
     def options(self) -> dict[str, Options]:
-        """What the ops of the candidates take, by their labels."""
+        """Options of the candidates' ops, by label."""
         return {method.label: method.processor().options for method in self.candidates}
 
     @property

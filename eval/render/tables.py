@@ -45,7 +45,7 @@ def shown_number(value: Any, decimals: int = 1, form: str = "{}", *, factor: flo
 
 
 def commits(results: dict[str, Any]) -> set[str]:
-    """Of the trees that results were made with, as every run has recorded them."""
+    """The git trees that results were made with, as every run has recorded them."""
     return set(re.findall(r'"([0-9a-f]{40}(?:-dirty)?|unknown)"', json.dumps(results)))
 
 
@@ -86,7 +86,7 @@ def render(text: str, folder: Path) -> str:
 
 
 def outdated(root: Path) -> dict[Path, str]:
-    """What is to be in those tracked documents of a repository whose tables are not those of the results files."""
+    """The right contents of a repository's tracked documents whose tables differ from the results files."""
     listed = subprocess.run(["git", "-C", str(root), "ls-files", "*.md"], capture_output=True, text=True, check=True)
     found = {}
     for path in (root / name for name in listed.stdout.splitlines()):

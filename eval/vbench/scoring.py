@@ -107,7 +107,7 @@ def suite(
 
 @dataclass(frozen=True)
 class VBenchScore:
-    """What VBench says of a set of videos in one dimension, 1 the best.
+    """VBench's score of a set of videos in one dimension; 1 is the best.
 
     Args:
         score: of the set. The package weighs every video alike, and in the two consistencies every frame.

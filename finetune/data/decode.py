@@ -24,7 +24,7 @@ import torch
 
 # No video for training comes close; beyond, a broken header asks for memory that is not there.
 MAX_PIXELS = 64 * 2**20
-# What swscale, which knows neither primaries nor transfer functions, converts to RGB as a BT.709 screen shows it.
+# swscale, which ignores primaries and transfer functions, converts these to RGB as a BT.709 screen shows it.
 _PLAIN_COLOURS = {
     *("unknown", "reserved", "gbr", "bt709", "fcc", "bt470bg", "smpte170m", "smpte240m", "bt2020nc"),
     *("bt1361e", "iec61966-2-1", "iec61966-2-4", "bt2020-10", "bt2020-12"),
@@ -37,7 +37,7 @@ class BadVideo(ValueError):
 
 @dataclass(frozen=True)
 class ClipShape:
-    """What to cut out of the middle of a video.
+    """The part to cut out of the middle of a video.
 
     Args:
         height, width: pixels.
@@ -166,14 +166,14 @@ def _decode(path: Path, output: Sequence[str], timeout: float) -> tuple[bytearra
     # Addresses differ from run to run.
     report = re.sub(r"\[[^\]\n]*@ 0x[0-9a-f]+\]\s*", "", done.stderr.decode(errors="replace"))
     errors = re.findall(r"^\[(?:error|fatal|panic)\]\s*(\S.*)", report, re.MULTILINE)
-    # Of some containers ffmpeg reports the missing end, and goes on all the same.
+    # For some containers ffmpeg reports that the end is missing, and goes on.
     if done.returncode or any("prematurely" in error for error in errors):
         raise BadVideo(f"cannot be decoded: {next(iter(errors), f'ffmpeg ended with {done.returncode}')}")
     return bytearray(done.stdout), report
 
 
 def read_stream(path: Path, timeout: float, fps: float | None = None) -> Stream:
-    """Decode the whole video of a file, in so many seconds, for its number of frames and what they are.
+    """Decode the whole video of a file, within a time limit, to find the number and the properties of its frames.
 
     Args:
         fps: of clips; None for that of the file.
@@ -196,7 +196,7 @@ def read_stream(path: Path, timeout: float, fps: float | None = None) -> Stream:
     if re.search(r"alpha_mode\s*: 1", output):
         raise BadVideo("has transparency in a stream of its own, which is not decoded; lay it over a background first")
     pixels, traits, width, height, across, down = kind.groups(default="")
-    # Of three names that are the same number, ffmpeg writes the first.
+    # Three names stand for the same number, and ffmpeg writes the first.
     names = [trait for trait in traits.split(", ") if "/" in trait or trait in _PLAIN_COLOURS]
     colours = names[0].split("/") if names else ["unknown"]
     seconds = float((max(ticks) - min(ticks)) * Fraction(base[1]))

@@ -28,7 +28,7 @@ Made = TypeVar("Made")
 
 
 def ahead(make: Callable[[Item], Made], items: Iterable[Item], threads: int) -> Iterator[tuple[Item, Future[Made]]]:
-    """What `make` makes of each item, in order, by so many threads and before it is asked for."""
+    """Map `make` over the items, in order, ahead of the consumer and in several threads."""
     left, waiting = iter(items), deque[tuple[Item, Future[Made]]]()
     with ThreadPoolExecutor(threads, thread_name_prefix="clips") as pool:
         while True:
@@ -103,14 +103,14 @@ class LatentLoader:
             yield future.result()
 
     def _rows(self, first: int) -> Iterator[list[tuple[int, bool]]]:
-        """Of each batch the rows, and whether their captions are dropped."""
+        """The rows of each batch, each with whether its caption is dropped."""
         rows, slots = len(self.folder), self.batches_per_epoch * self._unit
         began, place = divmod(first, self.batches_per_epoch)
         random = lambda what, epoch, size: torch.rand(
             size, generator=generator_for(self.seed, what, epoch), dtype=torch.float64
         )
         for epoch in count(began):
-            # Of numbers and not by a shuffle, which another version of torch may make otherwise.
+            # Sorted random numbers, not a shuffle, which another version of torch may compute differently.
             order = random("order", epoch, rows).argsort().tolist()
             dropped = (random("captions", epoch, slots) < self.caption_dropout).tolist()
             for start in range(place * self._unit + self.rank * self.batch_size, slots, self._unit):

@@ -43,7 +43,7 @@ PLAIN = {
 TEXT_LENGTH = 512
 # Beside the shards: what the text encoder makes of "", for captions that are dropped.
 EMPTY_CAPTION = "empty-caption.safetensors"
-# What Arrow raises on damaged files: its own errors, OSError without a number, ValueError for names that are no text.
+# Arrow's errors on damaged files: its own, OSError without a number, and ValueError for names that are no text.
 _UNREADABLE = (pa.ArrowException, OSError, ValueError)
 
 
@@ -162,7 +162,7 @@ class ParquetFolder:
         if not self.files:
             raise DataError(f"no *.parquet file in {self.path}")
         self._sizes = [(self.path / name).stat().st_size for name in self.files]
-        # Of each row its file, its row group there and its number in that.
+        # For each row: its file, its row group there and its number in that.
         self._places: list[tuple[str, int, int]] = []
         # A footer grows with its file's rows, until it takes longer to read than a row: those of a few files are kept.
         self._footer = functools.lru_cache(16)(lambda name: pq.read_metadata(self.path / name))
@@ -197,7 +197,7 @@ class ParquetFolder:
         return digest.hexdigest()
 
     def place(self, index: int) -> str:
-        """Where row `index` is, in words."""
+        """The place of row `index`, in words."""
         file, group, row = self._places[index]
         return f"row {row} of row group {group} of {self.path / file}"
 

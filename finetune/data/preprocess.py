@@ -50,22 +50,22 @@ from vmonarch.pipelines.outputs import changes
 from vmonarch.pipelines.sampling import deterministic_convolutions
 
 FORMAT = "vmonarch-preprocess-1"
-# What is taken for a video where no file of captions says so.
+# Suffixes of videos, where no file of captions names them.
 VIDEOS = (".mp4", ".mov", ".mkv", ".webm", ".avi", ".m4v", ".gif")
 _FORM = "must be UTF-8 JSON lines with text as file_name (a path within the folder of videos) and as caption"
 _SHARDS, _QUARANTINE = "shard-*.parquet", "quarantine.jsonl"
-# What says where and how patiently, not what the rows are.
+# Settings that say where and how long, and do not change the rows.
 _FREE = tuple(f"config.{name}" for name in ("captions", "output", "model", "revision", "workers", "timeout"))
 
 
 @dataclass(frozen=True)
 class PreprocessConfig(Settings):
-    """What to prepare for which model. None means: what the model recommends.
+    """Which videos to prepare for which model. None means: what the model recommends.
 
     Args:
         videos: folder of the videos.
         captions: JSON lines, see `read_captions`; None for a text file beside each video.
-        procedural: instead of videos, so many clips of the embedded model's coloured shapes.
+        procedural: instead of videos, this many clips of the embedded model's coloured shapes.
         model: `embedded`, the folder of a Wan pipeline, or a hub id.
         revision: branch, tag or commit of a hub model.
         output: folder of the shards, created when missing (default: outputs/preprocess).
@@ -232,7 +232,7 @@ def load_encoders(config: PreprocessConfig, folder: ModelFolder) -> PipelineEnco
     """Load tokenizer, text encoder and VAE for a completed config, and the image encoder if the model has one.
 
     Raises:
-        InputError: the device is not to be had.
+        InputError: the device is not available.
         ModelError: a component cannot be loaded.
     """
     import diffusers
@@ -264,7 +264,7 @@ def _resume(folder: Path, about: Mapping[str, Any]) -> tuple[list[str], dict[str
     Raises:
         InputError: it holds the work of other settings, or what cannot be read.
     """
-    # Of a run that was killed.
+    # Left by a run that was killed.
     for path in folder.glob(".*.partial.*"):
         path.unlink()
     shards, path, listed = sorted(folder.glob(_SHARDS)), folder / "manifest.json", folder / _QUARANTINE

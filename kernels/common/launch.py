@@ -19,7 +19,7 @@ from vmonarch.kernels.common import trust
 
 KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 MAX_HEAD_DIM = 256
-# What the kernels for Hopper take.
+# Largest head dimension and dtypes of the kernels for Hopper.
 HOPPER_HEAD_DIM = 128
 HOPPER_DTYPES = (torch.float16, torch.bfloat16)
 # A constant, because torch.compile would have to trace the search.
@@ -149,7 +149,7 @@ def _why_not_compiled(op: str, device: torch.device, dtype: torch.dtype) -> str 
     return unsound or trust.why_distrusted(op, device, dtype)
 
 
-# What torch.compiler.assume_constant_result does, which takes seconds to import.
+# The same as torch.compiler.assume_constant_result, whose import takes seconds.
 _why_not_compiled._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 

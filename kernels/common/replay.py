@@ -25,7 +25,7 @@ from triton.compiler import CompiledKernel
 from vmonarch.kernels.common.launch import has_overrides
 from vmonarch.kernels.common.trust import is_checking, triton_is_tested
 
-# Of one function.
+# Per function.
 MAX_RECORDS = 128
 _ALLOCATIONS = {f"aten::{name}" for name in ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")}
 _DEPENDS_ON_DATA = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}

@@ -31,7 +31,7 @@ import torch
 TESTED_TRITON = ("3.6.0", "3.7.1", "3.8.0", "3.9.0")
 # Largest error of a tensor by the largest entry of it.
 TOLERANCES = {torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.05}
-# Of ptxas.
+# Version of ptxas.
 FIRST_SOUND = (12, 9)
 HOPPER = 90
 Shapes = Mapping[str, tuple[int, ...]]
@@ -56,7 +56,7 @@ def qkv_shapes(queries: int, keys: int, head_dim: int) -> Shapes:
 
 @dataclass(frozen=True)
 class Kernels:
-    """What a verdict is about: the kernels of an op, portable or for Hopper, for a dtype on a device."""
+    """The subject of a verdict: the kernels of an op, portable or for Hopper, for a dtype on a device."""
 
     op: str
     hopper: bool
@@ -70,7 +70,7 @@ class Kernels:
 
 _verdicts: dict[Kernels, str | None] = {}
 _lock = threading.Lock()
-# What this thread is checking.
+# The kernels that this thread is checking.
 _checking: ContextVar[Kernels | None] = ContextVar("checking", default=None)
 
 
@@ -111,7 +111,7 @@ def hopper_is_trusted(op: str, device: torch.device, dtype: torch.dtype) -> bool
 
 
 def _failure(kernels: Kernels) -> str | None:
-    """What is wrong with kernels, or None: as found before, else by `check`, and told by a warning then."""
+    """What is wrong with kernels, or None: an earlier finding, or that of `check`, with a warning."""
     if triton_is_tested():
         return None
     with _lock:
@@ -156,8 +156,8 @@ def _checked(kernels: Kernels) -> str | None:
 
 
 def check(kernels: Kernels) -> str | None:
-    """What is wrong with kernels by the tiny case of their op, or None if they agree with plain torch."""
-    # Of the op that asks here, and so is loaded.
+    """What is wrong with kernels in the tiny case of their op, or None if they agree with plain torch."""
+    # The op asks here, so it is loaded.
     api = import_module(f"..{kernels.op}.api", __package__)
     case: Case = api.tiny_case(kernels.device.type == "cuda")
 

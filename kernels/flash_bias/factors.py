@@ -49,7 +49,7 @@ def in_dtype(
 
 
 def _pairs(dtype: torch.dtype) -> list[tuple[int, int]]:
-    """Which parts of φq and φk are multiplied."""
+    """The pairs of parts of φq and φk that are multiplied."""
     return [(i, n - i) for n in range(_PARTS[dtype]) for i in range(n + 1)]
 
 

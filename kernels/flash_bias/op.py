@@ -17,7 +17,7 @@ from vmonarch.kernels.flash_entropy.backward import flash_backward
 from vmonarch.kernels.flash_entropy.forward import HOPPER_KEYS, Bias, flash_forward
 from vmonarch.kernels.flash_entropy.segments import Segment, all_pairs
 
-# What the kernels for Hopper take: a rank up to this, and this many rows of a tile.
+# The kernels for Hopper take ranks up to this, and this many rows of a tile.
 HOPPER_RANK = 64
 HOPPER_ROWS = 128
 # Heads and ranks up to this leave registers for two programs.

@@ -62,7 +62,7 @@ def tiny_case(gpu: bool) -> Case:
     """The case by which `trust` checks the kernels."""
 
     def call(*qkv: torch.Tensor, **how: Any) -> tuple[torch.Tensor, ...]:
-        # With a gradient through the entropy and, as other kernels have it, without.
+        # With a gradient through the entropy, and without one, as other kernels have it.
         return (*flash_entropy_attention(*qkv, entropy_grad=True, **how), *flash_entropy_attention(*qkv, **how)[:2])
 
     return Case(qkv_shapes(200, 300, 128) if gpu else qkv_shapes(4, 20, 16), call)

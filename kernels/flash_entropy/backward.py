@@ -374,7 +374,7 @@ def _backward_kv_kernel(
                     do = load_tile(grad_output, b, h, first_row, stop, BLOCK_M, VALUE_DIM, BLOCK_DV, part == 1)
                     if RANK == 0:
                         grad_p_t = tl.dot(v, tl.trans(do), grad_p_t, input_precision=PRECISION)
-                    # With factors registers are short: what p is for comes first.
+                    # With factors, registers are scarce: the uses of p come first.
                     grad_v = tl.dot(p_t.to(q.dtype), do, grad_v, input_precision=PRECISION)
                     if RANK > 0:
                         grad_p_t = tl.dot(v, tl.trans(do), grad_p_t, input_precision=PRECISION)
@@ -407,7 +407,7 @@ def _backward_kv_kernel(
 
 @dataclass(frozen=True)
 class Portable:
-    """What both portable kernels of a backward pass take.
+    """The arguments of both portable kernels of a backward pass.
 
     Args:
         query: [B, Sq, H, D]. key: [B, Sk, H, D]. value: [B, Sk, H, Dv] and grad_out: [B, Sq, H, Dv], or both None.
@@ -551,7 +551,7 @@ def flash_backward(
     entropy, grad_lse, grad_entropy = (
         None if x is None else x.to(torch.float32).contiguous() for x in (entropy, grad_lse, grad_entropy)
     )
-    # For Hopper every row is folded, those of no segment too.
+    # For Hopper every row is folded, even rows of no segment.
     delta = (query.new_zeros if on_hopper else query.new_empty)(B, H, Sq, dtype=torch.float32)
     add_to_q, add_to_k, add_to_v = (given is not None for given in (dq, dk, dv))
     dq = _new_gradient(query, rows.covered) if dq is None else dq

@@ -37,17 +37,17 @@ _SCALE_BLOCK = tl.constexpr(SCALE_BLOCK)
 
 
 class Bias(NamedTuple):
-    """What a call adds to logits or multiplies scores by, and which pairs count.
+    """What a call adds to logits, the factor of scores, and the pairs that count.
 
     Attributes:
         factors: φq [B or 1, Sq, H or 1, R] and φk [B or 1, Sk, H or 1, R] of the dtype of the query; R is a power of
             two from 16 on, for Hopper a multiple of 8 up to 64. None for no bias.
         key_mask: bool [B, Sk], True where a key counts; or None.
-        causal: whether query i attends to the keys up to i + Sk - Sq only, of one segment of all pairs.
-        programs: of the kernel for Hopper that share a processor; 0 for the portable kernels.
-        log2_number: Sk adjacent numbers in float32, log2 of how many keys each stands for; or None.
-        scales: of int8 queries [B, Sq, H] and of blocks of int8 keys [B, Sk / SCALE_BLOCK, H], whose product makes
-            scores logits in units of log 2; or None.
+        causal: whether query i attends only to the keys up to i + Sk - Sq, in one segment of all pairs.
+        programs: number of programs of the kernel for Hopper that share a processor; 0 for the portable kernels.
+        log2_number: Sk adjacent numbers in float32, log2 of the number of keys that each stands for; or None.
+        scales: those of int8 queries [B, Sq, H] and of blocks of int8 keys [B, Sk / SCALE_BLOCK, H], whose product
+            turns scores into logits in units of log 2; or None.
     """
 
     factors: tuple[torch.Tensor, torch.Tensor] | None = None
@@ -153,7 +153,7 @@ def keys_of_range(range_ptr, last_key, key_mask, CAUSAL: tl.constexpr, BLOCK_M: 
 
 @triton.jit
 def item_of_work(items_ptr, ranges_ptr, item, ONE_RANGE: tl.constexpr):
-    """Of an item of `Work`: row start and stop, where its ranges begin, their number, and the slot."""
+    """An item of `Work`: row start and stop, where its ranges begin, their number, and the slot."""
     item_ptr = items_ptr + item * 5
     row_start = tl.load(item_ptr)
     row_stop = tl.load(item_ptr + 1)

@@ -1,4 +1,4 @@
-"""Which queries attend to which keys, and the tables of work items that the kernels read.
+"""The keys that queries attend to, and the tables of work items that the kernels read.
 
 Everything here runs on the host and is cached with its device tables, so that a repeated call copies nothing to the
 device (a CUDA graph can capture it).
@@ -19,7 +19,7 @@ Range = tuple[int, int]
 
 # Bound of the partial results of a row, and with it of their memory.
 MAX_SPLITS = 16
-# What one more work item costs (its partial result is written and read again), in tiles of keys.
+# Cost of one more work item (its partial result is written and read again), in tiles of keys.
 SPLIT_COST = 8
 
 

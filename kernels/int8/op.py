@@ -118,7 +118,7 @@ def _finish_kernel(
     part_ptr, counts_ptr, mean_ptr, largest_ptr, parts, H, Sk, BLOCK_D: tl.constexpr, ROWS: tl.constexpr,
     COLUMNS: tl.constexpr, ROTATED: tl.constexpr,
 ):  # fmt: skip
-    """From part [B·H, parts, COLUMNS, BLOCK_D]: the mean over keys of the first column, the maximum of the second.
+    """Reduce part [B·H, parts, COLUMNS, BLOCK_D]: the mean over keys of the first column, the maximum of the second.
 
     With ROTATED the mean is [2, B·H, BLOCK_D]: the second is rotated.
     """
@@ -236,14 +236,14 @@ def quantise(
         rests, rest = new(blocks, BLOCK_D), new(BLOCK_D)
     q, k, v = strided(query), strided(key), strided(value if values else None)
     sizes = {"D": D, "BLOCK_D": BLOCK_D}
-    # Of wide heads fewer tokens at a time, which fit any chip.
+    # Wide heads get fewer tokens at a time, which fit any chip.
     rows = min(_ROWS, 2**14 // (BLOCK_D * query.itemsize))
     launcher(_statistics_kernel, (B * H, chunks))(
         k, v, counts, part, H, Sk, CHUNK=_CHUNK, ROWS=_ROWS, num_warps=4, **sizes
     )
     finish = {"BLOCK_D": BLOCK_D, "ROWS": min(256, 2**15 // BLOCK_D), "num_warps": 8}
     launcher(_finish_kernel, (B * H,))(part, counts, mean, largest, chunks, H, Sk, COLUMNS=2, ROTATED=ROTATED, **finish)
-    # Of wide heads, loads that are begun ahead take more room than they save time.
+    # For wide heads, prefetching loads takes too much room for the time that it saves.
     launcher(_quantise_kernel, (B * H, max(blocks, triton.cdiv(Sq, N)), 2 + values))(
         q, k, v, counts, mean, largest, q8, q_scale, q_mean, k8, k_scale, v8, v_scale, rests, H, Sq, Sk, padded,
         scale * LOG2_E, N=N, ROWS=rows, ROTATED=ROTATED, PRECISION="tf32x3", num_warps=4,

@@ -12,7 +12,7 @@ from vmonarch.kernels.flash_entropy.reference import SCALE_BLOCK, attend, in_row
 
 # Channels that are rotated together, at most.
 ROTATED = 64
-# What stands in for the largest number of a row or block of zeros.
+# Replaces the largest number of a row or block of zeros.
 _TINY = 1e-20
 
 

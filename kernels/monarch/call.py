@@ -40,7 +40,7 @@ class MonarchCall:
 
     @property
     def l_updates(self) -> int:
-        """How many R-steps sum the keys, so that an L comes of them: all, or all but the last."""
+        """Number of R-steps that sum the keys, from which an L follows: all, or all but the last."""
         return self.options.num_iterations - (not self.options.last_l_update)
 
     @property

@@ -437,7 +437,7 @@ def _l_backward_columns_kernel(
 
 @dataclass(frozen=True)
 class LStep:
-    """What all L-steps of one call share.
+    """Everything that all L-steps of one call share.
 
     Args:
         query: [B, S, H, D].

@@ -234,7 +234,7 @@ def _backward(*inputs: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
             daR=daR, dcR=dcR, cR=buffers.cR[i - 1], **aware,
         )  # fmt: skip
         if first is not None:
-            # What `l.backward` of the output has left in `delta_r` has the values in it.
+            # After the output's `l.backward`, `delta_r` already contains the values' part.
             delta_r += r.row_dots(first, buffers.aL[i - 1])
             daL += first
     # The exact part needs room of its own, where its keys are split.

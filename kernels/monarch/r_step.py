@@ -29,7 +29,7 @@ from vmonarch.kernels.monarch.call import MonarchCall
 
 @triton.jit
 def _cells_of(places, heads, cell_tiles, BLOCK_N: tl.constexpr):
-    """Of a program: group, block, head and batch entry, its pooled cells [BLOCK_N], and whether they exist."""
+    """A program's group, block, head and batch entry, its pooled cells [BLOCK_N], and whether they exist."""
     group = tl.program_id(0) // cell_tiles
     cell = tl.program_id(0) % cell_tiles * BLOCK_N + tl.arange(0, BLOCK_N)
     head, batch = group // places.blocks % heads, group // places.blocks // heads
@@ -88,7 +88,7 @@ def _unpool_kernel(
 
 @dataclass(frozen=True)
 class RStep:
-    """What all R-steps of one call share: keys, values and the way to find them.
+    """Everything that all R-steps of one call share: keys, values and how to find them.
 
     Args:
         key: [B, S, H, D]. value: [B, S, H, E]. key_mask: [B, S] bool or None.
@@ -131,7 +131,7 @@ class RStep:
         return launch_options(kernel, self.key.device, self.key.dtype, max(self.key.shape[3], self.value.shape[3]))
 
     def _blocks(self, pooled: bool) -> tuple[Segment, ...]:
-        """Which keys, or pooled ones, the positions of every block attend to."""
+        """The keys, or pooled keys, to which the positions of every block attend."""
         places = self.call.places
         if pooled:
             bounds = ((l * places.cells, (l + 1) * places.cells) for l in range(places.blocks))

@@ -63,7 +63,7 @@ def norm_rotary_kernel(
     weight_even, weight_odd = _load_pairs(weight_ptr, C, P)
     cos, sin = _angles(cosines, sines, s, pairs, C, D)
     r = tl.rsqrt(tl.sum(even * even + odd * odd, 0) / C + eps)
-    # As the model does, which normalises and rotates in two steps.
+    # Rounded as in the model, which normalises and rotates in two steps.
     dtype = out_ptr.dtype.element_ty
     even = (even * r * weight_even).to(dtype).to(tl.float32)
     odd = (odd * r * weight_odd).to(dtype).to(tl.float32)

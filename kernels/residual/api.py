@@ -1,4 +1,4 @@
-"""What an approximation of attention leaves out, kept by one denoising step for later ones."""
+"""The residual of an approximation of attention, which one denoising step keeps for later ones."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from vmonarch.validation import check_implementation
 
 
 def attention_residual(exact: torch.Tensor, approximate: torch.Tensor, *, implementation: str = "auto") -> Residual:
-    """What an approximation of attention leaves out, compressed, for `add_residual` in later denoising steps.
+    """The residual of an approximation of attention, compressed for `add_residual` in later denoising steps.
 
     The difference exact − approximate is taken in float32 (or float64 for float64 inputs), and kept as int8 with a
     scale for each token and head: a number is off by at most half of it, 1/254 of the largest of these. For

@@ -49,7 +49,7 @@ def attention_residual_kernel(
         old *= tl.load(scale_ptr + row, mask=exists, other=0.0)[:, None]
         tl.store(change_ptr + row, tl.sum((x - old) * (x - old), 1), mask=exists)
         tl.store(size_ptr + row, tl.sum(e * e, 1), mask=exists)
-    # As integers, magnitudes keep their order, and infinity and NaN are above all numbers.
+    # Magnitudes keep their order as integers, and infinity and NaN are above all numbers.
     largest = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1).to(tl.float32, bitcast=True)
     scale = tl.div_rn(tl.where(largest < float("inf"), largest, float("nan")), 127.0)
     tl.store(scale_ptr + row, scale, mask=exists)

@@ -9,7 +9,7 @@ from typing import Any
 
 
 async def comfy_entrypoint() -> Any:
-    """What ComfyUI asks a folder of nodes for."""
+    """The function that ComfyUI calls in a folder of nodes."""
     from vmonarch.pipelines.comfyui.nodes import VMonarchExtension
 
     return VMonarchExtension()

@@ -58,11 +58,11 @@ class VMonarch(io.ComfyNode):
 
     @classmethod
     def fingerprint_inputs(cls, plan: str | None, **others: Any) -> Any:
-        """What tells one plan's file from another of the same name: ComfyUI keeps the node's output while it is equal.
+        """The hash of the plan's file: ComfyUI keeps the node's output as long as this is equal.
 
         Args:
-            plan: the input; None if it comes from another node, which ComfyUI has not asked yet.
-            others: which ComfyUI compares itself.
+            plan: the input; None if it comes from another node that has not run yet.
+            others: the other inputs, which ComfyUI compares itself.
         """
         if plan is None:
             # Equal to nothing. Not math.nan: in ComfyUI's keys an object would be equal to itself.
@@ -108,7 +108,7 @@ class VMonarchReport(io.ComfyNode):
 
 
 class VMonarchExtension(ComfyExtension):
-    """What the folder gives to ComfyUI."""
+    """The nodes of this folder, for ComfyUI."""
 
     async def get_node_list(self) -> list[Any]:
         return [VMonarch, VMonarchReport]

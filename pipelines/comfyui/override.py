@@ -1,7 +1,7 @@
-"""VMonarch at the seam that ComfyUI has for attention, `optimized_attention_override`, in the sampling runs of a model.
+"""VMonarch at ComfyUI's seam for attention, `optimized_attention_override`, in the sampling runs of a model.
 
-Nothing of ComfyUI is imported: it hands in what it has. Around every forward call of the model, the override is put in
-the call's `transformer_options`, on top of the one that is there, and taken out again (`OverrideAttention.forward`).
+This imports nothing from ComfyUI, which passes in what is needed. Around every forward call of the model, the override
+is put into the call's `transformer_options`, on top of an earlier one, and removed again (`OverrideAttention.forward`).
 
 Shapes: B batch, S tokens, of which N = T·H·W are the video's, H heads, D head dim; latents are [B, C, T, H, W].
 """
@@ -34,7 +34,7 @@ from vmonarch.residuals import Branch
 from vmonarch.steps import noise_changes
 
 PRESETS = ("near-lossless", "fast", "vmonarch", "vmonarch-lite", "vmonarch-t1", "vmonarch-t3", "two-resolution")
-# What ComfyUI calls the override, and what keeps ours apart from those of other nodes.
+# ComfyUI's name for the override, and our key, which separates it from those of other nodes.
 OVERRIDE, KEY = "optimized_attention_override", "vmonarch"
 _LOG = logging.getLogger(__name__)
 
@@ -42,17 +42,16 @@ Arguments = Mapping[str, Any]
 
 
 class ComfyModel(NamedTuple):
-    """What there is to know of the models of one class of ComfyUI.
+    """What the node knows about the models of one class of ComfyUI.
 
     Args:
-        blocks: names of the lists of transformer blocks, in the order of the model, each with what
-            `transformer_options["block_type"]` says in it; empty if the model tells neither that nor `block_index`.
-            Older versions of ComfyUI tell them of no model.
-        before: how many other tokens come before the video's, from the model and what it is called with; None for all
-            that there are.
-        joint: whether there may be other tokens in the sequence at all.
-        patch: of the latents, for models that do not have it.
-        fills_up: whether the last patch is filled up; where that is not told, sizes must be whole patches.
+        blocks: names of the lists of transformer blocks, in the order of the model, each with its value of
+            `transformer_options["block_type"]`; empty if the model gives neither that nor `block_index`. Older versions
+            of ComfyUI give them for no model.
+        before: number of other tokens before the video's, from the model and its arguments; None for all others.
+        joint: whether the sequence may hold other tokens at all.
+        patch: that of the latents, for models without the attribute.
+        fills_up: whether the model pads the last patch; otherwise sizes must be whole patches.
     """
 
     blocks: Mapping[str, str]
@@ -62,14 +61,14 @@ class ComfyModel(NamedTuple):
     fills_up: bool = False
 
     def layers(self, model: Any) -> int:
-        """How many transformer blocks a model has."""
+        """Number of transformer blocks of a model."""
         return sum(len(getattr(model, name)) for name in self.blocks)
 
     def layer(self, model: Any, options: Arguments, seen: int) -> int | str:
-        """Which of them the model is in, or why that cannot be told.
+        """The number of the block that the model is in, or why it cannot be known.
 
         Args:
-            seen: how many calls of self-attention of the video there were in this forward call.
+            seen: number of earlier calls of the video's self-attention in this forward call.
         """
         told = all(self.blocks.values())
         if not told or "block_index" not in options:
@@ -84,9 +83,9 @@ class ComfyModel(NamedTuple):
         return "outside of the transformer's blocks"
 
     def grid(self, model: Any, arguments: Arguments) -> LatentGrid | None:
-        """Of the video's tokens, from what the model is called with; None where that does not tell."""
+        """The grid of the video's tokens, from the model's arguments; None where they do not give it."""
         x, more = arguments["x"], arguments.get("time_dim_concat")
-        # Of video and audio.
+        # A list holds video and audio.
         x = x[0] if isinstance(x, (list, tuple)) else x
         if x.ndim != 5:
             return None
@@ -114,10 +113,10 @@ MODELS: dict[str, ComfyModel] = {
 
 
 def known_model(model: Any) -> ComfyModel:
-    """What is known of a model of ComfyUI (its `diffusion_model`).
+    """The entry of `MODELS` for a model of ComfyUI (its `diffusion_model`).
 
     Raises:
-        InputError: it belongs to none.
+        InputError: there is none.
     """
     for base in type(model).__mro__:
         if base.__name__ in MODELS:
@@ -177,7 +176,7 @@ class Run:
     """One sampling run, and what happened to attention in it.
 
     Args:
-        model: of ComfyUI. known: about models of its class.
+        model: of ComfyUI. known: the entry for its class.
         preset: what computed attention.
         grids: of the videos.
         forwards: how many forward calls there were.
@@ -300,7 +299,7 @@ class OverrideAttention(Settings):
         self.processor = resolve_method(name | {"refresh": None}).processor()
         self.report: Run | None = None
         self._dense = parse_blocks(self.dense_blocks)
-        # By block, number of blocks and number of heads; None where the plan leaves all heads exact.
+        # Keys are (block, blocks, heads); None where the plan leaves all heads exact.
         self._layers: dict[tuple[int, int, int], Attend | None] = {}
         self._run: Run | None = None
 
@@ -478,7 +477,7 @@ class OverrideAttention(Settings):
             return "in dense_blocks"
         sizes = block, known.layers(model), heads
         if sizes not in self._layers:
-            # Of the attention module a processor asks no more.
+            # A processor asks no more of the attention module.
             place = Layer(SimpleNamespace(heads=heads), block, *sizes[:2], component=self.plan_part)
             self._layers[sizes] = self.processor.attention(place)
         attend = self._layers[sizes]
@@ -515,10 +514,10 @@ def _by_heads(x: torch.Tensor, heads: int, apart: bool) -> torch.Tensor:
 
 
 def step_of(sigma: float, schedule: Sequence[float]) -> int | None:
-    """Which step of a schedule of n + 1 noise levels a call at `sigma` is in; between two levels, the first's.
+    """The step of a call at `sigma` in a schedule of n + 1 noise levels; between two levels, that of the first.
 
-    The levels fall, or rise as they do in unsampling; None if they do both. Samplers of higher order also call the
-    model between the levels, or at the next one.
+    The levels fall, or rise as in unsampling; None if they do both. Samplers of higher order also call the model
+    between the levels, or at the next one.
     """
     if list(schedule) == sorted(schedule, reverse=True):
         reached = sum(level >= sigma * (1 - 1e-4) for level in schedule[:-1])

@@ -59,7 +59,7 @@ class Parser(argparse.ArgumentParser):
         super().error(message + "".join(suggest(x, [*self._option_string_actions, *self.commands]) for x in unknown))
 
     def shown(self, argument: str) -> str:
-        """How the help calls a setting: by its option (`--seed` for `seeds`), as a word (`prompt`), else by its key."""
+        """The name of a setting in the help: its option (`--seed` for `seeds`), a word (`prompt`), or its key."""
         key = argument.replace("_", "-")
         one = key.removesuffix("s")
         words = {*self._option_string_actions, *(action.metavar or action.dest for action in self._actions)}

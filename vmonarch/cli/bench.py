@@ -12,7 +12,7 @@ from typing import Any
 
 from vmonarch.cli.arguments import Parser, given_options
 
-# What every benchmark times, for the help; rounds and seconds if nothing else is asked for.
+# For each benchmark: what it times, for the help; default rounds and seconds.
 BENCHES: dict[str, tuple[str, int, float]] = {
     "kernels": ("attention alone, against exact attention", 15, 540.0),
     "e2e": ("denoising steps, and seconds per video", 5, 540.0),
@@ -22,7 +22,7 @@ BENCHES: dict[str, tuple[str, int, float]] = {
 _SEVERAL: dict[str, Any] = {"nargs": "+", "metavar": "NAME"}
 _HEAD_DIMS = {"type": int, "nargs": "+", "metavar": "N", "help": "default: 128 64"}
 _METHODS = {"nargs": "+", "metavar": "NAME", "help": "as `vmonarch compare` takes them (default: those of the docs)"}
-# Options of each, and of `vmonarch tune`: (name, what argparse is told).
+# Options of each, and of `vmonarch tune`: (name, arguments for argparse).
 _OPTIONS: dict[str, list[tuple[str, dict[str, Any]]]] = {
     "kernels": [
         ("--shapes", {**_SEVERAL, "help": "frames x height x width of the latent, such as 43x28x52, or 24x44x80:40 for"
@@ -89,7 +89,7 @@ def add_bench(parser: Parser) -> None:
 
 
 def teller(quiet: bool) -> Callable[[str], None]:
-    """What prints progress with the seconds since the beginning."""
+    """A function that prints progress with the seconds since now."""
     started = time.monotonic()
 
     def say(text: str) -> None:

@@ -1,4 +1,4 @@
-"""What is measured of videos: `vmonarch compare`, `eval`, `calibrate`, the page of `ui`, and `vbench`."""
+"""Measuring videos: `vmonarch compare`, `eval`, `calibrate`, the page of `ui`, and `vbench`."""
 
 from __future__ import annotations
 

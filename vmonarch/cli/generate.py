@@ -18,7 +18,7 @@ _SIZES = (
     *("height", "width", "num_frames", "steps", "guidance", "true_guidance", "guidance_2", "scheduler", "sigmas"),
     *("flow_shift", "negative_prompt", "fps", "max_sequence_length"),
 )
-# What the page of `vmonarch ui` has, too.
+# Options that the page of `vmonarch ui` shares.
 MACHINE = ("dtype", "device", "offload")
 
 
@@ -97,7 +97,7 @@ def run_generate(arguments: argparse.Namespace) -> None:
     try:
         videos = generate(config, recorded=recorded, progress=not arguments.quiet and shard.rank == 0, shard=shard)
     except GenerationError as error:
-        # What was made before it is shown, too.
+        # Videos made before the error are shown as well.
         failure, videos = error, list(error.videos)
     for video in videos:
         spent = seconds(video.record["seconds"]["total"])

@@ -1,4 +1,4 @@
-"""What there is here: `vmonarch info`."""
+"""The installation and its devices: `vmonarch info`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def run_info(arguments: argparse.Namespace) -> None:
 
 
 def _devices() -> dict[str, str]:
-    """What each device is, and what "auto" means there for the half-precision tensors of a pipeline."""
+    """Each device, and the meaning of "auto" there for a pipeline's half-precision tensors."""
     import torch
 
     from vmonarch.kernels.common.launch import auto_takes_kernels, why_not_triton
