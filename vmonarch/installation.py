@@ -79,8 +79,8 @@ def apply(pipe_or_transformer: Any, processor: VideoAttentionProcessor | str = "
     A forward pre-hook on each transformer gives the processors the latent grid of every call, so sizes may change from
     call to call. (Call the transformer itself, as pipelines do; its `.forward` bypasses the hook.) Applying again
     replaces the processor, and `restore` still returns to the original ones. A transformer that is put into the
-    pipeline later keeps its own processors: apply again. Cross-attention is not touched. The `set_attn_processor` of
-    pipeline and transformer do the same. diffusers' `enable_parallelism` may come before or after; beyond the Wan
+    pipeline later keeps its own processors: apply again. Cross-attention is not touched. `set_attn_processor` of a
+    pipeline or transformer does the same. diffusers' `enable_parallelism` may come before or after; beyond the Wan
     family it must come after. The transformers may be xfuser's (docs/parallel.md).
 
     With `dense_steps` or `refresh`, a pipeline that has the transformer must call it. Any other call raises
