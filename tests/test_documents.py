@@ -408,18 +408,30 @@ def test_the_tables_of_seconds_add_up_as_many_steps_of_each_kind_as_videos_had()
             measured[case["setting"]] = rows["full"], rows[name], rows["vmonarch"]
         if "cached" in rows:
             longer = rows["cached"]["kinds"]["exact"]["step_s"]["median"] / rows["full"]["step_s"]["median"]
+
+    def video_seconds(setting, method, evaluation, steps=50):
+        full, row, _ = measured[setting]
+        results = [item["results"][method] for item in fidelity["evaluations"][evaluation]["items"]]
+        exact, predicted = (
+            statistics.fmean(len(row[f"{kind}_steps"]) for row in results) for kind in ("exact", "predicted")
+        )
+        kept, rough = (row["kinds"][kind]["step_s"]["median"] for kind in ("kept", "approximate"))
+        kept = longer * full["step_s"]["median"] if method.startswith("cached") else kept
+        return row["video_s"] - row["denoise_s"] + exact * kept + (steps - exact - predicted) * rough
+
+    (frontier,) = (table for table in fidelity["tables"] if table["name"] == "frontier")
+    for cells in frontier["rows"]:
+        shown = dict(zip(frontier["header"], cells, strict=True))
+        for setting in ("1.3b-141x448x832", "1.3b-61x720x1280"):
+            seconds = video_seconds(setting, shown["method"].strip("`"), "frontier")
+            assert shown[f"{setting}, s"] == f"{seconds:.1f} ({measured[setting][0]['video_s'] / seconds:.2f}×)"
     runs = (("video", 50, "proxy-peers"), ("twenty", 20, "20 steps"))
     for table, steps, evaluation, cells in ((*run, cells) for run in runs for cells in tables[run[0]]["rows"]):
         shown = dict(zip(tables[table]["header"], cells, strict=True))
         full, row, every = measured[shown["setting"]]
         seconds = {"all computed, s": row["video_s"], "VMonarch, every step, s": every["video_s"]}
         for preset in ("cached", "near-lossless", "fast"):
-            results = [item["results"][preset] for item in fidelity["evaluations"][evaluation]["items"]]
-            mean = lambda kind, results=results: statistics.fmean(len(row[f"{kind}_steps"]) for row in results)
-            kept, rough = (row["kinds"][kind]["step_s"]["median"] for kind in ("kept", "approximate"))
-            kept = longer * full["step_s"]["median"] if preset == "cached" else kept
-            denoising = mean("exact") * kept + (steps - mean("exact") - mean("predicted")) * rough
-            seconds[f"{preset}, s"] = row["video_s"] - row["denoise_s"] + denoising
+            seconds[f"{preset}, s"] = video_seconds(shown["setting"], preset, evaluation, steps)
         of_full = full["video_s"] - (50 - steps) * full["step_s"]["median"]
         for name in seconds.keys() & shown.keys():
             assert shown[name] == f"{seconds[name]:.1f} ({of_full / seconds[name]:.2f}×)"
