@@ -78,10 +78,9 @@ class Trainer:
 
     def __init__(self, config: FinetuneConfig) -> None:
         # Checked before the model, which may have to be downloaded.
-        installed = ["all", *map(str, get_available_trackers())]
+        known = ["all", *map(str, get_available_trackers())]
         for name in config.trackers:
-            problem = f"must be of {', '.join(installed)}, which are installed, got {name}"
-            require(name in installed, "trackers", problem)
+            require(name in known, "trackers", f"must be of {', '.join(known)}, which are installed, got {name}")
         clips = _open_clips("data.path", config.data.path)
         held_out = _open_clips("data.validation", config.data.validation) if config.data.validation else None
         self.output = Path(config.output_dir).expanduser()
@@ -102,6 +101,8 @@ class Trainer:
         product = f"micro_batch × processes = {config.micro_batch} × {self.data_world}"
         require(rest == 0, "batch_size", f"must be a multiple of {product}, got {config.batch_size}")
         self.accelerator.gradient_accumulation_steps = self.accumulation
+        # FSDP would hold whole gradients of all weights between micro-batches, as many bytes as one process needs.
+        self.accelerator.gradient_state.plugin_kwargs["sync_each_batch"] = self.accelerator.is_fsdp2
         # This may hash weights and run git: once, not at every checkpoint.
         self.about: dict[str, Any] = {
             "config": config.to_dict(),
@@ -155,8 +156,7 @@ class Trainer:
         if config.compile:
             for compiled in loaded:
                 compile_blocks(*compiled.parts.values())
-        named = accelerator.unwrap_model(self.model).named_parameters()
-        self.trained = {name: parameter for name, parameter in named if parameter.requires_grad}
+        self.trained = {n: p for n, p in accelerator.unwrap_model(self.model).named_parameters() if p.requires_grad}
         self.average = EMAModel(self.trained.values(), decay=config.ema) if config.ema else None
         for parameter in self.trained.values():
             # AdamW would make the state in its first step, but a checkpoint must be able to fill it before.

@@ -10,8 +10,10 @@ import sys
 import torch
 from accelerate import PartialState
 from accelerate.utils import DistributedType
+from torch.distributed.fsdp import FSDPModule
 
 from vmonarch.cli import main
+from vmonarch.finetune.trainer import Trainer
 
 os.environ |= {
     "ACCELERATE_USE_FSDP": "true",
@@ -25,5 +27,20 @@ os.environ |= {
 torch.accelerator.device_count = lambda: 1
 PartialState(cpu=True)
 PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+losses = Trainer._losses
+
+
+def checked(trainer, *args, **kwargs):
+    """In every micro-batch: none of those before has left gradients of whole weights."""
+    modules = [module for module in trainer.model.modules() if isinstance(module, FSDPModule)]
+    groups = [group for module in modules if (group := module._get_fsdp_state()._fsdp_param_group) is not None]
+    assert groups
+    for parameter in (parameter for group in groups for parameter in group.fsdp_params):
+        whole = getattr(parameter, "_unsharded_param", None)
+        assert parameter.unsharded_accumulated_grad is None and (whole is None or whole.grad is None)
+    return losses(trainer, *args, **kwargs)
+
+
+Trainer._losses = checked
 words = (list(group) for then, group in itertools.groupby(sys.argv[1:], "--then".__eq__) if not then)
 sys.exit(max(main(["finetune", "--debug", *run]) for run in words))
