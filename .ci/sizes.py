@@ -19,8 +19,8 @@ MOST_LINES = {
     "eval": (6_001, 6_300),
     "configs": (584, 400),
     "examples": (138, 200),
-    "tests": (18_696, 19_000),
-    "": (50_951, 51_000),
+    "tests": (18_698, 19_000),
+    "": (50_953, 51_000),
 }
 MOST_CHARACTERS_A_LINE, MOST_FILES, MOST_WORDS = (47, 47), (425, 430), (36_000, 36_000)
 ROOT = Path(__file__).resolve().parents[1]

@@ -147,15 +147,15 @@ class Trainer:
         require(learns or not config.transfer, "transfer", "must be 0 with an attention that has no parameters")
         trained = [parameter for parameter in experts.parameters() if parameter.requires_grad]
         optimizer = make_optimizer(trained, config.optimizer, accelerator.device)
+        if config.compile:
+            for compiled in loaded:
+                compile_blocks(*compiled.parts.values())
         # The parts are reached through this; training calls the module that accelerate makes of it.
         self.experts: Experts = experts
         self.model, self.optimizer = accelerator.prepare(experts, optimizer)
         self.teacher = teacher
         if isinstance(teacher, Experts):
             teacher.to(accelerator.device, products)
-        if config.compile:
-            for compiled in loaded:
-                compile_blocks(*compiled.parts.values())
         self.trained = {n: p for n, p in accelerator.unwrap_model(self.model).named_parameters() if p.requires_grad}
         self.average = EMAModel(self.trained.values(), decay=config.ema) if config.ema else None
         for parameter in self.trained.values():

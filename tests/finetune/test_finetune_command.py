@@ -111,7 +111,7 @@ def test_processes_that_share_clips_and_spread_weights_learn_what_one_learns_and
     pipe.save_pretrained(tmp_path / "model")
     words = [f"model={tmp_path / 'model'}", "gradient_checkpointing=true", "checkpoints.every=3", *more]
     assert forks(tmp_path, "vmonarch.finetune", *words_for(place, tmp_path / "one"), *words, "steps=5")[0] == 0
-    both = [*words, "sequence_parallel_size=2"]
+    both = [*words, "sequence_parallel_size=2", "compile=true"]
     joined = ["--then", *words_for(place, tmp_path / "parts"), *both, "steps=5"]
     launch(tmp_path / "whole", *both, "steps=5", "--then", *joined[1:-1], "steps=3", *joined, program=AS_WITH_GPUS)
     for value in ("loss", "gradient_norm"):

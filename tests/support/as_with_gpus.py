@@ -25,6 +25,8 @@ os.environ |= {
 }
 # diffusers asks which GPU a rank that shares clips has.
 torch.accelerator.device_count = lambda: 1
+# compile=true then names blocks, and takes no time.
+torch._dynamo.config.disable = True
 PartialState(cpu=True)
 PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
 losses = Trainer._losses
