@@ -11,16 +11,16 @@ from pathlib import Path
 
 # By folder: the most lines that it may have now, and the aim.
 MOST_LINES = {
-    "vmonarch": (7_010, 6_500),
+    "vmonarch": (7_008, 6_500),
     "vmonarch/cli": (943, 900),
     "kernels": (12_488, 12_500),
     "pipelines": (2_975, 2_700),
     "finetune": (2_999, 2_700),
-    "eval": (6_001, 6_300),
+    "eval": (6_006, 6_300),
     "configs": (584, 400),
     "examples": (138, 200),
-    "tests": (18_698, 19_000),
-    "": (50_953, 51_000),
+    "tests": (18_717, 19_000),
+    "": (50_980, 51_000),
 }
 MOST_CHARACTERS_A_LINE, MOST_FILES, MOST_WORDS = (47, 47), (425, 430), (36_000, 36_000)
 ROOT = Path(__file__).resolve().parents[1]

@@ -173,11 +173,14 @@ class VideoAttentionProcessor(Options):
         check_ring(config.ring_degree, "ContextParallelConfig(ulysses_degree=…)")
         ranks = config.ulysses_degree
         check_heads(ranks, heads)
-        for name in ("dense_steps", "dense_layers") if heads % ranks and not config.ulysses_anything else ():
-            if not joint and getattr(self, name):
+        # diffusers pads heads to a multiple of the ranks, by fewer than a rank then has.
+        padded = -heads % ranks < -(-heads // ranks)
+        uneven = heads % ranks and not (config.ulysses_anything and padded)
+        for name in ("dense_steps", "dense_layers") if uneven and not joint else ():
+            if getattr(self, name):
                 raise ValueError(
                     f"{name} keeps the model's own attention, which shares heads evenly: its {heads} do not divide by"
-                    f" ulysses_degree={ranks}; use ulysses_anything=True or {name}=0"
+                    f" ulysses_degree={ranks}; use {'ulysses_anything=True or ' if padded else ''}{name}=0"
                 )
 
     def check_run(self, grid: LatentGrid, steps: int, layers: int) -> None:

@@ -24,6 +24,8 @@ from typing import Any, NamedTuple
 import torch
 from diffusers import ContextParallelConfig, UniPCMultistepScheduler, WanPipeline
 
+from vmonarch import apply
+from vmonarch.base import FullAttentionProcessor
 from vmonarch.configs import InputError, read_document, suggest
 from vmonarch.configs.methods import AttentionMethod
 from vmonarch.engines import CUDNN
@@ -320,6 +322,9 @@ def ways(
         compiled, on_gpu = mode == "compiled", device.type == "cuda"
         transformer.set_attention_backend(CUDNN if compiled and on_gpu else "native")
         recipes.apply(transformer, method, compile_backend=options.compile_backend)
+        if method.processor_name == "full" and model.transformer["num_attention_heads"] % ranks:
+            # diffusers' own cannot share 12 heads among 8 ranks.
+            apply(transformer, FullAttentionProcessor())
         pipe = Steps.of(transformer, model, noise, texts, options, clock)
         if ranks > 1:
             tokens, heads = model.grid(setting.size, argument="settings").tokens, transformer.config.num_attention_heads

@@ -6,14 +6,19 @@ import itertools
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import context_parallel_worker as worker
 import pytest
 import torch
 
+from vmonarch.attend import Share
+from vmonarch.base import Layer
+from vmonarch.call import Call
 from vmonarch.context_parallel import Part, TokenSplit, balanced_heads, places_of, split_evenly
 from vmonarch.grid import LatentGrid
 from vmonarch.plan import AttentionPlan, method_flops
+from vmonarch.processors import VMonarchProcessor
 
 ALONE = worker.Alone()
 PLAN = Path(__file__).parents[2] / "docs" / "benchmarks" / "plan-1.3b.json"
@@ -90,6 +95,20 @@ def test_heads_of_a_plan_are_placed_by_their_cost(ranks, most, bound):
         slowest += max(sum(costs[head] for head in own) for own in heads)
         total += sum(costs)
     assert slowest <= bound * total / ranks
+
+
+def test_attention_places_the_heads_of_a_plan_by_their_cost():
+    plan = AttentionPlan.parse({"format": "vmonarch-plan-1", "methods": {"t1": {"num_iterations": 1}, "full": None},
+                                "layers": {"transformer": [["full", "full", "t1", "t1"]]}})  # fmt: skip
+    attend = VMonarchProcessor(plan=plan).attention(Layer(SimpleNamespace(heads=4), 0, 0, 1))
+    assert Share(attend)._heads_of_ranks(Call(LatentGrid(4, 4, 4)), 2, 4, 16) == ((0, 2), (1, 3))
+
+
+def test_heads_that_diffusers_attention_cannot_share_are_named_before_it_runs():
+    config = SimpleNamespace(ring_degree=1, ulysses_degree=8, ulysses_anything=True)
+    VMonarchProcessor(dense_steps=1).check_context_parallel(config, 30)
+    with pytest.raises(ValueError, match="its 12 do not divide by ulysses_degree=8; use dense_steps=0"):
+        VMonarchProcessor(dense_steps=1).check_context_parallel(config, 12)
 
 
 def test_ranks_with_parts_of_a_whole_sequence_take_no_mask():
