@@ -1,9 +1,9 @@
-"""Measuring: videos against those of full attention, what heads lose, and times. Not needed to use vmonarch.
+"""Evaluation: video quality against full attention, what each head loses, and speed. Not needed to use vmonarch.
 
-evaluate.py samples and writes (settings.py: what it is asked); similarity.py and prompt_score.py measure; summary.py
-and report.py show. controls.py has methods to compare with. calibrate/ makes plans, bench/ takes times (wan_models.py:
-of which models), vbench/ scores by the official package, render/ makes tables. ui.py is the web
-page.
+evaluate.py samples videos and writes the results, as settings.py describes; similarity.py and prompt_score.py measure
+them; summary.py and report.py present them. controls.py has methods to compare with. calibrate/ makes plans, bench/
+measures speed (of the models in wan_models.py), vbench/ scores videos with the official package, render/ makes tables
+and ui.py is the web page.
 
-It may import all but `vmonarch.cli`. Begin with `evaluate.evaluate`.
+This package may import everything but `vmonarch.cli`. Begin with `evaluate.evaluate`.
 """

@@ -1,9 +1,9 @@
-"""Controls for tables of quality: the paper's other choices, attention at equal work, peers that are trained, and exact
-attention by other kernels than the model's, whose rounding alone makes other videos.
+"""Controls for quality tables: the paper's variants, attention at equal work, trained peers, and exact attention by
+other kernels than the model's, because their different rounding alone changes videos.
 
     vmonarch.apply(pipe, ControlProcessor("controlled", fix_cr="first", fix_cl="first"))
 
-They are not fast: kernels compute what they can, plain torch the rest, with sums in float32 at least.
+They are not fast: kernels compute what they can, plain torch the rest, and sums are at least float32.
 
 Shapes: B batch, S = T·P tokens, P = H·W positions of a frame, H heads, D head dim, E value dim, G = B·H groups; m
 blocks or tiles of keys, n tiles of queries, b positions of a block or tile. query, key, value and results are
@@ -39,14 +39,14 @@ from vmonarch.options import ExactBlocks, Options, TwoResolutionOptions, VMonarc
 from vmonarch.own import Own, Rotary, project, run_stack
 from vmonarch.validation import check_flag, check_integer, check_number, check_positive_integer
 
-# Frames for which a term keeps its initial value: the paper's superscripts 0, 1 and * (Table 5).
+# The frames for which a term is held at its initial value: the paper's superscripts 0, 1 and * (Table 5).
 FIXED = ("none", "first", "all")
 # Axes of the grid, as the paper names them.
 AXES = ("T", "H", "W")
 
 
 class Control(Options):
-    """A control, as an element of the attention stack: its options, checked when it is made, and what it computes."""
+    """A control as an element of the attention stack: its options, checked on construction, and what it computes."""
 
     def __call__(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Call) -> Result:
         if call.lse:
@@ -54,15 +54,15 @@ class Control(Options):
         return self.attend(query, key, value, call.grid), None
 
     def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, grid: LatentGrid) -> torch.Tensor:
-        """[B, S, H, E] in the dtype of the query."""
+        """The output [B, S, H, E] in the dtype of the query."""
         raise NotImplementedError
 
     def flops(self, grid: LatentGrid, head_dim: int) -> float | None:
-        """FLOPs of one head, as those of `vmonarch.flops`; None where they are not known."""
+        """FLOPs of one head, counted as in `vmonarch.flops`; None if they are not known."""
         return None
 
     def of_layer(self, place: int) -> Control:
-        """The control of the transformer's layer with this number."""
+        """The control for layer `place` of the transformer."""
         return self
 
 
@@ -74,14 +74,14 @@ def _exact(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch
 def _recompute_first_frame(
     out: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, grid: LatentGrid
 ) -> torch.Tensor:
-    """`out` with the rows of the first frame answered exactly (VMonarch, Eq. 8)."""
+    """`out` with exact rows for the queries of the first frame (VMonarch, Eq. 8)."""
     P = grid.tokens_per_frame
     return torch.cat([_exact(query[:, :P], key, value), out[:, P:]], 1)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Iterative(Control):
-    """A control with the iterations of VMonarch: num_iterations and min_mass are those of `vmonarch_attention`."""
+    """A control that iterates as VMonarch does: num_iterations and min_mass are those of `vmonarch_attention`."""
 
     num_iterations: int = 2
     min_mass: float = 0.1
@@ -91,7 +91,7 @@ class Iterative(Control):
         VMonarchOptions(num_iterations=self.num_iterations, min_mass=self.min_mass)
 
     def flops(self, grid: LatentGrid, head_dim: int) -> float:
-        """Those of VMonarch without any exact row."""
+        """FLOPs of VMonarch without exact rows."""
         return vmonarch_flops(grid, head_dim, VMonarchOptions(num_iterations=self.num_iterations, exact=None))
 
 
@@ -99,15 +99,15 @@ class Iterative(Control):
 class Controlled(Iterative):
     """VMonarch attention with cR or cL held at its initial value, for the first key frame or for all.
 
-    cR starts at 1 (L is the identity). The "initial expected value log(M)" of cL is read as -log P: a row of R that has
-    learnt nothing is uniform over the P keys of its frame, and cL = Σ R log R of such a row is -log P; the paper gives
-    its size without the sign. With that sign a held first frame gains weight, as in the paper's table, where the
-    variant with one iteration then has a better first frame.
+    cR starts at 1 (L is the identity). The "initial expected value log(M)" of cL is read as -log P: a row of R that is
+    uniform over the P keys of its frame has cL = Σ R log R = -log P; the paper gives the size without the sign. With
+    this sign, a held first frame gains weight, which agrees with the paper's table, where the variant with one
+    iteration then has a better first frame.
 
     Args:
-        fix_cr: "none", "first" (frame) or "all"; after every L-step, so that with one iteration it changes nothing.
-        fix_cl: the same of cL after every R-step.
-        recompute: answer the rows of the first frame exactly.
+        fix_cr: "none", "first" (frame) or "all", applied after every L-step; no effect with one iteration.
+        fix_cl: the same for cL, applied after every R-step.
+        recompute: compute the rows of the first frame exactly.
 
     Source: VMonarch, App. J and Table 5.
     """
@@ -152,7 +152,7 @@ class Controlled(Iterative):
 
 
 def _hold(term: torch.Tensor, value: float, fixed: str) -> torch.Tensor:
-    """`term` [B, H, m, b] with the frames that `fixed` names, along m, at `value`."""
+    """`term` [B, H, m, b], set to `value` in the frames (along m) that `fixed` names."""
     if fixed == "none":
         return term
     held = torch.full_like(term, value)
@@ -161,7 +161,7 @@ def _hold(term: torch.Tensor, value: float, fixed: str) -> torch.Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class SinkAverage(Iterative):
-    """The mean of exact attention to the first frame's keys and of VMonarch attention without any exact row (‡).
+    """The mean of exact attention to the first frame's keys and of VMonarch attention without exact rows (‡).
 
     Source: VMonarch, §4.4 and Table 3.
     """
@@ -179,15 +179,15 @@ class SinkAverage(Iterative):
 
 @dataclass(frozen=True, kw_only=True)
 class Factorised(Iterative):
-    """Monarch attention with other blocks than frames: the paper's (4, HWT/4), (4, WHT/4), (4, THW/4), and its "F".
+    """Monarch attention with blocks other than frames: the paper's (4, HWT/4), (4, WHT/4), (4, THW/4), and its "F".
 
-    The axis is cut into blocks, whose places that are left over are masked. The rows of the first frame are answered
-    exactly, as the default method does. In plain torch.
+    One axis is cut into blocks, and unused places of a block are masked. The rows of the first frame are exact, as in
+    the default method. It runs in plain torch.
 
     Args:
         axis: "T", "H" or "W".
-        blocks: m; their lengths along the axis differ by at most one. On the axis "T" half as many as latent frames are
-            the paper's "F", two in a block.
+        blocks: m; their lengths along the axis differ by at most one. On the axis "T", half the number of latent frames
+            gives the paper's "F", with two frames in a block.
 
     Source: VMonarch, App. K and Fig. 12, and Table 2 ("F").
     """
@@ -202,7 +202,7 @@ class Factorised(Iterative):
         check_positive_integer("blocks", self.blocks)
 
     def check_grid(self, grid: LatentGrid) -> None:
-        """Raise ValueError unless the axis is as long as it is to have blocks."""
+        """Raise ValueError if there are more blocks than places along the axis."""
         length = grid[AXES.index(self.axis)]
         if self.blocks > length:
             raise ValueError(f"blocks must not exceed the axis {self.axis}, which is {length} long, got {self.blocks}")
@@ -230,7 +230,7 @@ class Local(Control):
     """The exact blocks of a pattern and nothing else: softmax over those keys, all others dropped.
 
     Args:
-        exact: `ExactBlocks`, or a mapping with rows, columns and band of frames; `aware` means nothing here.
+        exact: `ExactBlocks`, or a mapping with rows, columns and band of frames; `aware` has no effect here.
     """
 
     exact: Any = ExactBlocks(band=1)
@@ -245,7 +245,7 @@ class Local(Control):
         object.__setattr__(self, "exact", pattern)
 
     def check_grid(self, grid: LatentGrid) -> None:
-        """Raise ValueError if the pattern names a frame that is not there."""
+        """Raise ValueError if the pattern names a frame that the grid lacks."""
         self.exact.key_frames(grid.frames)
 
     def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, grid: LatentGrid) -> torch.Tensor:
@@ -263,7 +263,7 @@ class Local(Control):
 
 @dataclass(frozen=True, kw_only=True)
 class Nothing(Control):
-    """Zeros. With `refresh` the residual is all of exact attention: its output is reused from step to step."""
+    """Zeros. With `refresh`, the residual is then the whole exact output, which is reused from step to step."""
 
     def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, grid: LatentGrid) -> torch.Tensor:
         return query.new_zeros(*query.shape[:3], value.shape[3])
@@ -274,16 +274,16 @@ class Nothing(Control):
 
 @dataclass(frozen=True, kw_only=True)
 class Sol(Control):
-    """Sol-Attn: of blocks of 64 tokens in their order, those of keys are exact that score high; all others leave means.
+    """Sol-Attn: of blocks of 64 consecutive tokens, key blocks with a high score are exact; the others count as means.
 
-    A score is the product of the mean of a block of queries and that of a block of keys, less the mean of these. It is
-    high beyond `tau` standard deviations, which the variances of the mean keys, channel by channel, stand for. A block
-    itself and its neighbours are exact.
+    A score is the product of the mean of a query block and the mean of a key block, the latter centred over all blocks.
+    It is high beyond `tau` standard deviations, estimated from the variance of the mean keys in each channel. A block
+    itself and its neighbours are always exact.
 
     Args:
-        tau: standard deviations; the larger, the less is exact. None with `share`.
-        share: of all blocks, those that are exact as the highest, rounded up; None with `tau`.
-        rest: whether blocks that are not exact leave their means.
+        tau: threshold in standard deviations; the larger, the less is exact. None with `share`.
+        share: the share of blocks with the highest scores that are exact, rounded up; None with `tau`.
+        rest: whether blocks that are not exact count as means; otherwise they are dropped.
 
     Source: Li et al., Sol-Attn (2026, arXiv:2607.24027).
     """
@@ -322,18 +322,18 @@ class Sol(Control):
 
 @dataclass(frozen=True, kw_only=True)
 class VMoBA(Control):
-    """VMoBA: every query attends to its own block of keys and to those of the best pairs of a query and a block.
+    """VMoBA: every query attends to its own block of keys and to the blocks of the best query-block pairs.
 
-    A pair scores the product of the query and the block's mean key, between 0 and 1 for the lowest and the highest of a
-    head. Own blocks come first, then the highest scores, until these add up to `threshold` of all. The rest is dropped.
+    The score of a pair is the product of the query and the block's mean key, rescaled to [0, 1] over a head. Own blocks
+    come first, then the highest scores, until the scores add up to `threshold` of their sum. The rest is dropped.
 
     Args:
-        threshold: of the sum of scores, the share that is attended.
-        boxes: (frames, rows, columns) of a block in one layer after the other, and over again; 0 is all of an axis.
-            Axes are cut evenly.
+        threshold: share of the sum of scores that is attended.
+        boxes: (frames, rows, columns) of a block; the layers use them in turn, cyclically. 0 is the whole axis. Axes
+            are cut evenly.
 
     Source: Wu et al., VMoBA: Mixture-of-Block Attention for Video Diffusion Models (2025, arXiv:2506.23858); sizes as
-    FastVideo has them for Wan.
+    in FastVideo for Wan.
     """
 
     threshold: float = 0.25
@@ -374,7 +374,7 @@ class VMoBA(Control):
     def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, grid: LatentGrid) -> torch.Tensor:
         layout = tile_layout(self._tiling(grid), query.device)
         found = []
-        # The masks of all samples together would not fit.
+        # The masks of all samples together would not fit into memory.
         for x in zip(query.split(1), key.split(1), value.split(1), strict=True):
             q, k, v = (y.transpose(1, 2) for y in x)
             mask = self._mask(*x[:2], layout)
@@ -382,7 +382,7 @@ class VMoBA(Control):
         return torch.cat(found)
 
     def flops(self, grid: LatentGrid, head_dim: int) -> float:
-        """The most: the highest of some numbers add up to a share of their sum when they are that share of them."""
+        """An upper bound: the highest scores reach a share of the sum with at most that share of the pairs."""
         tiling = self._tiling(grid)
         keys = math.prod(tiling.box) * (1 + self.threshold * (tiling.tiles - 1))
         return pair_flops(grid.tokens * (keys + tiling.tiles / 2), head_dim)
@@ -390,10 +390,10 @@ class VMoBA(Control):
 
 @dataclass(frozen=True, kw_only=True)
 class Trained(TwoResolutionOptions, Control):
-    """Block-sparse attention with a linear layer that is learnt, 0 at first, for the tiles of keys that it leaves out.
+    """Block-sparse attention and a learnt linear layer, 0 at first, for the tiles of keys that are not exact.
 
-    The options are those of `TwoResolutionOptions` for the choice of the exact tiles. Of such a control, `learnt` makes
-    the layer of an attention module, `far` what it weighs, [B, S, H, D] in at least float32, and `weighed` weighs it.
+    The options of `TwoResolutionOptions` choose the exact tiles. Subclasses define `learnt`, the layer of a module,
+    `far`, the branch for the other tiles [B, S, H, D] in at least float32, and `weighed`, the branch after the layer.
     """
 
     rest: bool = False
@@ -406,9 +406,9 @@ class Trained(TwoResolutionOptions, Control):
 
 @dataclass(frozen=True, kw_only=True)
 class VSA(Trained):
-    """The compressed branch: attention between the means of cubes, times a gate of the token's own.
+    """The compressed branch: attention between the means of cubes, times a gate for each token.
 
-    The gate is linear in the token and 0 at first, as where the authors finetune.
+    The gate is linear in the token and 0 at first, as in the authors' finetuning.
 
     Source: Zhang et al., VSA: Faster Video Diffusion with Trainable Sparse Attention (2025), §3.
     """
@@ -429,9 +429,9 @@ class VSA(Trained):
 
 @dataclass(frozen=True, kw_only=True)
 class SLA(Trained):
-    """Linear attention to the tiles that are not chosen, with softmax as feature map, and a projection, 0 at first.
+    """Linear attention to the tiles that are not exact, with softmax as feature map, and a projection, 0 at first.
 
-    No tile is left out; the paper's share of negligible ones saves nothing in a linear part.
+    No tile is skipped, because skipping the paper's share of negligible tiles would save nothing in a linear part.
 
     Source: Zhang et al., SLA: Beyond Sparsity in Diffusion Transformers via Fine-Tunable Sparse-Linear Attention
     (2025).
@@ -478,22 +478,22 @@ CONTROLS: dict[str, type[Options]] = {
 
 @dataclass(frozen=True)
 class KernelExact(Exact):
-    """Exact attention by our own op, whichever backend was chosen, for which the log-partition is asked for."""
+    """Exact attention by our own op, whichever backend was chosen; a request for the log-partition selects the op."""
 
     def __call__(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Call) -> Result:
         return super().__call__(query, key, value, call._replace(lse=True, backend=None))
 
 
 class ControlProcessor(VideoAttentionProcessor):
-    """One of `CONTROLS` for the video transformers of diffusers; those that learn for the Wan family.
+    """One of `CONTROLS` for the video transformers of diffusers; those that learn support only the Wan family.
 
-    `vmonarch.apply` gives every module a layer of its own where the control is `Trained`, as with `BasedProcessor`.
+    `vmonarch.apply` gives every module a layer of its own if the control is `Trained`, as with `BasedProcessor`.
 
     Args:
         control: its name.
         dense_steps, dense_layers, refresh, grid: as in `VMonarchProcessor`.
-        implementation: of what kernels compute in "exact", "vsa" and "sla"; as in `two_resolution_attention`.
-        **options: of the control.
+        implementation: of the kernels in "exact", "vsa" and "sla"; as in `two_resolution_attention`.
+        **options: options of the control.
 
     Raises:
         TypeError, ValueError: an option is unknown or has an unsupported value.
@@ -530,7 +530,7 @@ class ControlProcessor(VideoAttentionProcessor):
 
 
 class StockLayer(Own):
-    """A module of the Wan family with a softmax of ours alone: all else rounds as in the model's own processor."""
+    """A module of the Wan family where only the softmax is ours: all else rounds as in the model's own processor."""
 
     def mix(self, attn: Any, hidden_states: torch.Tensor, rotary_emb: Rotary, call: Call) -> torch.Tensor:
         query, key, value = project(attn, hidden_states, rotary_emb, "torch")
@@ -538,7 +538,7 @@ class StockLayer(Own):
 
 
 class TrainedLayer(LearningLayer):
-    """A `ControlProcessor` that learns, at work in one attention module, with the layer of that module."""
+    """A `ControlProcessor` that learns, bound to one attention module, with the layer of that module."""
 
     # Whoever applies it in inference mode may train it later.
     @torch.inference_mode(False)

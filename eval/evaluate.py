@@ -5,12 +5,12 @@
     evaluation = evaluate(EvalConfig(prompt_set="embedded", seeds=(0, 1), methods=("vmonarch", "vmonarch-t1")))
     print(evaluation.table(), evaluation.folder / "report.html")
 
-An item is one prompt with one seed. Its folder has the video of every method and `item.json` with their numbers, and
-appears complete or not at all: a call that was stopped goes on with the items that are missing, and several processes
-(RANK and WORLD_SIZE, as `accelerate launch` sets them) share the items out. Whichever call finds all of them there
-writes `evaluation.json` and `report.html`.
-Everything but times and dates is the same however often it was stopped and whatever the number of processes: batches
-are cut before they are shared out.
+An item is one prompt with one seed. Its folder has the video of every method and `item.json`, which has their numbers
+and is written last. So a call that was stopped continues with the missing items, and several processes (RANK and
+WORLD_SIZE, as `accelerate launch` sets them) can share the items. The call that finds all items complete writes
+`evaluation.json` and `report.html`.
+Everything but times and dates is independent of how often a run was stopped and of the number of processes, because
+batches are cut before they are shared.
 
 PSNR, SSIM, LPIPS and VMAF are measured on the float frames, before any mp4 encoding.
 """
@@ -58,10 +58,10 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 EVALUATION_FORMAT = "vmonarch-eval-3"
-# Pictures amplify differences of videos by this factor, and name the kinds of steps so.
+# How much pictures amplify differences, and how they name the kinds of steps.
 GAIN = 4
 KINDS = {"e": "exact", "a": "approximate", "p": "predicted"}
-# Settings that change no number of an item.
+# Settings that do not affect the numbers of an item.
 _FREE = (
     *("output_dir", "device", "offload", "prompt_set", "num_prompts", "baseline"),
     *("vbench", "vbench_timeout", "report_items", "report_megabytes"),
@@ -70,7 +70,7 @@ _FREE = (
 
 @dataclass(frozen=True)
 class Item:
-    """One prompt with one seed; `name` is that of its folder."""
+    """One prompt with one seed; `name` names its folder."""
 
     number: int
     prompt: str
@@ -81,7 +81,7 @@ class Item:
         return f"{self.number:04d}-{short_hash(self.prompt, self.seed)}"
 
     def is_done(self, output: Path) -> bool:
-        """Whether its folder is complete: its JSON is what is written last."""
+        """Whether its folder is complete: its JSON is written last."""
         return (output / "items" / self.name / "item.json").is_file()
 
 
@@ -91,7 +91,7 @@ class Evaluation:
 
     Args:
         record: None as long as items are missing.
-        missing: how many.
+        missing: how many items are missing.
     """
 
     folder: Path
@@ -99,7 +99,7 @@ class Evaluation:
     missing: int
 
     def table(self) -> str:
-        """Markdown table of the means with their intervals, one row a method."""
+        """Markdown table of the means with their intervals, one row per method."""
         assert self.record is not None
         return aligned(*summary.summary_rows(self.record))
 
@@ -111,15 +111,15 @@ def evaluate(
     model: LoadedModel | None = None,
     command: str = "",
 ) -> Evaluation:
-    """Sample and measure the items that `config.output_dir` lacks; once all are there, write JSON, table and report.
+    """Sample and measure the items that `config.output_dir` lacks; once all are there, write JSON and report.
 
-    A `CompareConfig` has a new folder in it for every call, and for each prompt and seed `0001-side-by-side.mp4` and
-    `0001-strips.png`.
+    With a `CompareConfig`, every call makes a new folder in it, which also gets `0001-side-by-side.mp4` and
+    `0001-strips.png` for each prompt and seed.
 
     Args:
         progress: show progress bars.
-        model: a pipeline loaded before with the same model settings, to save loading it again.
-        command: how it was called, for the report.
+        model: a pipeline that was loaded with the same model settings, to save loading it again.
+        command: the command line, for the report.
 
     Raises:
         InputError, ModelError: as `vmonarch.pipelines.generation.generate`; LPIPS, VMAF or VBench cannot be measured;
@@ -149,7 +149,7 @@ def evaluate(
             from vmonarch.installation import find_transformers, own_processors
 
             config, model = complete_and_load(config, model)
-            # Fail on a method that the pipeline cannot carry before minutes are spent.
+            # Methods that the pipeline does not support fail here, before minutes are spent.
             for method in config.methods:
                 recipes.apply(model.pipe, method)
                 bound = (one for part in find_transformers(model.pipe).values() for one in own_processors(part))
@@ -164,7 +164,7 @@ def evaluate(
 
 
 def check_measures(config: EvalConfig) -> None:
-    """Raise InputError if LPIPS, VMAF or VBench is asked for and cannot be measured: before anything is sampled."""
+    """Raise InputError, before anything is sampled, if a requested LPIPS, VMAF or VBench cannot be measured."""
     from vmonarch.eval import similarity
 
     assert config.height is not None and config.width is not None
@@ -186,11 +186,11 @@ def check_measures(config: EvalConfig) -> None:
 
 
 def _check_settings(output: Path, config: EvalConfig, folder: ModelFolder) -> None:
-    """Write `settings.json`, all that an item's numbers depend on but versions and machine, into a new folder; in one
-    that has it, the settings must be the same.
+    """Write `settings.json` into a new folder, or check that the one there is the same: all settings that an item's
+    numbers depend on, but not versions and machine.
 
     Raises:
-        InputError: they differ, and in what; or something else is in the folder.
+        InputError: the settings differ, and how; or something else is in the folder.
     """
     settings = {key: value for key, value in config.to_dict().items() if key not in _FREE}
     dtype = choose_dtype(config.dtype, choose_device(config.device))
@@ -198,7 +198,7 @@ def _check_settings(output: Path, config: EvalConfig, folder: ModelFolder) -> No
     settings |= source_hashes(config, folder)
     path = output / "settings.json"
     others = [entry.name for entry in output.iterdir() if not entry.name.startswith(".")]
-    # Another call may have begun meanwhile, and these be its files.
+    # If there are settings by now, another call has begun meanwhile and these are its files.
     if others and not path.exists():
         raise InputError("output_dir", f"must be empty or hold an evaluation; {str(output)!r} holds something else")
     with contextlib.suppress(FileExistsError), AtomicFiles() as files:
@@ -230,23 +230,22 @@ class _Run:
                 self._make(batch, total, pool)
 
     def _warm_up(self, prompts: Sequence[str], seeds: Sequence[int]) -> None:
-        """One step of every method, and one decoding, at the full shape of a batch.
+        """Run one step of every method, and one decoding, at the full shape of a batch.
 
-        Nothing that is timed afterwards is charged for compilation, or for what the first call of a process
-        initialises. A method that compiles runs all its steps: each kind of step compiles something, and the last kind
-        may come late.
+        So later times include neither compilation nor what the first call of a process initialises. A method that
+        compiles runs all its steps, because each kind of step compiles something and the last kind may come late.
         """
         for method in self.config.methods:
             title = f"warm-up, {method.label}" if self.progress else None
             steps = self.config.steps if method.additions.compile else 1
-            # The only step may be a dense one, which would warm up nothing of the method.
+            # A single step could be a dense one, which would warm up nothing of the method.
             warmed = method.without_dense() if steps == 1 else method
             recipes.apply(self.model.pipe, warmed)
             last = method is self.config.methods[-1]
             sample(self.model, self.config, prompts, seeds, steps=steps, decode=last, progress=title)
 
     def _make(self, batch: Sequence[Item], total: int, pool: Executor) -> None:
-        """Sample, measure and write what is missing of a batch."""
+        """Sample a batch; measure and write its missing items."""
         prompts, seeds, samples = [item.prompt for item in batch], [item.seed for item in batch], {}
         for method in self.config.methods:
             recipes.apply(self.model.pipe, method)
@@ -261,7 +260,7 @@ class _Run:
     def _measured(
         self, item: Item, frames: Mapping[str, torch.Tensor], samples: Mapping[str, Batch], label: str
     ) -> dict[str, Any]:
-        """Row of a method: what is known of its video without encoding it.
+        """A method's row: all measurements of its video that need no encoding.
 
         Raises:
             GenerationError: the video is constant or holds NaN.
@@ -279,9 +278,9 @@ class _Run:
         row = {
             "method": label,
             **dict.fromkeys((*summary.MEASURES, "exact_steps", "errors", "predicted_steps")),
-            # Without a report it is the model's own attention.
+            # Without a report, the method is the model's own attention.
             "attention_work": 1.0 if result.report is None else result.report.work,
-            # A batch's time is shared out evenly.
+            # A batch's time is divided evenly among its videos.
             "seconds": result.seconds["total"] / len(result.frames),
             "transformer_seconds_per_step": result.seconds["transformer"] / len(result.frames) / self.config.steps,
             "prompt_score": prompt_score.prompt_score(video, item.prompt),
@@ -301,7 +300,7 @@ class _Run:
     def _write(
         self, item: Item, frames: Mapping[str, torch.Tensor], rows: Sequence[dict[str, Any]], pool: Executor
     ) -> None:
-        """Write an item's videos, and commit it with its JSON."""
+        """Write an item's videos, then the JSON that completes it."""
         from vmonarch.pipelines.video_io import VideoError, encode_video, to_uint8
 
         folder = self.output / "items" / item.name
@@ -309,7 +308,7 @@ class _Run:
         pictures = {label: to_uint8(video) for label, video in frames.items()}
 
         def encode(row: dict[str, Any]) -> dict[str, Any]:
-            """Write a method's video; its row with that."""
+            """Write a method's video; return its row with the file's name and hash."""
             assert self.config.fps is not None
             path = paths[row["method"]]
             encode_video(path, pictures[row["method"]], self.config.fps)
@@ -347,7 +346,7 @@ def write_pictures(
 ) -> None:
     """Write the methods' videos of an item, [F, H, W, 3] by label, side by side, as mp4 and as strips.
 
-    Below the video of a method are its steps, and what it differs by from the reference.
+    Below a method's video are its steps and its difference from the reference.
     """
     from vmonarch.pipelines.video_io import difference, encode_video, side_by_side, strips, with_steps
 
@@ -360,7 +359,7 @@ def write_pictures(
         close = "reference" if row["psnr"] is None else f"PSNR {float(row['psnr']):.1f} dB · SSIM {row['ssim']:.3f}"
         notes[label] = f"{close} · {row['seconds']:.1f} s"
         exact, predicted = (row[key] or () for key in ("exact_steps", "predicted_steps"))
-        # Methods of nothing but exact attention do not count their steps.
+        # Methods that are exact throughout do not count their steps.
         exact = range(config.steps) if row["attention_work"] == 1 else exact
         steps = "".join("e" if n in exact else "p" if n in predicted else "a" for n in range(config.steps))
         shown[label] = with_steps(pictures[label], steps)
@@ -375,7 +374,7 @@ def write_pictures(
 
 
 def _finish(config: EvalConfig, folder: ModelFolder, output: Path, items: Sequence[Item], command: str) -> Evaluation:
-    """Put all items together, and write `evaluation.json` and `report.html`.
+    """Collect all items, and write `evaluation.json` and `report.html`.
 
     Raises:
         GenerationError: an item's record cannot be read, or a video is missing or no longer the one that was measured.
@@ -426,13 +425,13 @@ def _finish(config: EvalConfig, folder: ModelFolder, output: Path, items: Sequen
         "differences": summary.differences(records, labels, baseline),
         "vbench": vbench,
         "items": records,
-        # These say nothing about an evaluation on another machine.
+        # Folder and device mean nothing on another machine.
         "config": {key: value for key, value in config.to_dict().items() if key not in ("output_dir", "device")},
         "model_files": folder.fingerprint(),
         "environments": environments,
     }
     text = summary.json_text(record | summary.document_table(record))
-    # In the form that is read back: JSON has no tuples.
+    # The form in which it is read back: JSON has no tuples.
     record = json.loads(text)
     page = report(record, output)
     with AtomicFiles(overwrite=True) as made:

@@ -1,7 +1,7 @@
 """Does a video show what its prompt asks for? Colour, shape and direction of motion are read back from the pixels.
 
-The reader knows nothing of the prompt. It separates saturated pixels from the muted background, groups them by hue,
-compares each group with every shape's silhouette, and fits a line to its path. What a video must show is known of the
+The reader does not know the prompt. It separates saturated pixels from the muted background, groups them by hue,
+compares each group with every shape's silhouette, and fits a line to its path. What a video must show is known for the
 embedded model's 64 held-out prompts (`vmonarch eval --prompt-set embedded`).
 
 Shapes in comments: F frames, Y height, X width.
@@ -21,15 +21,15 @@ from vmonarch.finetune.scenes import COLOURS, DIRECTIONS, SHAPES, held_out_promp
 MIN_CHROMA = 0.34
 """Pixels whose largest and smallest channel differ by less are background."""
 MIN_AREA = 70
-"""Pixels; the smallest object of the training data has about twice as many."""
+"""Pixels; the smallest object in the training data has about twice this area."""
 MIN_TRAVEL = 10.0
-"""Pixels over the clip; the slowest object of the training data travels twice as far."""
+"""Pixels over the clip; the slowest object in the training data travels twice as far."""
 MIN_OVERLAP = 0.55
 """Intersection over union with the best silhouette below which a group of pixels is no known shape."""
 
 
 class Seen(NamedTuple):
-    """An object in a video or of a prompt; None where no known shape fits, or nothing moves."""
+    """An object in a video or a prompt; shape is None if no known one fits, direction if the object does not move."""
 
     colour: str
     shape: str | None
@@ -50,7 +50,7 @@ def _unit_area(shape: str) -> float:
 
 
 def _nearest_colours(pixels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Chroma of pixels [F, Y, X, 3], and the number of the nearest colour, -1 of the background; both [F, Y, X]."""
+    """Chroma of pixels [F, Y, X, 3] and the index of the nearest colour, -1 for background; both [F, Y, X]."""
     chroma = pixels.amax(-1) - pixels.amin(-1)
     palette = _hue(torch.tensor(list(COLOURS.values()), device=pixels.device))
     saturated = chroma > MIN_CHROMA
@@ -121,11 +121,11 @@ def _overlaps(
 
 
 def score(seen: Sequence[Seen], expected: Sequence[Seen]) -> float:
-    """The prompt score: the share of colour, shape and direction in which all objects are as they are asked for.
+    """The prompt score: the share of three properties, colour, shape and direction, that are right for all objects.
 
-    Colours match when exactly the colours asked for are there, no more and no fewer objects. Shape and direction are
-    compared object by object; objects are paired by colour first, then what is left over by area, so that a wrong
-    colour alone does not count as a wrong shape.
+    Colours are right if the objects have exactly the requested ones and none is missing or left over. Shape and
+    direction are compared object by object. Objects are paired by colour first and the remaining ones by area, so that
+    a wrong colour alone does not count as a wrong shape.
     """
     left, pairs = list(seen), []
     for want in expected:
@@ -140,13 +140,13 @@ def score(seen: Sequence[Seen], expected: Sequence[Seen]) -> float:
 
 @functools.cache
 def expected_objects() -> dict[str, tuple[Seen, ...]]:
-    """The required content of the video of each of the embedded model's held-out prompts."""
+    """The objects that a video must show, for each held-out prompt of the embedded model."""
     scenes = held_out_prompts().items()
     return {prompt: tuple(Seen(x.colour, x.shape, x.direction) for x in scene.objects) for prompt, scene in scenes}
 
 
 def count_objects(pixels: torch.Tensor) -> list[dict[str, int]]:
-    """Numbers of objects of each colour in each frame of a clip [F, Y, X, 3]: connected pixels, not too few."""
+    """Number of objects by colour in each frame of a clip [F, Y, X, 3]; an object is a large enough connected area."""
     from scipy.ndimage import label
 
     chroma, nearest = (x.cpu() for x in _nearest_colours(pixels))
@@ -166,8 +166,8 @@ def count_objects(pixels: torch.Tensor) -> list[dict[str, int]]:
 def permanence(frames: torch.Tensor, prompt: str) -> float | None:
     """The share of frames [F, 3, Y, X] that show each object of the prompt once, in its colour, and no other object.
 
-    It falls where an object vanishes, doubles, changes its colour or comes from nowhere; None for other prompts than
-    the held-out ones.
+    It falls when an object vanishes, doubles, changes its colour or appears from nowhere. It is None for prompts that
+    are not held-out ones.
     """
     if prompt not in expected_objects():
         return None
@@ -177,7 +177,7 @@ def permanence(frames: torch.Tensor, prompt: str) -> float | None:
 
 
 def prompt_score(frames: torch.Tensor, prompt: str) -> float | None:
-    """`score` of a video [F, 3, Y, X] from 0 to 1; None for other prompts than the held-out ones, or a single frame."""
+    """`score` of a video [F, 3, Y, X] from 0 to 1; None for prompts that are not held-out ones, or a single frame."""
     if len(frames) < 2 or prompt not in expected_objects():
         return None
     return score(read_video(frames.float().permute(0, 2, 3, 1)), expected_objects()[prompt])

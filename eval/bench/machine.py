@@ -20,7 +20,7 @@ from vmonarch.configs import InputError
 from vmonarch.kernels.common.launch import interpreted
 from vmonarch.pipelines.environment import choose_device, environment
 
-# Rounds that every way gets, however long its calls take.
+# The fewest rounds planned for a way, however long its calls take.
 MIN_ROUNDS = 3
 
 
@@ -48,7 +48,7 @@ def measured_dtype(device: torch.device) -> torch.dtype:
 
 
 class Clock:
-    """Durations on a device: CUDA events there, the processor's clock in the interpreter."""
+    """Durations on a device: by CUDA events on a GPU, by the host's clock in the interpreter."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -58,7 +58,7 @@ class Clock:
             self._scratch = torch.empty(256 * 2**20, dtype=torch.int8, device=device)
 
     def flush(self, times: int = 1) -> None:
-        """Overwrite the L2; several times also keeps the chip busy while the host prepares what is measured next."""
+        """Overwrite the L2; repeated, this also keeps the chip busy while the host prepares the next measurement."""
         if self._scratch is not None:
             for _ in range(times):
                 self._scratch.zero_()
@@ -88,12 +88,12 @@ class Clock:
         return self.between(start, stop)
 
     def everywhere(self, value: Any) -> list[Any]:
-        """`value` of every process that measures together with this one."""
+        """The values of all processes that measure together, this one included."""
         return [value]
 
 
 def release_memory(device: torch.device) -> None:
-    """Give what nothing refers to back to a GPU."""
+    """Free a GPU's memory that nothing refers to."""
     if device.type == "cuda":
         gc.collect()
         torch.cuda.empty_cache()
@@ -113,12 +113,12 @@ def summary(values: Sequence[float]) -> dict[str, float]:
 def measure(
     runs: dict[str, Callable[[], Any]], rounds: dict[str, int], clock: Clock, deadline: float, flushes: int = 1
 ) -> dict[str, list[float]]:
-    """Time the runs in turns: one of each per round, each round beginning with another.
+    """Time the runs in turns: each once per round, in an order that rotates from round to round.
 
     Args:
-        rounds: how often each is measured.
-        deadline: `time.monotonic()` after which no round begins, except the first.
-        flushes: how often the L2 is overwritten before each call; many keep the host ahead of a chip that is done soon.
+        rounds: how often each is measured, at most.
+        deadline: value of `time.monotonic()` after which no round begins, except the first.
+        flushes: how often the L2 is overwritten before each call; several keep the host ahead of short kernels.
 
     Returns:
         milliseconds by name.
@@ -145,7 +145,7 @@ def measure(
 
 
 def measure_rates(device: torch.device) -> dict[str, float | str] | None:
-    """FLOP/s of an 8192³ bf16 matmul and bytes/s (read + written) of a 2 GB copy; None in the interpreter."""
+    """FLOP/s of an 8192³ bf16 matmul and bytes/s (read + written) of a 2 GiB copy; None in the interpreter."""
     if device.type != "cuda":
         return None
     a, b, product = (torch.randn(8192, 8192, device=device, dtype=torch.bfloat16) for _ in range(3))
@@ -171,7 +171,7 @@ def provenance(device: torch.device, command: str) -> dict[str, Any]:
         "versions": {
             **about.pop("packages"),
             **about,
-            # The build says which CUDA it is for.
+            # The build's version names its CUDA.
             "torch_build": torch.__version__,
             "cudnn": str(torch.backends.cudnn.version()) if device.type == "cuda" else None,
         },
@@ -180,7 +180,7 @@ def provenance(device: torch.device, command: str) -> dict[str, Any]:
 
 
 def count_done(function: Callable[[Any], Any], tasks: Sequence[Any], seconds: float) -> int:
-    """Call `function` with every task in processes of their own; how many were done in these seconds.
+    """Call `function` on every task in worker processes; return how many finished within these seconds.
 
     Compiled kernels stay in Triton's cache on disk, where this process finds them.
     """

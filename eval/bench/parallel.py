@@ -1,8 +1,8 @@
-"""One video on several GPUs: time and scaling: `vmonarch bench parallel`.
+"""Time and scaling of one video on several GPUs: `vmonarch bench parallel`.
 
-The rows of `vmonarch bench e2e`, computed by 1, 2, … processes that share the tokens of one video, with attention by
-heads (Ulysses); or those of `vmonarch bench train`, whose weights several processes hold in parts (FSDP2). Every
-process holds about as many tokens as the others; its time is that of the slowest.
+It measures the rows of `vmonarch bench e2e` with 1, 2, … processes, which share the tokens of one video and split
+attention by heads (Ulysses); or the rows of `vmonarch bench train`, with the weights sharded as well (FSDP2). All
+processes hold about equally many tokens, and the time of the slowest counts.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from vmonarch.files import check_output, write_json
 
 MODELS = ("14b-93x704x1280", "1.3b-61x720x1280")
 TRAINING = "training"
-# A process that fails ends the others; one that hangs does so after this.
+# A process that fails ends the others at once; one that hangs ends them after this time.
 TIMEOUT = timedelta(seconds=120)
 FORMULAE = {
     **e2e.FORMULAE,
@@ -56,12 +56,12 @@ class SharedClock(Clock):
 
 
 def run_rank(rank: int, ranks: int, make: Callable[..., Bench], folder: Path, told: dict[str, Any]) -> None:
-    """The work of one process. The first process writes the results after every case.
+    """Run the benchmark in one process; the first process writes the results after every case.
 
     Args:
         make: see `bench`.
-        folder: for results and for what the processes share; of one machine.
-        told: to `run_bench`.
+        folder: for the results and for the processes' rendezvous; on one machine.
+        told: arguments of `run_bench`.
     """
     on_gpu = told["device"] == "cuda"
     device = torch.device("cuda", rank) if on_gpu else torch.device("cpu")
@@ -98,11 +98,11 @@ def bench(
     modes: Sequence[str] = e2e.MODES,
     methods: Sequence[str] = ("full", "vmonarch"),
 ) -> tuple[Sequence[int] | None, Callable[..., Bench]]:
-    """(numbers of processes, what makes the benchmark of one of them from `ranks`).
+    """(numbers of processes, function that makes the benchmark for one of them, given as `ranks`).
 
     Args:
-        ranks: None for 1, 2, 4 … GPUs. models: settings of `vmonarch bench e2e`. methods: as there, though diffusers
-            spreads no tokens with FlashAttention-3.
+        ranks: None for 1, 2, 4 … GPUs. models: settings of `vmonarch bench e2e`. methods: as there, except that
+            diffusers cannot split tokens with FlashAttention-3.
         modes: as there, or "training" alone.
 
     Raises:
@@ -136,17 +136,17 @@ def measure(
     say: Callable[[str], None],
     **told: Any,
 ) -> dict[str, Any]:
-    """Measure with several numbers of processes, which share the seconds of the budget, and write the JSON after each.
+    """Measure with each number of processes within one budget, and write the JSON after each.
 
     Args:
-        job: of `bench`.
+        job: what `bench` returned.
 
     Returns:
-        what was written: as of `runner.run_bench`, with "ranks" in cases and "efficiency" in rows.
+        what was written: as in `runner.run_bench`, with "ranks" in cases and "efficiency" in rows.
 
     Raises:
         InputError: an argument cannot be used.
-        RuntimeError: a process failed; what fewer of them have measured is written.
+        RuntimeError: a process failed; results of smaller numbers of processes stay written.
     """
     check_device(device)
     check_output(output)
@@ -160,7 +160,7 @@ def measure(
     results: dict[str, Any] = {"cases": []}
     started = time.monotonic()
     for n, ranks in enumerate(numbers):
-        # Later numbers of processes get their share, too: without them there is nothing to compare.
+        # Later numbers of processes keep their share of the budget: without them there is nothing to compare.
         share = (budget - (time.monotonic() - started)) / (len(numbers) - n)
         say(f"{ranks} processes, {share:.0f} s for them")
         with tempfile.TemporaryDirectory() as folder:
@@ -178,9 +178,9 @@ def measure(
 
 
 def summary(results: dict[str, Any], numbers: Sequence[int]) -> dict[str, Any]:
-    """{"wrong", "left_out", "tables", "caption"} of the cases of several numbers of processes; adds efficiency to rows.
+    """{"wrong", "left_out", "tables", "caption"} of cases with several numbers of processes; adds efficiency to rows.
 
-    The table has milliseconds and efficiency of every row, by number of processes.
+    The table shows milliseconds and efficiency of every row by number of processes.
     """
     rows = {(c["case"], f"{r['method']}, {r['mode']}", c["ranks"]): r for c in results["cases"] for r in c["rows"]}
     wrong, lines = [], []
@@ -192,7 +192,7 @@ def summary(results: dict[str, Any], numbers: Sequence[int]) -> dict[str, Any]:
             if "step_s" in row and "step_s" in alone:
                 row["efficiency"] = alone["step_s"]["median"] / (ranks * row["step_s"]["median"])
                 cells[-1] += f" ({100 * row['efficiency']:.0f} %)" if ranks > 1 else ""
-            # Several processes are also for what has no room in one.
+            # Out of memory is no failure: several processes also serve videos that do not fit on one GPU.
             if row["status"] not in ("ok", "left out", "out of memory"):
                 wrong.append(f"{name} at {case}, {ranks} processes: {row['problem']}")
         lines.append([case, name, *cells])

@@ -1,4 +1,4 @@
-"""Tables of a benchmark's JSON: cells as documents show them."""
+"""Tables of a benchmark's JSON, with cells formatted for documents."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ def caption(run: dict[str, Any]) -> str:
 
 
 def tables(run: dict[str, Any], base: str) -> dict[str, Any]:
-    """{"tables", "caption"}: the times of all ways, and in a second table all that was measured of each.
+    """{"tables", "caption"}: a table with the times of all ways, and one with all measurements of each.
 
     Args:
-        base: the way that ratios are to.
+        base: the way that ratios are relative to.
     """
     methods = list(dict.fromkeys(row["method"] for case in run["cases"] for row in case["rows"]))
     times, details = [], []

@@ -1,6 +1,6 @@
 """The runner of the benchmarks: check all ways to compute a case, time them in turns, write JSON.
 
-A benchmark is one record (`Bench`): its cases, and how each can be computed. A result that is wrong has no speed.
+A benchmark is one record (`Bench`): its cases, and the ways to compute each. A way with a wrong result is not timed.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from vmonarch.files import check_output, write_json
 FORMAT = "vmonarch-bench-1"
 # Share of the budget for compiling beforehand.
 COMPILE_SHARE = 0.5
-# Relative errors (Frobenius norm) that a dtype may have against the float32 reference; of any single row, 10 × as much.
+# Largest relative errors (Frobenius norm) to the float32 reference, by dtype; a single row may have 10 × as much.
 BOUNDS = {
     torch.bfloat16: {"out": 2e-2, "gradient": 5e-2},
     torch.float32: {"out": 1e-4, "gradient": 1e-3},
@@ -45,11 +45,11 @@ Tensors = Mapping[str, torch.Tensor]
 
 
 class WrongResultError(RuntimeError):
-    """A kernel gave a result outside the stated bounds, or failed: the run measured something else than attention."""
+    """A kernel gave a result outside the stated bounds, or failed: the run did not measure attention."""
 
 
 class Case(SimpleNamespace):
-    """One row of numbers: its `label`, whether it is `training`, its `heads`, and the sizes that its ways need."""
+    """One thing to measure: its `label`, whether it is `training`, its `heads`, and the sizes that its ways need."""
 
 
 @dataclass(frozen=True)
@@ -57,13 +57,13 @@ class Way:
     """One way to compute a case, with its inputs.
 
     Args:
-        run: the call; gives (out,) or (out, dq, dk, dv, …).
-        found: the parts of what `run` gave that are compared, by name; names of gradients begin with a d.
-        expected: the same parts in float32, and maybe others.
+        run: the call; returns (out,) or (out, dq, dk, dv, …).
+        found: the parts of `run`'s results to compare, by name; names of gradients begin with a d.
+        expected: the same parts in float32, and perhaps others.
         bounds: see `compare`.
-        flops, bytes: its work; 0 if they are not counted.
-        before: bytes that are not the call's; None for those that are allocated when it begins.
-        more: adds to the row, by the clock that timed it.
+        flops, bytes: work of the call; 0 if not counted.
+        before: allocated bytes that do not belong to the call; None for all that are allocated when it begins.
+        more: adds to the row, with the clock that timed it.
     """
 
     run: Callable[[], Sequence[torch.Tensor]]
@@ -84,19 +84,19 @@ class Bench:
     """A benchmark.
 
     Args:
-        methods: names of all ways; of those, `ours` must not fail.
-        cases: the most telling first.
-        ways: (case, device, dtype) -> how it can be computed; each is made only when its turn comes. A function of a
-            module, or a partial of one, as other processes call it too.
-        base: the way that the times of the others are compared with, in tables.
-        compiled: (case, method) -> what its code depends on, None where nothing is to be compiled beforehand.
-        formulae: of FLOPs and bytes.
-        settings: further ones of the JSON.
-        describe: (case, clock) -> what the JSON says of a case.
-        finish: called with the JSON of a case; adds what follows from all of its rows.
-        document: makes the file's contents of the JSON of a run.
-        way_seconds: that a way may take; one whose calls take long is measured in fewer rounds.
-        flushes: of the L2 before each call. Sixteen take about a millisecond, in which the host queues all of the call.
+        methods: names of all ways; those in `ours` must not fail.
+        cases: the most important first.
+        ways: (case, device, dtype) -> the ways to compute it, each made only when its turn comes. Must be a
+            module-level function or a partial of one, because other processes call it too.
+        base: the way whose times the tables compare the others with.
+        compiled: (case, method) -> what its code depends on; None if nothing needs compiling beforehand.
+        formulae: how FLOPs and bytes are counted.
+        settings: added to the JSON's settings.
+        describe: (case, clock) -> the JSON's description of a case.
+        finish: called with the JSON of a case; adds what depends on all of its rows.
+        document: makes the file's contents from the JSON of a run.
+        way_seconds: time that a way may take; if its calls are slow, it is measured in fewer rounds.
+        flushes: overwrites of the L2 before each call. Sixteen take a millisecond, so the host can queue the call.
     """
 
     name: str
@@ -118,13 +118,13 @@ class Bench:
 def compare(
     found: Tensors, expected: Tensors, dtype: torch.dtype, bounds: Mapping[str, float] | None = None
 ) -> tuple[dict[str, dict[str, float]], str]:
-    """(errors by name, what is wrong with them; empty if nothing).
+    """(errors by name, description of those out of bounds, or "").
 
-    Errors are relative, in the Frobenius norm: of all, and the largest of any row [..., D] (no row counts as small).
+    Errors are relative, in the Frobenius norm: that of all rows, and the largest of any row [..., D], where the norm of
+    a small row counts as the root mean square of all.
 
     Args:
-        bounds: relative errors that are allowed, in place of those of the dtype, where names of gradients begin with a
-            d; an error without one is only told.
+        bounds: allowed errors by name; one without a bound is only reported. None for the bounds of the dtype.
     """
     errors, problems = {}, []
     for name, x in found.items():
@@ -150,7 +150,7 @@ def compare(
 def failure(error: Exception) -> dict[str, str]:
     """The status and the problem of a way that failed; an error that lost the device is raised again."""
     out_of_memory = isinstance(error, torch.OutOfMemoryError)
-    # Nothing that is measured later would be right.
+    # After this, no measurement would be right.
     if "CUDA error" in str(error) and not out_of_memory:
         raise error
     problem = f"{type(error).__name__}: {' '.join(str(error).split())[:300] or type(error).__name__}"
@@ -159,7 +159,7 @@ def failure(error: Exception) -> dict[str, str]:
 
 
 def compile_task(task: tuple[Callable[..., Ways], Case, str, str]) -> None:
-    """In a process of its own: compute a case in one way, so that its code is in the caches on disk."""
+    """Compute a case in one way, so that its code is in the caches on disk; for a process of its own."""
     ways, case, method, device_text = task
     device = torch.device(device_text)
     torch.cuda.set_device(device)
@@ -168,9 +168,9 @@ def compile_task(task: tuple[Callable[..., Ways], Case, str, str]) -> None:
 
 
 def compile_tasks(bench: Bench, device: str) -> list[Any]:
-    """One task for all cases and methods that share their code; gradients first, because they take longest.
+    """One task for all cases and methods that share their code; training first, because it takes longest.
 
-    Triton tells apart one head, a multiple of 16 and others: kernels of ours for fewer heads compile to the same code.
+    Triton specialises on one head and on multiples of 16, so our kernels compile to the same code for fewer heads.
     """
     tasks: dict[Hashable, Any] = {}
     for case in bench.cases:
@@ -190,7 +190,7 @@ class Run:
     Args:
         rounds: measurements of each way, at most.
         budget: seconds from the start after which nothing is begun.
-        rates: of `measure_rates`; None where times tell nothing of speed.
+        rates: what `measure_rates` returned; None where times say nothing about speed.
     """
 
     bench: Bench
@@ -202,14 +202,14 @@ class Run:
     started: float = field(default_factory=lambda: time.monotonic())
 
     def over(self, seconds: float = 0.0) -> dict[str, str] | None:
-        """Status of a row that is left out because `seconds` more do not fit the budget; None if they fit."""
+        """The status of a row that is left out because `seconds` more do not fit the budget; None if they fit."""
         if not max(self.clock.everywhere(time.monotonic() + seconds > self.started + self.budget)):
             return None
         what = f"a round of {seconds:.0f} s did not fit the budget" if seconds else "the budget"
         return {"status": "left out", "problem": f"{what} of {self.budget:g} s{'' if seconds else ' was used up'}"}
 
     def case(self, case: Any) -> dict[str, Any]:
-        """The JSON of a case."""
+        """Measure a case and return its JSON."""
         bench, names = self.bench, self.bench.methods
         if late := self.over():
             about = {"case": case.label, "rows": [{"method": name, **late} for name in names]}
@@ -224,7 +224,7 @@ class Run:
             del made
         except Exception as error:
             about["rows"] = [{"method": name, **failure(error)} for name in names]
-        # Inputs of several gigabytes hung on its ways.
+        # The ways held inputs of several gigabytes.
         release_memory(self.clock.device)
         bench.finish(about)
         for row in about["rows"]:
@@ -236,8 +236,8 @@ class Run:
         """Check and time all ways of a case.
 
         Returns:
-            a row for every way: its status, "ok", "wrong", "out of memory", "failed" or "left out"; errors; if ok its
-            milliseconds, and with rates TFLOP/s and the times that FLOPs and bytes alone would take.
+            a row for every way: status ("ok", "wrong", "out of memory", "missing", "failed" or "left out") and errors;
+            if ok also milliseconds, FLOPs, bytes, and with rates the times that FLOPs and bytes alone would take.
         """
         rows: dict[str, dict[str, Any]] = {}
         good: dict[str, Way] = {}
@@ -272,12 +272,12 @@ class Run:
             try:
                 way.more(clock, row)
             except Exception as error:
-                # The times of the whole still stand.
+                # The measured times still stand.
                 row["more_problem"] = failure(error)["problem"]
         return list(rows.values())
 
     def _prepare(self, make: Callable[[], Way], row: dict[str, Any]) -> Way:
-        """Check a way and fill its row, by two calls; the second says how long one takes and the memory it needs."""
+        """Check a way and fill its row: the first call gives the result, the second its time and memory."""
         way, clock = make(), self.clock
         results = way.run()
         clock.wait()
@@ -296,7 +296,7 @@ class Run:
         return way
 
     def _agree(self, row: dict[str, Any]) -> None:
-        """Give a row what is worst of any process that measures with this one."""
+        """Give a row the worst status, time, memory and errors of all processes that measure together."""
         rows = self.clock.everywhere(row)
         row.update(next(({k: r[k] for k in ("status", "problem")} for r in rows if r["status"] != "ok"), {}))
         for key in ("peak_bytes", "call_s"):
@@ -321,7 +321,7 @@ def left_out(cases: Sequence[dict[str, Any]]) -> list[dict[str, str]]:
 
 
 def wrong_rows(cases: Sequence[dict[str, Any]], ours: Sequence[str]) -> list[str]:
-    """The results that make a run fail: wrong ones of any method, and failures of `ours`."""
+    """What makes a run fail: wrong results of any method, and failures of `ours`."""
     return [
         f"{row['method']} at {case['case']}: {row['problem']}"
         for case in cases
@@ -347,8 +347,8 @@ def run_bench(
         output: None to write nothing.
         rounds: measurements of each method, at most.
         budget: seconds after which nothing is begun.
-        command: as documents show it. say: told what is done.
-        clock: of the device; None for one of this process alone.
+        command: as documents show it. say: gets messages about progress.
+        clock: of the device; None for a clock of this process alone.
 
     Returns:
         what was written: {"format", "benchmark", "date", "hardware", "versions", "command", "settings", "rates",
@@ -399,7 +399,7 @@ def _about(run: Run, command: str) -> dict[str, Any]:
         "format": FORMAT,
         "benchmark": bench.name,
         **provenance(device, command),
-        # Times of the interpreter, or of kernels in plain torch, are no chip's.
+        # Times on a CPU say nothing about a chip.
         **({} if device.type == "cuda" else {"hardware": "no speed: a test of the benchmark"}),
         "settings": {
             "dtype": str(dtype).removeprefix("torch."),

@@ -1,9 +1,9 @@
-"""Time a training step and its memory with VMonarch against full attention: `vmonarch bench train`.
+"""Time and memory of a training step with VMonarch and with full attention: `vmonarch bench train`.
 
-One transformer with random weights takes the steps that `vmonarch.finetune` takes: float32 weights and AdamW, products
-in bfloat16, gradient checkpointing, one clip. The methods are exchanged on it in turns, so that all else is the same.
-Full attention is cuDNN's. Several processes (`vmonarch bench parallel --modes training`) share the clip's tokens, and
-FSDP2 spreads the weights over all of them.
+One transformer with random weights takes the training steps of `vmonarch.finetune`: float32 weights and AdamW, products
+in bfloat16, gradient checkpointing, one clip. The methods take turns on it, so that all else is the same. Full
+attention is cuDNN's. Several processes (`vmonarch bench parallel --modes training`) share the clip's tokens, and FSDP2
+shards the weights over them.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from vmonarch.finetune.trainer import FSDP_PRECISION, make_optimizer
 
 
 def ways(methods: Sequence[AttentionMethod], ranks: int, case: Case, device: torch.device, dtype: torch.dtype) -> Ways:
-    """A step by every method on a random clip, all of the same transformer."""
+    """A training step by every method, all on the same transformer and random clip."""
     config = case.config
     torch.manual_seed(0)
     with device:
         transformer = WanTransformer3DModel(**config).train()
     transformer.enable_gradient_checkpointing()
     on_gpu = device.type == "cuda"
-    # Full attention, the text's too, and under every method.
+    # The backend of full attention under every method, cross-attention included.
     transformer.set_attention_backend(CUDNN if on_gpu else "native")
     model = transformer if ranks == 1 else spread(transformer, ranks, device)
     parameters = list(transformer.parameters())
@@ -59,7 +59,7 @@ def ways(methods: Sequence[AttentionMethod], ranks: int, case: Case, device: tor
         draw = objective.draw(latents, step=next(numbers))
         with torch.autocast(device.type, torch.bfloat16, enabled=on_gpu):
             losses = objective.losses(model, draw, latents, text, {})
-        # The mean over all processes, which have parts of its gradient.
+        # FSDP2 averages gradients, but each process only has those of its own tokens: their sum is wanted.
         (ranks * losses.mean()).backward()
         norm = torch.nn.utils.clip_grad_norm_(parameters, OptimizerConfig().clip)
         latest[method.label] = losses.detach(), norm
@@ -69,16 +69,16 @@ def ways(methods: Sequence[AttentionMethod], ranks: int, case: Case, device: tor
 
     def more(method: AttentionMethod, clock: Clock, row: dict[str, Any]) -> None:
         loss, norm = latest[method.label]
-        # FSDP gives each process its part.
+        # With FSDP2, each process only has its part of the norm.
         norm = norm.full_tensor() if ranks > 1 else norm
         row.update(loss=loss.item(), gradient_norm=norm.item())
 
-    # Whole steps have nothing to be compared with: what is computed is for attention's own benchmarks to check.
+    # Whole steps have no reference; the benchmarks of attention alone check what it computes.
     return {m.label: partial(Way, partial(run, m), before=0, more=partial(more, m)) for m in methods}
 
 
 def spread(transformer: Any, ranks: int, device: torch.device) -> Callable[..., Any]:
-    """The call of a transformer whose tokens and weights are spread over all processes as `vmonarch.finetune` does."""
+    """Spread a transformer's tokens and weights over all processes, as `vmonarch.finetune` does; return its call."""
     apply(transformer, FullAttentionProcessor())
     experts = Experts({"transformer": transformer})
     share_clips(experts, ranks, device)
@@ -103,13 +103,13 @@ def bench(
     methods: Sequence[str] = ("full", "vmonarch"),
     ranks: int = 1,
 ) -> Bench:
-    """The benchmark of clips of these numbers of frames.
+    """The benchmark of training steps on clips with these numbers of frames.
 
     Args:
-        model: of configs/models.yaml, or a YAML file.
+        model: entry of configs/models.yaml, or a YAML file.
         size: height and width of the clips.
-        methods: where full attention is among them, the others are compared with it.
-        ranks: processes of this group that share the clip.
+        methods: compared with full attention if it is among them.
+        ranks: processes in this group, which share the clip.
 
     Raises:
         InputError: an argument cannot be used.
@@ -146,7 +146,7 @@ def bench(
             "timing": "device events around whole steps (draw, forward, backward, clip, update), methods in turns",
             "memory": "peak_bytes: the most that is allocated during a step, weights and optimiser counted",
         },
-        # No limit but the number of rounds.
+        # No limit of its own: `rounds` decides.
         way_seconds=1e6,
         flushes=1,
     )

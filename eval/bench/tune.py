@@ -1,8 +1,8 @@
 """Find the kernels' launch options for the chip at hand and write its table: `vmonarch tune`.
 
-Every kernel is a case of a benchmark, and its candidates are the ways: the whole operator with these launch options, at
-shapes that stand for all. So candidates that do not compile, or give other results than the options in use, are not
-timed. The winner of one kernel is in force for those after it.
+Every kernel is a case of a benchmark, and its candidates are the ways: each is the whole operator with these launch
+options, at representative shapes. So candidates that do not compile, or give other results than the options in use, are
+not timed. Later kernels are tuned with the winners of earlier ones.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from vmonarch.pipelines.environment import device_name, package_versions
 
 Options = dict[str, int]
 
-# Relative difference (Frobenius norm) from the results of the options in use that other tile sizes may cause.
+# Largest relative difference (Frobenius norm) that other tile sizes may make to the results of the options in use.
 BOUNDS = {torch.bfloat16: 1e-2, torch.float32: 1e-4}
-# A gain of the whole operator below this share is noise: the options in use stay.
+# If the whole operator gains less than this share, it counts as noise and the options in use stay.
 LEAST_GAIN = 0.005
 IN_USE = "in use"
 
@@ -45,12 +45,12 @@ class Sweep:
     """How a kernel is tuned.
 
     Args:
-        shapes: those that it is timed on, together.
-        grids: candidates, as products of values by option; new constexpr options are added here. What a candidate does
-            not name stays as it is in the table.
-        training: whether it is a kernel of the backward pass.
-        options: of `vmonarch_attention`. ranks: of FlashBias, which is run in its place where they are not 0.
-        hopper: whether it is one of the kernels that only Hopper has.
+        shapes: timed together.
+        grids: candidates, as products of values by option; new constexpr options are added here. Options that a
+            candidate does not name keep their value from the table.
+        training: whether the kernel belongs to the backward pass.
+        options: arguments of `vmonarch_attention`. ranks: of the bias; where not 0, FlashBias runs in its place.
+        hopper: whether the kernel exists only for Hopper.
     """
 
     shapes: tuple[str, ...]
@@ -61,7 +61,7 @@ class Sweep:
     hopper: bool = False
 
     def candidates(self) -> dict[str, Options]:
-        """All of them, each once, by what they are called; the first are the options in use."""
+        """All candidates by name, each once; the first is the options in use."""
         found: dict[str, Options] = {IN_USE: {}}
         for grid in self.grids:
             for values in itertools.product(*grid.values()):
@@ -70,12 +70,12 @@ class Sweep:
         return found
 
 
-# One shape where the tokens of a frame matter most, several where the number of frames does.
+# One shape for kernels whose speed depends on the tokens per frame, several where it depends on the number of frames.
 _SHAPE = ("43x28x52",)
 _L_SHAPES = ("16x28x52", "43x28x52", "81x28x52")
 _TILES = {"BLOCK_M": (64, 128), "BLOCK_N": (64, 128), "num_warps": (4, 8), "num_stages": (2, 3, 4)}
 _HOPPER = {"BLOCK_N": (64, 128), "Q_STAGES": (1, 2, 3), "STAGES": (2, 3, 4, 5)}
-# The results of an R-step leave through the place of z, which is given back a tile later.
+# Results of an R-step leave through z's buffer, which is released one tile later: a single stage would deadlock.
 _HOPPER_R = ({**_HOPPER, "Q_STAGES": (2, 3)},)
 _BACKWARD = (
     {"BLOCK_M": (32, 64), "BLOCK_N": (32, 64, 128), "num_warps": (4, 8), "num_stages": (1, 2, 3)},
@@ -84,12 +84,12 @@ _BACKWARD = (
 _BIAS = ("8x32x32",)
 _RANKS = (9, 64)
 _L = {"MAX_TILE": (64, 128), "MAX_WARPS": (4, 8), "maxnreg": (128, 168, 255)}
-# Those that write transposed tiles, which Hopper and Blackwell can do by descriptors.
+# Kernels that write transposed tiles, which Hopper and Blackwell can do by descriptors (TMA).
 _L_COLUMNS = ({**_L, "TMA": (0, 1)},)
-# More frames than the L-steps take in one block of the launch.
+# More frames than one tile of an L-step holds.
 _MANY_FRAMES = ("172x14x26",)
 
-# In order of priority: where the budget ends, the rest is left out.
+# In order of priority: when the budget is used up, the rest is left out.
 SWEEPS: dict[str, Sweep] = {
     "hopper_r_step_last": Sweep(_SHAPE, _HOPPER_R, hopper=True),
     "hopper_r_step": Sweep(_SHAPE, _HOPPER_R, hopper=True),
@@ -129,7 +129,7 @@ class _Asked(dict[str, Options]):
 def _operator(
     sweep: Sweep, rank: int, shape: str, case: Case, device: torch.device, dtype: torch.dtype
 ) -> Callable[[], Sequence[torch.Tensor]]:
-    """The call of the operator that launches a kernel, in training with all gradients."""
+    """A call of the operator that launches the kernel of a sweep, in training with all gradients."""
     grid, heads = parse_shape(shape)
     heads = min(heads, case.heads)
     size, narrow = (1, grid.tokens, heads, case.head_dim), (1, grid.tokens, heads, rank)
@@ -143,7 +143,7 @@ def ways(winners: Mapping[tuple[str, int], Options], case: Case, device: torch.d
     """The operator with every candidate of a kernel, compared with the options in use.
 
     Args:
-        winners: the best options by kernel and head dimension, which are in force meanwhile.
+        winners: the best options so far by kernel and head dimension; all calls use them.
     """
     sweep = SWEEPS[case.kernel]
     base = {kernel: best for (kernel, head_dim), best in winners.items() if head_dim == case.head_dim}
@@ -152,7 +152,7 @@ def ways(winners: Mapping[tuple[str, int], Options], case: Case, device: torch.d
 
     def run(candidate: Options) -> tuple[torch.Tensor, ...]:
         options = _Asked({**base, case.kernel: {**case.in_use, **candidate}})
-        # A thread of autograd's own would not see the options.
+        # The options are a context variable, which autograd's own threads would not see.
         with torch.autograd.set_multithreading_enabled(False), launch_overrides(options):
             results = tuple(x for call in calls for x in call())
         if case.kernel not in options.kernels:
@@ -170,7 +170,7 @@ def ways(winners: Mapping[tuple[str, int], Options], case: Case, device: torch.d
 
 
 def table_path(chip: str) -> Path:
-    """The file of a chip's table: the one that has its name, else a new one."""
+    """The file of a chip's table: the existing one that names the chip, else a new one."""
     folder = Path(launch.__file__).parent / "tables"
     for path in sorted(folder.glob("*.json")):
         if json.loads(path.read_text()).get("chip") == chip:
@@ -179,10 +179,10 @@ def table_path(chip: str) -> Path:
 
 
 def write_table(path: Path, chip: str, kernel: str, head_dim: int, options: Options, itemsize: int) -> None:
-    """Write or extend a table, an entry a line, as a whole; these options take the place of those of the same sizes.
+    """Write or extend a table atomically, one entry per line; these options replace those for the same sizes.
 
-    Where a chip has any entry of a kernel and item size, the default table is not asked: so its entries of other head
-    dimensions, narrower and wider, come along.
+    Once a chip's table has an entry for a kernel and item size, the default table is no longer consulted for them. So
+    the default entries of all head dimensions are copied first.
     """
     read = lambda file: json.loads(file.read_text())["entries"]
     entries = read(path) if path.exists() else []
@@ -192,7 +192,7 @@ def write_table(path: Path, chip: str, kernel: str, head_dim: int, options: Opti
         entries += [{**entry, "itemsize": itemsize} for entry in defaults if of_kernel(entry)]
     sizes = {"kernel": kernel, "itemsize": itemsize, "head_dim": block_dim(head_dim)}
     same = [i for i, entry in enumerate(entries) if sizes.items() <= entry.items()]
-    # An entry for every item size stays for the others; of two that fit, the first one counts.
+    # An entry for all item sizes stays for the other ones; if two fit, the first counts.
     at = same or [i for i, entry in enumerate(entries) if entry["kernel"] == kernel] or [len(entries)]
     entries[at[0] : at[0] + len(same[:1])] = [{**sizes, "options": options}]
     tuned = {"date": datetime.now(UTC).date().isoformat(), **package_versions(("torch", "triton"))}
@@ -220,7 +220,7 @@ def run_tune(
         budget: seconds after which no kernel is begun.
 
     Returns:
-        as `run_bench`, with "table", its path, and the tables of what was found.
+        as `run_bench`, with the table's path as "table", and with the tuned options in "tables".
 
     Raises:
         InputError: an argument cannot be used.
@@ -250,7 +250,7 @@ def run_tune(
     rows: list[list[str]] = []
 
     def take(case: dict[str, Any]) -> None:
-        """Write the best of a case; that is what was in use if it is as good."""
+        """Write a case's best options; those in use stay unless another candidate gains enough."""
         ms = {row["method"]: row["ms"]["median"] for row in case["rows"] if "ms" in row}
         if IN_USE not in ms:
             return

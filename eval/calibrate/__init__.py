@@ -1,8 +1,8 @@
-"""The errors of heads, and plans made from them: `vmonarch calibrate`.
+"""Measuring what every head loses, and plans made from it: `vmonarch calibrate`.
 
-run.py samples and measures plans in place, diagnosis.py computes the calls again; planning.py chooses by what it found.
-Begin with `run.calibrate`.
+run.py samples and measures plans in place, diagnosis.py recomputes recorded calls with the candidates, and planning.py
+chooses by the results. Begin with `run.calibrate`.
 """
 
-# Measures of a head's error, by their names in budgets and diagnoses.
+# Measures of what a head loses, as budgets and diagnoses name them.
 MEASURES = ("error", "layer_error", "output_error", "kl")

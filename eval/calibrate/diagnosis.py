@@ -1,20 +1,20 @@
-"""Errors of attention in every step, layer and head of a model, against full attention on the same inputs.
+"""What heads lose: candidates compared with full attention at every step, layer and head of a model, on its own inputs.
 
-The model samples with full attention, and calls of it are `recorded`. They are computed again: at every self-attention
-the candidates see the same queries, keys and values, and what they give is compared with the exact output: relative
-error, and the mean row-KL. That is exact, because a Monarch row has a log-partition of its own
+The model samples with full attention, and its calls are `recorded` and computed again. At every self-attention, the
+candidates see the same queries, keys and values, and their outputs are compared with the exact one by relative error
+and mean row-KL. The KL is exact, because a Monarch row has a log-partition of its own
 (docs/attention.md, "The log-partition").
 
-What a head loses says little of what the model loses: later layers mend some errors and let others grow. So the calls
-are computed again with gradients. With u drawn from N(0, 1) for every number of the model's output v, and
-g = ∂⟨u, v⟩/∂o at a head's output o, the error δ of a candidate there changes ⟨u, v⟩ by ⟨g, δ⟩ to first order, and
-E ⟨g, δ⟩² = ‖J δ‖², the square of what it changes in v: for all layers, heads and candidates from one backward pass
-(Hutchinson's estimator). First order is far off where errors grow, tenfold and more in first layers. So the call is
-also computed with one candidate in one layer after the other; to what all heads of a layer change in v by that, the
-first-order squares of the layer are scaled. Deep models do so in `replaced_layers` alone; layers between them are
-scaled by what these tell.
+What a head loses says little about what the model loses: later layers mend some errors and amplify others. So the calls
+are computed again with gradients. Let v be the model's output, u a tensor of the same shape drawn from N(0, 1), and
+g = ∂⟨u, v⟩/∂o at a head's output o. A candidate's error δ in o changes ⟨u, v⟩ by ⟨g, δ⟩ to first order, and
+E ⟨g, δ⟩² = ‖J δ‖² is the square of the change in v, with the Jacobian J = ∂v/∂o. One backward pass gives it for all
+layers, heads and candidates (Hutchinson's estimator). First order is far off where errors grow, by tenfold and more in
+the first layers. So the call is also computed with a reference candidate in one layer at a time, and the first-order
+squares of the layer are scaled to the change in v that this makes. Deep models do this only in `replaced_layers`; the
+scales of the layers between are interpolated.
 
-Where attention is joint, of the video and of text, all this is of the video's queries and keys among themselves.
+Where attention is joint over video and text, all this concerns the video's queries and keys among themselves.
 
 Shapes: B batch, S = T·H·W tokens, H heads, D head dim; statistics are [steps, layers, heads].
 """
@@ -45,19 +45,19 @@ from vmonarch.processors import VMonarchProcessor
 from vmonarch.steps import denoising_step
 
 FORMAT = "vmonarch-diagnosis-1"
-# The reference stands in no more layers than these.
+# The most layers in which the reference is measured.
 _REPLACED = 8
 
 
 # Sums of one layer at one step over prompts, guidance and rows, mostly [heads] in float64 on the host:
-#   rows        how many rows were summed
+#   rows        number of rows that were summed
 #   energy      squares of the exact output
-#   squares     (with a candidate's name) of the difference to the exact output
+#   squares     (with a candidate's name) squares of the difference to the exact output
 #   kl          (with a candidate's name) KL(candidate's row ‖ softmax row) in nats
-#   output      (with a candidate's name; with gradients) ⟨g, δ⟩², whose mean is, to first order, the square of the
+#   output      (with a candidate's name; with gradients) ⟨g, δ⟩²; its mean is, to first order, the square of the
 #               change in the model's output
-#   velocity    with gradients, a number: squares of the model's output
-#   change      likewise, in `replaced_layers`: of its change when the layer has the reference
+#   velocity    (with gradients; a number) squares of the model's output
+#   change      (likewise, in `replaced_layers`) squares of its change when the layer has the reference
 Totals = dict[Any, Any]
 
 
@@ -73,7 +73,7 @@ def measure(
 
     Args:
         query, key, value: [B, S, H, D].
-        gradient: g [B, S, H, D], see the module; None for none.
+        gradient: g [B, S, H, D], see the module's docstring; None without gradients.
     """
     B, S, *_ = query.shape
     out, lse, _ = flash_entropy_attention(query, key, value)
@@ -103,7 +103,7 @@ class Rerun:
 
 @contextlib.contextmanager
 def recorded(pipe: Any, every: int = 1) -> Iterator[list[Rerun]]:
-    """The calls of a pipeline's transformers, with full attention, at the steps 0, every, 2·every, … of the block."""
+    """Record the transformers' calls, with full attention, at steps 0, every, 2·every, … while the block runs."""
     calls: list[Rerun] = []
 
     def keep(component: str, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
@@ -120,15 +120,15 @@ def recorded(pipe: Any, every: int = 1) -> Iterator[list[Rerun]]:
 
 @dataclass
 class Recorder:
-    """Measurements of recorded calls, which are computed again.
+    """Computes recorded calls again and collects the measurements.
 
     Args:
         candidates: options by name.
 
     Attributes:
         grid: of the videos. totals: by (transformer, step, layer).
-        inputs: query, key and value [1, S, H, D] of a layer.
-        again: the call that is computed again.
+        inputs: query, key and value [1, S, H, D] of one layer.
+        again: the call that is being computed again.
     """
 
     candidates: dict[str, Options]
@@ -140,7 +140,7 @@ class Recorder:
 
     @property
     def reference(self) -> str:
-        """The candidate whose change of the output is measured: VMonarch's defaults, or the first without them."""
+        """The candidate that replaces whole layers: VMonarch with its defaults, else the first."""
         plain = [name for name, options in self.candidates.items() if options == VMonarchOptions()]
         return [*plain, *self.candidates][0]
 
@@ -148,8 +148,8 @@ class Recorder:
         """Compute calls of a pipeline again and add what the candidates lose in them.
 
         Args:
-            sensitivity: also what their errors change in the model's output: with gradients, and once for each of
-                `replaced_layers`, with the reference in that layer.
+            sensitivity: also measure what their errors change in the model's output: with gradients, and with one more
+                call for each of `replaced_layers`, where the reference replaces that layer.
 
         Raises:
             InputError: see `differentiate`.
@@ -167,7 +167,7 @@ class Recorder:
         restore(pipe)
 
     def receive(self, layer: int, grid: LatentGrid, gradient: torch.Tensor | None, *tensors: torch.Tensor) -> None:
-        """Add the sums of a layer in the call that is computed again."""
+        """Add the sums of a layer in the current call."""
         assert self.again is not None
         query, key, value, _ = tensors
         if self.grid not in (None, grid):
@@ -184,7 +184,7 @@ class Recorder:
             known[key] = known.get(key, 0) + value
 
     def _replace_layers(self, pipe: Any, calls: Sequence[Rerun]) -> None:
-        """Add the change of the model's output by the reference in one of `replaced_layers` after the other."""
+        """Add the change of the model's output when the reference replaces one of `replaced_layers` at a time."""
         sizes = {name: len(known_family(module).layers(module)) for name, module in find_transformers(pipe).items()}
         options = {self.reference: self.candidates[self.reference], FULL: None}
         heads = self.inputs[0].shape[2] if self.inputs else 0
@@ -200,9 +200,9 @@ class Recorder:
 
 
 def replaced_layers(layers: int) -> tuple[int, ...]:
-    """Layers that have the reference, one after the other, at most `_REPLACED`.
+    """The layers that the reference replaces, one at a time; at most `_REPLACED`.
 
-    Errors grow most in first layers: where there are too many, these are the first layer, powers of two and the last.
+    In deeper models these are the first layer, powers of two and the last, because errors grow most in the first ones.
     """
     if layers <= _REPLACED:
         return tuple(range(layers))
@@ -210,12 +210,12 @@ def replaced_layers(layers: int) -> tuple[int, ...]:
 
 
 def differentiate(call: Rerun, loss: Callable[[torch.Tensor], torch.Tensor]) -> float:
-    """Compute a call again, with gradients of a loss of its output, and none of parameters; the loss.
+    """Compute a call again, backpropagate a loss of its output, but not into parameters, and return the loss.
 
-    Blocks are checkpointed, so that no more than one keeps what its backward needs.
+    Blocks are checkpointed, so that only one at a time keeps what its backward pass needs.
 
     Raises:
-        InputError: the transformer cannot be differentiated, or not in this memory.
+        InputError: the transformer cannot be differentiated, or memory runs out.
     """
     module = call.module
     learnt = [parameter for parameter in module.parameters() if parameter.requires_grad]
@@ -240,7 +240,7 @@ def differentiate(call: Rerun, loss: Callable[[torch.Tensor], torch.Tensor]) -> 
 
 @dataclass(frozen=True)
 class Watched:
-    """Attention of a layer whose inputs and output are seen, within `differentiate` with the gradient of the output.
+    """Attention of a layer that passes its inputs and output to `receive`, in `differentiate` also the gradient.
 
     Args:
         receive: gets the grid, the gradient or None, query, key, value and output.
@@ -248,7 +248,7 @@ class Watched:
 
     attend: Attend
     receive: Callable[..., None]
-    # While the backward pass of a checkpointed block runs.
+    # Holds tensors while the backward pass of a checkpointed block runs.
     kept: list[tuple[torch.Tensor, ...]] = field(default_factory=list)
 
     def __call__(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Call) -> Result:
@@ -259,7 +259,7 @@ class Watched:
             self.receive(call.grid, None, query, key, value, out)
             return out, lse
         if not out.requires_grad:
-            # Nothing before the first layer is differentiated.
+            # In the first layer, no input requires a gradient.
             out.requires_grad_()
         if torch._C._current_graph_task_id() != -1:
             # The block is computed again in backward, because it is checkpointed; the gradient comes next.
@@ -270,12 +270,12 @@ class Watched:
 
 
 def full_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Call) -> Result:
-    """Exact attention by our own op, as the candidates are compared with."""
+    """Exact attention by our own op, which the candidates are compared with."""
     return flash_entropy_attention(query, key, value)[:2]
 
 
 class DiagnosisProcessor(VideoAttentionProcessor):
-    """Full attention in all layers, whose inputs a `Recorder` sees."""
+    """Full attention in all layers, with a `Recorder` that sees their inputs."""
 
     def __init__(self, recorder: Recorder) -> None:
         super().__init__()
@@ -286,7 +286,7 @@ class DiagnosisProcessor(VideoAttentionProcessor):
 
 
 def document(recorder: Recorder, times: Mapping[str, float]) -> dict[str, Any]:
-    """The recorded numbers as JSON values.
+    """The recorded measurements as JSON.
 
     Args:
         times: see `head_times`.
@@ -295,10 +295,10 @@ def document(recorder: Recorder, times: Mapping[str, float]) -> dict[str, Any]:
         {"format", "grid", "full_ms", "candidates": {name: {"options", "flops", "ms"}}, "transformers": {name: {"steps",
         "layers", "heads", "rows", "candidates": {name: {"error", "layer_error", "kl", "output_error"}}}}}. Values are
         [steps, layers, heads]. "flops" are relative to full attention; "ms" and "full_ms" are `times`, None without
-        them. "error" is ‖o - o*‖/‖o*‖ of a head's outputs over all rows; "layer_error" the share
-        ‖o - o*‖²/Σ_heads ‖o*‖², which adds up over the heads of a layer; "kl" the mean over rows, in nats;
-        "output_error", with sensitivity alone, the share of the square of the model's output that the head's error
-        changes.
+        them. "error" is ‖o - o*‖/‖o*‖ of a head's outputs over all rows; "layer_error" is the share
+        ‖o - o*‖²/Σ_heads ‖o*‖², which adds up over the heads of a layer; "kl" is the mean over rows, in nats;
+        "output_error", only with sensitivity, is the square of the change that the head's error makes in the model's
+        output, relative to the square of that output.
     """
     grid = recorder.grid
     assert grid is not None
@@ -321,7 +321,7 @@ def document(recorder: Recorder, times: Mapping[str, float]) -> dict[str, Any]:
 
 
 def _of_transformer(recorder: Recorder, component: str) -> dict[str, Any]:
-    """A transformer's part of `document`."""
+    """A transformer's entry in `document`."""
     steps = sorted({step for name, step, _ in recorder.totals if name == component})
     layers = 1 + max(layer for name, _, layer in recorder.totals if name == component)
     found = [[recorder.totals[component, step, layer] for layer in range(layers)] for step in steps]
@@ -349,8 +349,8 @@ def _of_transformer(recorder: Recorder, component: str) -> dict[str, Any]:
 def head_times(
     tensors: tuple[torch.Tensor, ...], grid: LatentGrid, candidates: Mapping[str, Options]
 ) -> dict[str, float]:
-    """Milliseconds of a head, by candidate, and of exact attention ("full"): of a forward call with all heads, L2 cold,
-    over their number. Nothing on a CPU.
+    """Milliseconds per head of every candidate and of exact attention ("full"), from forward calls with all heads and a
+    cold L2; empty on a CPU.
 
     Args:
         tensors: query, key and value [B, S, H, D].
@@ -370,13 +370,13 @@ def head_times(
 
 
 def _stacked(found: list[list[Totals]], key: Any, over: str | None = None) -> torch.Tensor:
-    """[steps, layers, …] of an entry of `Totals`, over another one if that is named."""
+    """An entry of `Totals` as [steps, layers, …], divided by the entry `over` if it is given."""
     of = lambda totals: totals[key] if over is None else totals[key] / totals[over]
     return torch.stack([torch.stack([of(totals) for totals in row]) for row in found])
 
 
 def _output_errors(found: list[list[Totals]], candidates: Iterable[str], reference: str) -> dict[str, torch.Tensor]:
-    """[steps, layers, heads] by candidate: first order, scaled to what the reference changes in every layer."""
+    """Output errors [steps, layers, heads] by candidate: first order, scaled to the reference's measured change."""
     first = {name: _stacked(found, ("output", name), over="velocity") for name in candidates}
     layers = len(found[0])
     known = list(replaced_layers(layers))

@@ -1,4 +1,4 @@
-"""From a diagnosis to a plan: the attention of every head that minimises the total error for a budget of work."""
+"""From a diagnosis to a plan: the method of every head that minimises the total loss within a budget of work."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from vmonarch.plan import FULL, AttentionPlan
 if TYPE_CHECKING:
     from vmonarch.eval.calibrate.settings import Budget
 
-# Weight of a layer's error beside the change of the output.
+# Weight of "layer_error" relative to "output_error".
 _LAYER_WEIGHT = 0.4
-# No head's errors count for less than this part of the mean share: shares are noisy and can be negative.
+# A head's share counts as at least this part of the mean share: shares are noisy and can be negative.
 _LEAST_SHARE = 0.02
-# The integer program ends after these.
+# Time limit of the integer program.
 _SECONDS = 120
 
 
@@ -33,7 +33,7 @@ class InPlace:
 
     Args:
         error: ‖v' - v‖²/‖v‖² of the model's output.
-        shares: by transformer, [layers, heads]: of the heads' errors in it.
+        shares: the share of each head in it, [layers, heads] by transformer.
     """
 
     plan: AttentionPlan
@@ -47,15 +47,15 @@ def default_flops(grid: LatentGrid) -> float:
 
 
 class _Choices:
-    """The methods that every head of all transformers could compute.
+    """The methods that the heads of all transformers can choose from.
 
     Attributes:
         names: of the methods, exact attention last.
-        values: by measure: [heads, methods], the mean of the recorded steps, of "error" the root mean square; 0 for
+        values: [heads, methods] by measure: the mean over the recorded steps, for "error" the root mean square; 0 for
             exact attention.
-        costs: by "flops" and, where it was measured, "time": [methods], relative to exact attention.
-        shares: [heads, 1], of a head in the work of a whole sampling: transformers run for different numbers of steps.
-        default: the method that is VMonarch with its defaults; None if that is no candidate.
+        costs: [methods] by "flops" and, if it was measured, "time", relative to exact attention.
+        shares: [heads, 1], a head's share of the work of a run; transformers run for different numbers of steps.
+        default: index of VMonarch with its defaults; None if it is no candidate.
     """
 
     def __init__(self, diagnosis: Mapping[str, Any]) -> None:
@@ -87,13 +87,13 @@ class _Choices:
         self.shares = torch.cat([one / len(one) * len(part["steps"]) / total for one, part in parts])
 
     def of(self, measure: str) -> torch.Tensor:
-        """Values of a measure, [heads, methods], whose sum over heads means something."""
+        """Values of a measure, [heads, methods], that can be summed over heads: those of "error" are squared."""
         if measure not in self.values:
             raise InputError("measure", f"must be one of {', '.join(self.values)}, got {measure!r}")
         return self.values[measure].square() if measure == "error" else self.values[measure]
 
     def plan(self, chosen: torch.Tensor, measure: str, asked: dict[str, Any]) -> AttentionPlan:
-        """The plan with a method [heads] for every head, and what it is to lose and to cost."""
+        """The plan that gives the heads the methods `chosen` [heads], with its predicted loss and cost."""
         used = sorted(set(chosen.tolist()))
         options = [*(entry["options"] for entry in self.candidates.values()), None]
         layers, left = {}, [self.names[i] for i in chosen.tolist()]
@@ -115,22 +115,21 @@ class _Choices:
 
 
 def plan(diagnosis: Mapping[str, Any], budget: Budget, found: Sequence[InPlace] = ()) -> AttentionPlan:
-    """The method of every head, by a diagnosis.
+    """The plan that a diagnosis and a budget lead to.
 
-    The sum of the measure over all heads (of relative errors: of their squares) is the least for the work, by an
-    integer program (HiGHS): every head has one method, and the costs stay within what they may be, relative to VMonarch
-    with its defaults.
+    An integer program (HiGHS) minimises the sum of the measure over all heads (for relative errors, of their squares).
+    Every head has one method, and the costs stay within the budget, which is relative to VMonarch with its defaults.
 
-    Without a measure, work goes by "output_error" and, `_LAYER_WEIGHT` times as much, "layer_error", both relative to
-    VMonarch with its defaults: what is measured to first order does not see how errors add up. Where the diagnosis has
-    not got the first, the second alone; without the defaults as a candidate, the first alone.
+    Without a measure, it minimises "output_error" plus `_LAYER_WEIGHT` times "layer_error", both relative to VMonarch
+    with its defaults, because first-order measurements do not see how errors add up. If the diagnosis lacks
+    "output_error", it minimises "layer_error" alone; if the defaults are no candidate, "output_error" alone.
 
     Args:
-        found: plans of this diagnosis that were measured in place: their heads' shares correct the measure.
+        found: plans of this diagnosis that were measured in place; their heads' shares correct the measure.
 
     Raises:
-        InputError: a measure that it has not got, less work than the cheapest methods need, a time that
-            was not measured or where VMonarch with its defaults is no candidate; or no plan was found in two minutes.
+        InputError: the diagnosis lacks the measure or the time; the budget is below the cheapest methods; a time is
+            given and VMonarch with its defaults is no candidate; or no plan was found in two minutes.
     """
     choices = _Choices(diagnosis)
     cost, work = ("flops", budget.flops) if budget.time is None else ("time", budget.time)
@@ -163,22 +162,22 @@ def plan(diagnosis: Mapping[str, Any], budget: Budget, found: Sequence[InPlace] 
 
 
 def _least(values: torch.Tensor, costs: torch.Tensor, argument: str) -> torch.Tensor:
-    """The method of every head with which the values [heads, methods] add up to least: [heads].
+    """The method of every head, [heads], that minimises the sum of the values [heads, methods].
 
-    Within a thousandth of it, or what two minutes find; a model of 1,600 heads takes half a minute.
+    The sum is within a thousandth of the least, or the best that two minutes find; 1,600 heads take half a minute.
 
     Args:
-        costs: [heads, methods], which may add up to 1.
-        argument: that says what they may be.
+        costs: [heads, methods]; those of a plan add up to at most 1.
+        argument: the setting that limits the costs.
 
     Raises:
-        InputError: no plan was found; and whether time ran out, or there is none.
+        InputError: no plan was found, because time ran out or because there is none.
     """
     from scipy import sparse
     from scipy.optimize import Bounds, LinearConstraint, milp
 
     heads, methods = values.shape
-    # Of several plans with the same error, the cheapest is taken.
+    # Of several plans that lose equally little, the cheapest is taken.
     aim = values / values.abs().max().clamp(min=1e-300) + 1e-9 * costs / costs.max()
     one_each = sparse.kron(sparse.eye_array(heads), np.ones((1, methods)), format="csr")
     found = milp(
@@ -198,9 +197,9 @@ def _least(values: torch.Tensor, costs: torch.Tensor, argument: str) -> torch.Te
 def _corrected(choices: _Choices, values: torch.Tensor, found: Sequence[InPlace]) -> torch.Tensor:
     """Values [heads, methods] in units of the error in place.
 
-    What a head had in a plan has the mean of the shares that were measured. Its other methods keep their proportions,
-    times the geometric mean of what its shares were of its values; where it was exact in all plans, of what those of
-    all heads were in the first.
+    A method that a head had in a plan gets the mean of its measured shares. The head's other methods are scaled by the
+    geometric mean of its ratios of share to value. If the head was exact in all plans, they are scaled by the ratio of
+    the first plan's error to the sum of the values in it.
     """
     heads = torch.arange(len(values))
     chosen = torch.tensor([
@@ -208,7 +207,7 @@ def _corrected(choices: _Choices, values: torch.Tensor, found: Sequence[InPlace]
          for name in row] for measured in found
     ])  # fmt: skip
     shares = torch.stack([torch.cat([measured.shares[name].flatten() for name in choices.parts]) for measured in found])
-    # Their sums, to first order, and above 0.
+    # To first order the sums of the shares, but always above 0.
     errors = torch.tensor([measured.error for measured in found], dtype=torch.float64)
     had = values[heads, chosen]
     least = _LEAST_SHARE * errors.mean() / len(heads)

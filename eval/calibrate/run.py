@@ -1,12 +1,12 @@
 """Diagnose a model's attention and plan what every head computes: the library behind `vmonarch calibrate`.
 
-A diagnosis tells what a head loses where all others are exact. With a plan, all heads lose something, and later layers
-see what the earlier ones made. So recorded calls are computed again with the plan, and with the gradient of
-E = ‖v' - v‖²/‖v‖², where v' is the model's output with the plan and v that with full attention. If δ is what a head's
-output is off, on its own inputs, and J the Jacobian from there to the output, then v' - v = Σ J δ to first order, and
-½ ⟨∂E/∂o, δ⟩ is the head's share ⟨v' - v, J δ⟩/‖v‖² of E: all shares, which add up to E, from one backward pass.
+A diagnosis measures what a head loses while all others are exact. With a plan, all heads lose something, and later
+layers see the outputs of earlier ones. So recorded calls are computed again with the plan, and with the gradient of
+E = ‖v' - v‖²/‖v‖², where v' is the model's output with the plan and v with full attention. Let δ be the error of a
+head's output o on its own inputs, and J = ∂v'/∂o. Then v' - v = Σ J δ to first order, and ½ ⟨∂E/∂o, δ⟩ is the head's
+share ⟨v' - v, J δ⟩/‖v‖² of E. One backward pass gives all shares, which add up to E.
 
-The shares correct what the next plan goes by (`planning.plan`), and the best plan that was measured stays.
+The shares correct the values that the next plan minimises (`planning.plan`). The best measured plan is kept.
 """
 
 from __future__ import annotations
@@ -59,14 +59,14 @@ class Calibration:
 def calibrate(config: CalibrateConfig, *, progress: bool = False) -> Calibration:
     """Sample every prompt and seed with full attention, measure what the candidates lose in its calls, and plan.
 
-    In a new folder of `config.output_dir`: `diagnosis.json`, `plan.json` (for `VMonarchProcessor(plan=…)` and
+    A new folder in `config.output_dir` gets `diagnosis.json` and `plan.json` (for `VMonarchProcessor(plan=…)` and
     `vmonarch compare --methods full vmonarch:plan=…`).
 
     Args:
         progress: show progress bars.
 
     Raises:
-        InputError, ModelError: as `vmonarch.pipelines.generation.generate`; or a budget does not fit.
+        InputError, ModelError: as `vmonarch.pipelines.generation.generate`; or no plan fits the budget.
         OSError: a file could not be written.
     """
     config, model = complete_and_load(config, None)
@@ -95,7 +95,7 @@ def calibrate(config: CalibrateConfig, *, progress: bool = False) -> Calibration
     with AtomicFiles() as files:
         text = json.dumps(diagnosis, ensure_ascii=False, allow_nan=False) + "\n"
         files.stage(target / "diagnosis.json").write_text(text, encoding="utf-8")
-    # The samples are on disk by now: if no plan can be made, another run with --diagnosis is enough.
+    # The diagnosis is on disk by now: if no plan can be made, a second try with --diagnosis samples nothing.
     try:
         make = functools.partial(planning.plan, diagnosis, config)
         plan = refine(model.pipe, calls, make, config.refine) if config.refine else make()
@@ -107,7 +107,7 @@ def calibrate(config: CalibrateConfig, *, progress: bool = False) -> Calibration
 
 
 class SharesProcessor(VMonarchProcessor):
-    """VMonarch with a plan that adds up the shares of heads (float64): by transformer, [layers, heads]."""
+    """VMonarch with a plan; adds the shares of heads to `shares`, float64 [layers, heads] by transformer."""
 
     def __init__(self, plan: AttentionPlan, shares: Mapping[str, torch.Tensor]) -> None:
         super().__init__(plan=plan)
@@ -125,7 +125,7 @@ class SharesProcessor(VMonarchProcessor):
 
 
 def measure_plan(pipe: Any, plan: AttentionPlan, calls: Sequence[Rerun]) -> InPlace:
-    """The mean change of the outputs of recorded calls under a plan, and the shares of its heads.
+    """The mean error of a plan in the output of recorded calls, and the shares of its heads.
 
     Raises:
         InputError: see `differentiate`.
@@ -150,12 +150,12 @@ def measure_plan(pipe: Any, plan: AttentionPlan, calls: Sequence[Rerun]) -> InPl
 def refine(
     pipe: Any, calls: Sequence[Rerun], make: Callable[[Sequence[InPlace]], AttentionPlan], rounds: int
 ) -> AttentionPlan:
-    """The best of up to `rounds` plans, each of which goes by what the ones before it showed in place.
+    """The best of up to `rounds` plans, each made with the measurements of the ones before it.
 
-    `about["in_place"]` of the plan has the ‖v' - v‖²/‖v‖² of all of them.
+    The plan's `about["in_place"]` lists the ‖v' - v‖²/‖v‖² of all of them.
 
     Args:
-        make: a plan from those before it.
+        make: makes a plan from those measured before it.
 
     Raises:
         InputError: see `differentiate`.

@@ -1,4 +1,4 @@
-"""Settings of a calibration: the cost of a plan, the recorded steps, and the methods that heads may get."""
+"""Settings of a calibration: what a plan may cost, what is recorded, and the methods that heads may get."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ _PROCESSORS = ("vmonarch", "two_resolution", "first_order")
 
 @dataclass(frozen=True)
 class Budget(Settings):
-    """What a plan may cost: flops or time, or neither for the work of default VMonarch.
+    """What a plan may cost: flops or time, or neither for the work of VMonarch with its defaults.
 
     Args:
-        flops: work of all heads, relative to default VMonarch.
-        time: the same of their time, as measured on this GPU.
-        measure: error, layer_error, output_error or kl (default: the first that was measured of output_error, with
-            layer_error beside it, and layer_error).
+        flops: work of all heads, relative to VMonarch with its defaults.
+        time: time of all heads, as measured on this GPU, relative to VMonarch with its defaults.
+        measure: the loss to minimise: error, layer_error, output_error or kl (default: output_error, combined with
+            layer_error, if it was measured, else layer_error).
     """
 
     flops: float | None = number(None, "[0, inf)")
@@ -66,12 +66,12 @@ class CalibrateConfig(Budget, SamplingConfig):
     """`SamplingConfig` and `Budget`, plus what to record.
 
     Args:
-        candidates: what a head may get besides full attention: methods of the processors vmonarch, two_resolution or
-            first_order, without a bias, a plan, or dense steps and layers.
-        every: record every N steps (default: about ten of them).
-        sensitivity: what errors change in the model's output, which takes gradients and up to eight calls.
-        refine: measure N plans in place, each made from what the ones before it showed, and keep the best; the first
-            goes by the error of layers (default 0: keep the first, unmeasured).
+        candidates: methods that a head may get besides full attention, of the processors vmonarch, two_resolution or
+            first_order, without a bias, a plan, refresh, or dense steps and layers.
+        every: record every N-th step (default: about ten steps in all).
+        sensitivity: measuring what errors change in the model's output, with gradients and up to eight more calls.
+        refine: measure N plans in place, each made with the measurements of those before it, and keep the best; the
+            default measure is then layer_error (default 0: keep the first, unmeasured).
     """
 
     output_dir: str = "outputs/calibrate"
@@ -104,7 +104,7 @@ class CalibrateConfig(Budget, SamplingConfig):
 
     @property
     def options(self) -> dict[str, Options]:
-        """Options of the candidates' ops, by label."""
+        """The candidates' options for the ops, by label."""
         return {method.label: method.processor().options for method in self.candidates}
 
     @property

@@ -1,9 +1,9 @@
-"""Tables as markdown; and those of results files put into documents: `python -m vmonarch.eval.render.tables`.
+"""Markdown tables, and documents filled with tables from results files: `python -m vmonarch.eval.render.tables`.
 
-What stands between `<!-- table: FILE -->` and `<!-- end -->` in a tracked Markdown file is what
-`docs/benchmarks/FILE.json` holds: under `tables` a list of {"header": […], "rows": [[…]]}, each with a "title" above it
-where it needs one, and under `caption` a line on hardware, date, versions and the command. A table with a "name" is
-`<!-- table: FILE#NAME -->`, under which its own "caption" stands if it has one. Nothing else does this.
+In a tracked Markdown file, the text between `<!-- table: FILE -->` and `<!-- end -->` comes from
+`docs/benchmarks/FILE.json`, which holds `tables`, a list of {"header": […], "rows": [[…]]} with an optional "title"
+above each, and `caption`, a line on hardware, date, versions and the command. `<!-- table: FILE#NAME -->` selects the
+table with that "name", with its own "caption" if it has one. Nothing else writes tables into documents.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ BLOCK = re.compile(r"(<!-- table: (?P<file>[^\s#]+)#?(?P<name>\S*) -->\n).*?(<!-
 
 
 def markdown(heading: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A markdown table; columns of numbers, which words may follow, are aligned to the right."""
+    """A markdown table; columns that have numbers, perhaps followed by words, are right-aligned."""
     number = re.compile(r"[*+−-]*\d[\d.,]*(e[+-]\d+)?[%×*]*( .*)?").fullmatch
     rule = ["---:" if any(map(number, column)) else "---" for column in zip(heading, *rows, strict=True)]
     return "".join(f"| {' | '.join(line)} |\n" for line in (heading, rule, *rows))
 
 
 def aligned(heading: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """For terminals: columns of one width, all but the first aligned to the right; no line break at the end."""
+    """A table for terminals, with padded columns, all but the first right-aligned; no line break at the end."""
     widths = [max(map(len, column)) for column in zip(heading, *rows, strict=True)]
     rule = ["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:])]
     pad = lambda row: [row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True))]
@@ -34,10 +34,10 @@ def aligned(heading: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def shown_number(value: Any, decimals: int = 1, form: str = "{}", *, factor: float = 1.0, sign: bool = False) -> str:
-    """A number for people; a dash for None, and text such as "inf" as it is.
+    """A number as readable text; a dash for None; text such as "inf" unchanged.
 
     Args:
-        form: with `{}` for the number.
+        form: of the result, with `{}` for the number.
     """
     if value is None or isinstance(value, str):
         return "–" if value is None else value
@@ -45,14 +45,14 @@ def shown_number(value: Any, decimals: int = 1, form: str = "{}", *, factor: flo
 
 
 def commits(results: dict[str, Any]) -> set[str]:
-    """The git trees that results were made with, as every run has recorded them."""
+    """The commits that results were made at, as every run recorded them."""
     return set(re.findall(r'"([0-9a-f]{40}(?:-dirty)?|unknown)"', json.dumps(results)))
 
 
 def table_text(results: dict[str, Any], name: str = "") -> str:
-    """The tables of a results file that have a name, or those that have none, with their caption.
+    """The tables of a results file with this name, or those without one, and their caption.
 
-    Results that no commit alone can repeat are called so.
+    The caption says so if no commit alone can reproduce the results.
 
     Raises:
         KeyError: there is no such table, or it has no caption.
@@ -86,7 +86,7 @@ def render(text: str, folder: Path) -> str:
 
 
 def outdated(root: Path) -> dict[Path, str]:
-    """The right contents of a repository's tracked documents whose tables differ from the results files."""
+    """The new text of every tracked document in a repository whose tables differ from the results files."""
     listed = subprocess.run(["git", "-C", str(root), "ls-files", "*.md"], capture_output=True, text=True, check=True)
     found = {}
     for path in (root / name for name in listed.stdout.splitlines()):

@@ -1,7 +1,7 @@
-"""The environment in which VBench runs, whose pins (numpy below 2, an old torch) do not go with ours, and its weights.
+"""The environment in which VBench runs, because its pins (numpy below 2, an old torch) conflict with ours; its weights.
 
-The package downloads by itself where a file of weights is missing, but takes an interrupted download for a whole file,
-and keeps some under names that it does not look for. Here it only ever runs with every file in its place.
+The package downloads missing weights itself, but takes an interrupted download for a complete file, and stores some
+files under names that it does not look for. Here it only runs with every file in its place.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from vmonarch.files import AtomicFiles, write_json
 VERSION = "0.1.5"
 # Every package that the dimensions import, pinned; without what vbench's other dimensions need.
 REQUIREMENTS = Path(__file__).with_name("requirements.txt")
-# The files that each dimension loads: where the package looks for them below the folder of weights, where they are
-# from, their name in a zip archive, and the SHA-256 that their authors publish.
+# The files that each dimension loads: the path below the folder of weights where the package looks, the URL, the name
+# inside a zip archive if there is one, and the SHA-256 if the authors publish it.
 WEIGHTS: list[dict[str, str]] = json.loads(Path(__file__).with_name("weights.json").read_text(encoding="utf-8"))
-# Imports what loads no weights, and tells the versions in its last line.
+# Imports a module that loads no weights, and prints the versions in its last line.
 _VERSIONS = """
 import importlib.metadata, json, platform, vbench.temporal_flickering
 found = {package.name.lower(): package.version for package in importlib.metadata.distributions()}
@@ -36,31 +36,31 @@ print(json.dumps({"python": platform.python_version(), **found}))
 
 
 class VBenchError(RuntimeError):
-    """VBench could not be installed, misses its weights, failed, or gave no usable scores."""
+    """VBench could not be installed, lacks its weights, failed, or gave no usable scores."""
 
 
 def default_folder() -> Path:
-    """The environment's folder unless one is given: below `$XDG_CACHE_HOME/vmonarch` or `~/.cache/vmonarch`."""
+    """The default folder of the environment, below `$XDG_CACHE_HOME/vmonarch` or `~/.cache/vmonarch`."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "vmonarch" / f"vbench-{VERSION}"
 
 
 def default_weights() -> Path:
-    """The folder of weights unless one is given, the package's own: `$VBENCH_CACHE_DIR` or `~/.cache/vbench`."""
+    """The default folder of weights, which is the package's own: `$VBENCH_CACHE_DIR` or `~/.cache/vbench`."""
     return Path(os.environ.get("VBENCH_CACHE_DIR") or Path.home() / ".cache" / "vbench")
 
 
 def install(folder: Path | None = None, *, python: str | None = None, requirements: Path = REQUIREMENTS) -> Path:
-    """The folder of the environment, which is made if it is not there, and then is whole: `vbench` imports.
+    """Make the environment if it does not exist, complete or not at all, and return its folder.
 
     Args:
         folder: of the environment; default: `default_folder()`.
-        python: interpreter that it is made with, of a version for which the requirements have packages (3.10 to 3.12
-            for those shipped); default: the one that runs this.
+        python: interpreter to make it with, of a version that the requirements have packages for (3.10 to 3.12 for
+            those shipped); default: the one that runs this.
         requirements: file of pinned packages, installed without their dependencies.
 
     Raises:
-        InputError: `folder` holds something else, there is no such file or interpreter.
-        VBenchError: pip failed, or `vbench` of VERSION does not import; tells pip's line.
+        InputError: `folder` holds something else, or there is no such file or interpreter.
+        VBenchError: pip failed, or `vbench` does not import or is not VERSION; the message has the command's error.
     """
     folder = (folder or default_folder()).absolute()
     if not requirements.is_file():
@@ -89,7 +89,7 @@ def install(folder: Path | None = None, *, python: str | None = None, requiremen
 
 
 def manifest(folder: Path) -> dict[str, Any]:
-    """`versions` of Python and of every package in an environment, and the `requirements_sha256` that it was made of.
+    """`versions` of Python and of every package in an environment, and the `requirements_sha256` that it was made from.
 
     Raises:
         InputError: `install` made no environment in the folder.
@@ -103,18 +103,18 @@ def manifest(folder: Path) -> dict[str, Any]:
 
 
 def run(command: Sequence[str], *, timeout: float | None = None, variables: Mapping[str, str] | None = None) -> str:
-    """What a command writes.
+    """Run a command and return its output.
 
     Args:
         timeout: seconds after which it is killed.
-        variables: of the environment, added to ours.
+        variables: environment variables, added to ours.
 
     Raises:
-        VBenchError: it failed or ran into the time-out; tells the lines that pip marks as errors, or the last ones.
+        VBenchError: it failed or timed out; the message has the lines that pip marks as errors, or the last ones.
         OSError: it cannot be started.
     """
     environment = {**os.environ, **(variables or {})}
-    # Not a pipe, which what it has started would keep open.
+    # Not a pipe, which processes that the command has started would keep open.
     with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as output:
         told: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": output, "env": environment}
         try:
@@ -131,12 +131,12 @@ def run(command: Sequence[str], *, timeout: float | None = None, variables: Mapp
 
 
 def missing_weights(dimensions: Sequence[str], folder: Path) -> list[dict[str, str]]:
-    """Those of WEIGHTS that `folder` lacks."""
+    """The entries of WEIGHTS for these dimensions that `folder` lacks."""
     return [file for file in WEIGHTS if file["dimension"] in dimensions and not (folder / file["path"]).is_file()]
 
 
 def check_weights(dimensions: Sequence[str], folder: Path) -> None:
-    """Raise VBenchError, which says where each file belongs, if there are `missing_weights`."""
+    """Raise VBenchError if there are `missing_weights`; the message says where each file belongs."""
     if missing := missing_weights(dimensions, folder):
         listed = "".join(f"\n  {file['dimension']}: {folder / file['path']}\n    {file['url']}" for file in missing)
         raise VBenchError(f"weights are missing; `vmonarch vbench weights` gets them, or put them there:{listed}")
@@ -146,10 +146,10 @@ def download_weights(dimensions: Sequence[str], folder: Path, report: Callable[[
     """Download the files of the dimensions that `folder` lacks, each of them whole or not at all.
 
     Args:
-        report: is called with a line for each file.
+        report: called with a line for each file.
 
     Raises:
-        VBenchError: a file cannot be had, or is another than its authors'; those before it stay.
+        VBenchError: a file cannot be downloaded, or differs from its authors'; earlier files stay.
     """
     for file in missing_weights(dimensions, folder):
         path = folder / file["path"]
@@ -157,7 +157,7 @@ def download_weights(dimensions: Sequence[str], folder: Path, report: Callable[[
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
             with AtomicFiles() as files, tempfile.TemporaryFile(dir=path.parent) as received:
-                # Seconds without a byte after which a server counts as out of reach.
+                # A server that sends nothing for this many seconds counts as unreachable.
                 with urllib.request.urlopen(file["url"], timeout=60) as response:
                     shutil.copyfileobj(response, received)
                 announced = response.headers.get("Content-Length")

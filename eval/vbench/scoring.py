@@ -22,15 +22,15 @@ PAPER_DIMENSIONS = (
     *("aesthetic_quality", "background_consistency", "dynamic_degree", "imaging_quality"),
     "subject_consistency",
 )
-# The fewest frames that each can judge. dynamic_degree asks of fewer that round(4 · frames / 16) = 0 pairs move, and
-# calls every video dynamic; motion_smoothness drops every second frame, and predicts it from its neighbours.
+# The fewest frames that each can judge. With fewer, dynamic_degree requires round(4 · frames / 16) = 0 moving pairs and
+# calls every video dynamic; motion_smoothness drops every second frame and predicts it from its neighbours.
 FEWEST_FRAMES = {
     **{"aesthetic_quality": 1, "background_consistency": 2, "dynamic_degree": 3, "imaging_quality": 1},
     **{"subject_consistency": 2, "overall_consistency": 1, "temporal_flickering": 2, "motion_smoothness": 3},
 }
 DIMENSIONS = tuple(FEWEST_FRAMES)
-# Ranges of the package's scores of single videos, where they are not 0 to 1. The upper end divides them, as the package
-# itself does with the score of all videos.
+# Ranges of the package's scores of single videos, where they are not 0 to 1. We divide them by the upper end, as the
+# package itself does with the score of all videos.
 _RANGES = {"imaging_quality": (0.0, 100.0), "overall_consistency": (-1.0, 1.0)}
 # Seeds of neighbouring prompts lie this far apart.
 _MOST_VIDEOS_PER_PROMPT = 25
@@ -38,10 +38,10 @@ _MOST_VIDEOS_PER_PROMPT = 25
 
 @dataclass(frozen=True)
 class PromptedVideo:
-    """An mp4 file and the prompt that it was made of.
+    """An mp4 file and the prompt that it was made from.
 
     Args:
-        dimensions: that judge it, of those that are asked for; none for all.
+        dimensions: the dimensions that judge it; empty for all.
     """
 
     path: Path
@@ -61,7 +61,7 @@ def read_videos(path: Path) -> list[PromptedVideo]:
     Files are relative to the list.
 
     Raises:
-        InputError: the list cannot be read, or is none, or an entry lacks file or prompt or has another type.
+        InputError: the list cannot be read or has another form, or an entry lacks file or prompt or has another type.
     """
     try:
         entries = [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line.strip()]
@@ -86,7 +86,7 @@ def suite(
             them.
 
     Raises:
-        InputError: a number of videos outside 1 to 25, no environment.
+        InputError: a number of videos outside 1 to 25, or no environment.
     """
     if not 1 <= videos_per_prompt <= _MOST_VIDEOS_PER_PROMPT:
         raise InputError("videos_per_prompt", f"must be 1 to {_MOST_VIDEOS_PER_PROMPT}, got {videos_per_prompt}")
@@ -107,11 +107,11 @@ def suite(
 
 @dataclass(frozen=True)
 class VBenchScore:
-    """VBench's score of a set of videos in one dimension; 1 is the best.
+    """VBench's scores of a set of videos in one dimension; 1 is the best.
 
     Args:
-        score: of the set. The package weighs every video alike, and in the two consistencies every frame.
-        videos: that the dimension judges, in the order in which they were given; per_video: the score of each.
+        score: of the set. The package weights all videos equally, but in the two consistencies all frames.
+        videos: those that the dimension judges, in the given order; per_video: the score of each.
     """
 
     score: float
@@ -132,8 +132,8 @@ def score_videos(
 ) -> dict[str, VBenchScore]:
     """VBench's scores of videos in each dimension.
 
-    A dimension is not computed again if its score of the same videos, prompts, packages and kind of device is in
-    `work_dir`.
+    A dimension is not computed again if `work_dir` has its score for the same videos, prompts, packages and kind of
+    device.
 
     Args:
         videos: mp4 files; several may have the same prompt.
@@ -141,16 +141,16 @@ def score_videos(
         work_dir: folder of the JSON files with scores; made if need be.
         timeout: seconds that a dimension may take.
         device: auto, cpu, cuda or cuda:N.
-        environment: that `install` made; default: that in `default_folder()`.
+        environment: folder of the environment that `install` made; default: `default_folder()`.
         weights: folder of the files that the package loads; default: `default_weights()`.
-        report: is called with a line for each dimension.
+        report: called with a line for each dimension.
 
     Raises:
         InputError: no videos or dimensions, unknown ones, a video that is too short for a dimension or cannot be
             decoded, no environment, a time-out that cannot be used.
         FileNotFoundError: a video does not exist.
-        VBenchError: weights are missing, the package failed or took too long, or gave a video no or no possible score.
-            Scores of the dimensions before stay in `work_dir`.
+        VBenchError: weights are missing, the package failed or took too long, or gave a video no score or an impossible
+            one. Scores of earlier dimensions stay in `work_dir`.
     """
     check_names("dimensions", dimensions, DIMENSIONS)
     if not 0 < timeout < math.inf:
@@ -182,7 +182,7 @@ def score_videos(
 
 
 def _check_lengths(videos: Sequence[PromptedVideo], dimension: str, timeout: float) -> None:
-    """Decode every video, and count the frames that a dimension sees; the package skips what it cannot read."""
+    """Check that every video decodes and has enough frames for a dimension; the package skips what it cannot read."""
     from vmonarch.finetune.data.decode import BadVideo, read_stream
 
     for path in dict.fromkeys(video.path for video in videos):
@@ -230,7 +230,7 @@ def _compute(
                     possible = f"which is not in [{low:g}, {high:g}]"
                     raise VBenchError(f"gave {video.path} the score {found[name]}, {possible}")
             per_video = [float(found[name]) / high for name in named]
-            # A mean, whatever its weights, of scores that are written as decimal numbers.
+            # It must be some weighted mean of the videos' scores, but for their rounding as decimal numbers.
             if not min(per_video) - 1e-6 <= score <= max(per_video) + 1e-6:
                 raise VBenchError(f"gave the score {score}, which is no mean of those of the videos")
             return float(score), per_video

@@ -1,6 +1,6 @@
 """Runs VBench inside its environment: `python -I worker.py job.json`.
 
-Imports nothing of vmonarch: that environment has other versions of what vmonarch needs.
+It imports nothing of vmonarch, because that environment has other versions of what vmonarch needs.
 """
 
 import json
@@ -15,8 +15,8 @@ def main(job_path: str) -> None:
 
     job = json.loads(Path(job_path).read_text(encoding="utf-8"))
     full_info = Path(vbench.__file__).with_name("VBench_full_info.json")
-    # A device object, not its name, as the package's own command does: with the name "cuda", motion_smoothness scales
-    # videos down by the GPU's memory.
+    # A device object, not its name, as in the package's own command: with the name "cuda", motion_smoothness scales
+    # videos down depending on the GPU's memory.
     benchmark = vbench.VBench(torch.device(job["device"]), str(full_info), job["output"])
     # `local`: models come from the folder of weights, not from the hub.
     benchmark.evaluate(

@@ -22,8 +22,8 @@ from vmonarch.cli.arguments import Parser
 from vmonarch.configs import InputError
 from vmonarch.requirements import check_versions
 
-# Module here -> its commands. `run_NAME(arguments)` has their help as docstring; `add_NAME(parser)`, if any, adds
-# arguments. All are imported for every command, so that none imports torch, or what takes as long, before it is run.
+# Module here -> its commands. The docstring of `run_NAME(arguments)` is a command's help; `add_NAME(parser)`, if any,
+# adds its arguments. Every command imports all modules, so none may import torch, or anything as slow, before it runs.
 COMMANDS = {
     "generate": ("generate",),
     "evaluate": ("compare", "ui", "eval", "vbench", "calibrate"),
@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def build_parser() -> Parser:
-    """The parser of `vmonarch` with all of its commands; `command` of what it parses is the function to call."""
+    """The parser of `vmonarch` with all of its commands; the parsed `command` is the function to call."""
     parser = Parser(
         prog="vmonarch",
         description="VMonarch: structured attention that makes video diffusion transformers fast.",
@@ -63,25 +63,25 @@ def build_parser() -> Parser:
             for leaf in command.commands.values() or [command]:
                 leaf.add_argument("--debug", action="store_true", help="show the traceback of an error")
                 leaf.add_argument("--quiet", action="store_true", help="no progress; print paths only")
-                # Information serves whatever versions of torch and diffusers are installed.
+                # `info` must work with any installed versions of torch and diffusers.
                 leaf.set_defaults(command=run, needs_versions=name != "info")
     return parser
 
 
 def _run(parser: Parser, arguments: argparse.Namespace) -> int:
-    # Read when these libraries are first imported: their notices on missing extras are not about what was asked for.
+    # The libraries read these on first import. Their notices about missing extras do not concern the command.
     for library in ("DIFFUSERS", "TRANSFORMERS"):
         os.environ.setdefault(f"{library}_VERBOSITY", "error")
     form = warnings.formatwarning
     if not arguments.debug:
-        # What the import of torchao says, which diffusers imports wherever it is installed: nothing here uses what it
-        # could not load.
+        # diffusers imports torchao wherever it is installed, and torchao warns of parts that it cannot load; nothing
+        # here uses them.
         for name in ("torchao", "torch.utils._pytree"):
             logging.getLogger(name).setLevel(logging.ERROR)
-        # Of sources that Python compiles when they are first imported.
+        # Python may give these for sources of other packages that it compiles on their first import.
         warnings.simplefilter("ignore", SyntaxWarning)
         warnings.formatwarning = lambda message, *_, **__: f"{parser.prog}: warning: {' '.join(str(message).split())}\n"
-    # Only the main thread may set handlers. SIGTERM unwinds the stack as Ctrl-C does, so that temporary files go.
+    # Only the main thread may set handlers. SIGTERM unwinds the stack as Ctrl-C does, so temporary files are removed.
     previous = signal.getsignal(signal.SIGTERM)
     with contextlib.suppress(ValueError):
         signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
@@ -95,7 +95,7 @@ def _run(parser: Parser, arguments: argparse.Namespace) -> int:
         return 130
     except Exception as error:
         message = str(error) or type(error).__name__
-        # The message of an error is enough if it is one of ours, or of files.
+        # For our own errors, and those of files, the message is enough.
         explained = type(error).__module__.startswith("vmonarch") or isinstance(error, OSError)
         if isinstance(error, InputError):
             message = f"{parser.shown(error.argument)} {error.problem}"

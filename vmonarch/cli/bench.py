@@ -1,4 +1,4 @@
-"""`vmonarch bench`, the registry of benchmarks, each a module of `vmonarch.eval.bench`, and `vmonarch tune`."""
+"""`vmonarch bench` with its registry of benchmarks, each a module of `vmonarch.eval.bench`, and `vmonarch tune`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 from vmonarch.cli.arguments import Parser, given_options
 
-# For each benchmark: what it times, for the help; default rounds and seconds.
+# What every benchmark times, for the help, and its default rounds and seconds.
 BENCHES: dict[str, tuple[str, int, float]] = {
     "kernels": ("attention alone, against exact attention", 15, 540.0),
     "e2e": ("denoising steps, and seconds per video", 5, 540.0),
@@ -22,7 +22,7 @@ BENCHES: dict[str, tuple[str, int, float]] = {
 _SEVERAL: dict[str, Any] = {"nargs": "+", "metavar": "NAME"}
 _HEAD_DIMS = {"type": int, "nargs": "+", "metavar": "N", "help": "default: 128 64"}
 _METHODS = {"nargs": "+", "metavar": "NAME", "help": "as `vmonarch compare` takes them (default: those of the docs)"}
-# Options of each, and of `vmonarch tune`: (name, arguments for argparse).
+# Options of each benchmark and of `vmonarch tune`: (names, arguments of `add_argument`).
 _OPTIONS: dict[str, list[tuple[str, dict[str, Any]]]] = {
     "kernels": [
         ("--shapes", {**_SEVERAL, "help": "frames x height x width of the latent, such as 43x28x52, or 24x44x80:40 for"
@@ -89,7 +89,7 @@ def add_bench(parser: Parser) -> None:
 
 
 def teller(quiet: bool) -> Callable[[str], None]:
-    """A function that prints progress with the seconds since now."""
+    """A function that prints progress with the seconds since the start."""
     started = time.monotonic()
 
     def say(text: str) -> None:
@@ -109,7 +109,7 @@ def run_bench(arguments: argparse.Namespace) -> None:
       vmonarch bench e2e --model Wan-AI/Wan2.1-T2V-1.3B-Diffusers --settings 81x480x832 --methods full vmonarch-t3
 
     All ways to compute a case take turns. Results are compared with a reference before anything is timed: a wrong one
-    gets no speed, and the command ends with exit code 1. What does not fit the budget is left out and named.
+    is not timed, and the command ends with exit code 1. What does not fit the budget is left out and named.
     """
     from vmonarch.eval.bench.runner import WrongResultError, run_bench
     from vmonarch.eval.render.tables import aligned

@@ -1,4 +1,4 @@
-"""Measuring videos: `vmonarch compare`, `eval`, `calibrate`, the page of `ui`, and `vbench`."""
+"""Commands that measure videos: `vmonarch compare`, `eval`, `calibrate` and `vbench`; and the page of `ui`."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def run_eval(arguments: argparse.Namespace) -> None:
       accelerate launch --num_processes 8 -m vmonarch eval --config table2
 
     The folder gets evaluation.json and report.html, a single file with tables, plots and videos. The same
-    command goes on where it was stopped; several processes share the prompts and seeds out.
+    command continues where it was stopped; several processes share the prompts and seeds.
     """
     _evaluate(EvalConfig, arguments)
 
@@ -125,7 +125,7 @@ def run_calibrate(arguments: argparse.Namespace) -> None:
 
 
 def _plan_again(arguments: argparse.Namespace) -> tuple[AttentionPlan, Path]:
-    """Another plan of a diagnosis, and its file."""
+    """Another plan from a diagnosis, and its file."""
     from vmonarch.eval.calibrate.diagnosis import FORMAT
     from vmonarch.eval.calibrate.planning import plan
 
@@ -224,9 +224,9 @@ def run_vbench(arguments: argparse.Namespace) -> None:
       vmonarch vbench prompts --dimensions imaging_quality --output prompts.jsonl
       vmonarch vbench score videos.jsonl --dimensions imaging_quality --output scores.json
 
-    videos.jsonl has a line like {"file": "a.mp4", "prompt": "a lighthouse in a storm"} for every video, whose path is
-    relative to the list. With the lines of `prompts`, and a "file" added to each, a dimension sees the videos of its
-    own prompts.
+    videos.jsonl has a line like {"file": "a.mp4", "prompt": "a lighthouse in a storm"} for every video, with a path
+    relative to the list. If its lines are those of `prompts`, with a "file" added to each, a dimension only sees the
+    videos of its own prompts.
     """
     if hasattr(arguments, "dimensions"):
         check_names("dimensions", arguments.dimensions, scoring.DIMENSIONS)

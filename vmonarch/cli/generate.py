@@ -12,13 +12,13 @@ from vmonarch.configs import InputError, preset_names
 from vmonarch.pipelines.config import GenerateConfig, SamplingConfig, read_prompts
 
 Config = TypeVar("Config", bound=SamplingConfig)
-# One word of a script that puts blanks between words: Latin, Greek, Cyrillic.
+# A single word in a script that puts blanks between words: Latin, Greek, Cyrillic.
 _BARE_WORD = re.compile(r"[!-\u052f]+")
 _SIZES = (
     *("height", "width", "num_frames", "steps", "guidance", "true_guidance", "guidance_2", "scheduler", "sigmas"),
     *("flow_shift", "negative_prompt", "fps", "max_sequence_length"),
 )
-# Options that the page of `vmonarch ui` shares.
+# Options that `vmonarch ui` has, too.
 MACHINE = ("dtype", "device", "offload")
 
 
@@ -40,14 +40,14 @@ def add_sampling(parser: argparse.ArgumentParser, *, group: str) -> None:
 
 
 def add_methods(parser: argparse.ArgumentParser, name: str, default: str, several: str | None = None) -> None:
-    """Declare which method samples, or which."""
+    """Declare the option for the method that samples, or for several."""
     known, recipes = (", ".join(preset_names(group)) for group in ("attention", "recipes"))
     about = f"{known}, a recipe ({recipes}), or METHOD:key=value,… (default {default})"
     parser.add_argument(f"--{name}", "--recipe", nargs=several, metavar="METHOD", help=about)
 
 
 def sampling_config(schema: type[Config], arguments: argparse.Namespace, recorded: Mapping[str, Any] = {}) -> Config:
-    """The settings of a command that samples, as `read_config` makes them up.
+    """The settings of a command that samples, as `read_config` reads them.
 
     Raises:
         InputError: no prompt, a prompt without quotes, an unreadable file, or a value that cannot be used.
@@ -97,7 +97,7 @@ def run_generate(arguments: argparse.Namespace) -> None:
     try:
         videos = generate(config, recorded=recorded, progress=not arguments.quiet and shard.rank == 0, shard=shard)
     except GenerationError as error:
-        # Videos made before the error are shown as well.
+        # Videos that were made before the error are shown, too.
         failure, videos = error, list(error.videos)
     for video in videos:
         spent = seconds(video.record["seconds"]["total"])

@@ -1,4 +1,4 @@
-"""The installation and its devices: `vmonarch info`."""
+"""What is installed on this machine: `vmonarch info`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def run_info(arguments: argparse.Namespace) -> None:
 
 
 def _devices() -> dict[str, str]:
-    """Each device, and the meaning of "auto" there for a pipeline's half-precision tensors."""
+    """Each device, and what "auto" means on it for a pipeline's half-precision tensors."""
     import torch
 
     from vmonarch.kernels.common.launch import auto_takes_kernels, why_not_triton

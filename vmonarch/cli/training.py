@@ -30,8 +30,8 @@ def run_preprocess(arguments: argparse.Namespace) -> None:
       vmonarch preprocess clips --captions wan.jsonl --output data/wan --config wan2.1-1.3b rows_per_shard=16
       vmonarch preprocess --procedural 256 --output data/shapes seed=1
 
-    Captions are JSON lines ({"file_name": "a.mp4", "caption": "…"}). Without --captions there is a text file beside
-    each video, a.txt of a.mp4. The same command goes on where it was broken off. Bad videos are listed in
+    Captions are JSON lines ({"file_name": "a.mp4", "caption": "…"}). Without --captions there must be a text file
+    beside each video, a.txt for a.mp4. The same command continues where it was interrupted. Bad videos are listed in
     quarantine.jsonl; to try one again, take out its line.
     """
     from vmonarch.finetune.data.preprocess import PreprocessConfig, preprocess
@@ -59,10 +59,10 @@ def run_finetune(arguments: argparse.Namespace) -> None:
       accelerate launch --num_processes 8 -m vmonarch.finetune --config wan2.1-1.3b data.path=data/clips
 
     This is one process, with one GPU where there is one. `accelerate launch` starts the same code on several GPUs. The
-    same command goes on from the newest checkpoint.
+    same command continues from the newest checkpoint.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        # A process that waits for one which has failed never comes to an exception.
+        # A process that waits for one that has failed never gets to run the handler of `main`.
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
     from vmonarch.finetune.config import FinetuneConfig
 
